@@ -56,7 +56,7 @@ def measure(
     return Row(
         what,
         f"{result.queries:,} queries, fresh error {worst:.1e}",
-        f"<= {most} times the floor, error <= {TOLERANCE:.0e}",
+        f"<= {most} times the lower bound, error <= {TOLERANCE:.0e}",
         result.status is Status.RECOVERED and worst <= TOLERANCE and result.queries <= most * bound,
         f"lower bound {bound:,}, {result.queries / bound:.2f} times, {result.seconds:.0f} s",
     )

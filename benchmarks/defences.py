@@ -1,7 +1,7 @@
-"""Defences, each attacked by a thief who knows it: what he has, what honest clients have left.
+"""Defences, each attacked by somebody who knows it: what they get, what honest clients have left.
 
 Weights of one head behind a server's defences, for d = 16 and 64 and three seeds: errors are on an
-honest client's questions, relative, of the thief's copy and of the answers that clients get;
+honest client's questions, relative, of the attacker's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
 all-MiniLM-L6-v2 and SmolLM2-135M (`--encoder`, `--model`, `--data`): `--texts` of SST-2 on
 the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
     name: str
     setting: str
-    thief: float
+    attacker: float
     honest: float
 
 
@@ -115,16 +115,16 @@ def tried(
 def weights(d: int, seeds: int) -> Iterator[Row]:
     for name, runs in tried(trials, d, seeds):
         errors = [run.attacker_error for run in runs if run.attacker_error is not None]
-        thief = f"{median(errors):.1e}" if errors else "nothing"
+        attacker = f"{median(errors):.1e}" if errors else "nothing"
         honest = median(run.honest_error for run in runs)
         refused = median(run.refused for run in runs)
         waiting = median(run.waiting or 0.0 for run in runs)
         promised = name in EXACT
         yield Row(
             f"d={d}, {name}",
-            f"thief {thief}, honest client {honest:.1e}"
+            f"attacker {attacker}, honest client {honest:.1e}"
             + (f", {refused:.0%} refused" if refused else ""),
-            "thief <= 1e-8" if promised else "",
+            "attacker <= 1e-8" if promised else "",
             max(errors) <= 1e-8 if promised else None,
             f"{runs[0].attack}; {median(run.queries for run in runs):,.0f} queries"
             + (f" in {waiting / 3600:.1f} hours" if waiting else "")
@@ -156,20 +156,20 @@ def table(quick: bool) -> list[Point]:
     """The defences that come in degrees, for the picture."""
     points: list[Point] = []
     for name, runs in tried(graded, *((5, 1) if quick else (16, SEEDS))):
-        thief = median(1.0 if run.attacker_error is None else run.attacker_error for run in runs)
+        attacker = median(1.0 if run.attacker_error is None else run.attacker_error for run in runs)
         honest = median(run.honest_error for run in runs)
-        points.append(Point(name, runs[0].setting, thief, honest))
+        points.append(Point(name, runs[0].setting, attacker, honest))
     return points
 
 
 def figure(points: list[Point]) -> go.Figure:
-    """The thief's error against the honest client's, both on logarithmic axes."""
+    """The attacker's error against the honest client's, both on logarithmic axes."""
     picture = go.Figure()
     for name in dict.fromkeys(point.name for point in points):
         curve = [point for point in points if point.name == name]
         picture.add_scatter(
             x=[max(point.honest, _SMALLEST) for point in curve],
-            y=[max(point.thief, _SMALLEST) for point in curve],
+            y=[max(point.attacker, _SMALLEST) for point in curve],
             text=[point.setting for point in curve], name=name, mode="lines+markers",
         )  # fmt: skip
     ends = [_SMALLEST, 1.0]

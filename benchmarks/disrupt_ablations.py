@@ -3,17 +3,16 @@
 All rows are the released schedule with one thing changed, on SST-2's dev set: `--models` takes
 several folders (seeds of one model), every figure is then a mean with its range; without it the
 classifier in the box. Rows are at `--share`, the curve at `--shares`. `--texts` takes the first so
-many sentences, `--out` keeps what was measured, `--join FILE…` makes the table of such files, so
-that seeds may run one by one. `--picture FILE` draws the curve as a page. `--quick` takes two of
-the reviews in the box.
+many sentences; `--join FILE…` makes the table of what several runs wrote with `--json`, so that
+seeds may run one by one. `make pictures` draws the curve. `--quick` takes two of the reviews in the
+box.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -76,9 +75,7 @@ def run(
     shares: list[float] = SHARES,
     batch: int = 64,
     only: str = "",
-    out: Path | None = None,
     join: list[Path] = [],  # noqa: B006
-    picture: Path | None = None,
     device: str = subjects.DEVICE,
 ) -> Iterator[Row]:
     points = read(join)
@@ -92,22 +89,19 @@ def run(
                 method = attack(name, part, batch)
                 method = trained.shortened(method) if quick else method
                 points.append(measure(loaded, examples, name, part, method))
-                shown = row(points[-1:], name, part)
-                trained.tell(f"{folder.name}: {shown.what}: {shown.details}")
-                if out:  # a run that is stopped has kept what it measured
-                    out.write_text(json.dumps([asdict(point) for point in points], indent=1))
-    for name, part in dict.fromkeys((point.attack, point.share) for point in points):
-        yield row(points, name, part)
+                known = replace(row(points[-1:], name, part), run=asdict(points[-1]))
+                prefix = f"{folder.name}: " if len(models) > 1 else ""
+                yield replace(known, what=f"{prefix}{known.what}")
+    if join or len(models) > 1:
+        for name, part in dict.fromkeys((point.attack, point.share) for point in points):
+            yield row(points, name, part)
     change = max(point.control for point in points)
     yield Row("largest change by masks that cut nothing", f"{change:g}", "0", change == 0)
     yield Row("models", str(len({point.model for point in points})))
-    drawn = figure(points) if picture or quick else None
-    if picture and drawn:
-        picture.write_text(drawn.to_html(include_plotlyjs=True), "utf-8")
 
 
 def read(files: Sequence[Path]) -> list[Measured]:
-    return [Measured(**point) for file in files for point in json.loads(file.read_text("utf-8"))]
+    return [Measured(**point) for point in trained.joined(files)]
 
 
 def attack(name: str, share: float, batch: int) -> HackAttend:

@@ -113,7 +113,7 @@ def tried(loaded: Loaded, example: Example, ks: Sequence[int], quick: bool) -> l
             attack = trained.shortened(attack)
         (outcome,) = attack(loaded.model, batch, labels).outcomes
         if outcome.masked > proof.k:
-            raise SystemExit(f"expected at most {proof.k} units cut, got {outcome.masked}")
+            raise SystemExit(f"the attack cut {outcome.masked} units, more than {proof.k}")
         tried_in = tuple(margins[proof.k - 1] for margins in left)
         results.append(Tried(proof, outcome.flipped, tried_in))
     return results

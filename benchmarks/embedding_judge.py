@@ -4,10 +4,11 @@ Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length no
 each precision that stores use. The true text is judged: how many are verified. So are the texts
 nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
-that a search (`--passes` for each) finds, in every precision: none may be. `--texts` for
-each row, `--nobody` vectors of all kinds together. `--parts stored,nobody` are those; `nearest`,
-for a GPU, runs every text one edit away from `--all` short ones and looks whether the judge would
-have met the nearest. `--quick` takes a random-weight model.
+that a search (`--passes` for each) finds, in every precision: none may be. And vectors behind a
+secret rotation or linear map, of which some pairs of a text and its stored vector are known: the
+map is undone from them, and the true texts of other vectors are judged. `--texts` for each row,
+`--nobody` vectors of all kinds together; `--parts stored,nobody,secret` takes some. `--quick` takes
+a random-weight model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -33,11 +35,14 @@ from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import Counted
 from keyhole.recover.embeddings.edits import Alternatives, Tokens, Vectors, alternatives_to
-from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.encoder import Encoder, matrix_half
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.secrets import undo_linear, undo_rotation
 from show import Row
-from stored_forms import WAY, Change, changes, sentences, vectors_of
+from stored_forms import WAY, Change, changes, rounded, sentences, vectors_of
+
+PAIRS = [16, 32, 64, 128, 256, 383, 384, 512, 1024, 4096]  # that are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +74,16 @@ def run(
     nobody: int = 1000,
     passes: int = 3000,
     misses: int = 20,
-    all: int = 4,  # noqa: A002 - as the option is called
     judged: int = 5,
-    parts: list[str] = ["stored", "nobody"],  # noqa: B006 - read, never changed
+    pairs: list[int] = PAIRS,
+    parts: list[str] = ["stored", "nobody", "secret"],  # noqa: B006 - read, never changed
     forms: str = "",
 ) -> Iterator[Row]:
     if quick:
         ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
         tiny = subjects.tiny("bert")
         setting = Setting(tiny, ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200)
+        pairs = [48]
     else:
         loaded = replace(subjects.minilm(encoder, device), name="all-MiniLM-L6-v2")
         some = sentences(loaded, data, texts)
@@ -93,10 +99,12 @@ def run(
         yield near_row(setting, near)
         for name, change in stored.items():
             yield stored_row(setting, name, change, near)
-    if "nearest" in parts:
-        yield nearest_row(setting, all)
     if "nobody" in parts:
         yield from nobody_rows(setting, known, stored)
+    if "secret" in parts:
+        runs = [Vectors(setting.target, WAY, ids) for ids in setting.secrets]
+        for count in pairs:
+            yield from secret_rows(setting, known, count, runs)
 
 
 # True texts and near misses.
@@ -146,37 +154,6 @@ def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]
     return [alternatives.texts[place] for place in order[:count].tolist()]
 
 
-def nearest_row(setting: Setting, count: int) -> Row:
-    """Every substitution, insertion, deletion and exchange, against those that are tried."""
-    short = sorted(setting.secrets, key=len)[:count]
-    met, tried, ratios = 0, 0, list[float]()
-    for ids in short:
-        encoder = Encoder(setting.target)
-        vectors = Vectors(setting.target, WAY, ids)
-        text = vectors.inside(ids)
-        own = vectors([text])[0]
-        least, closest = float("inf"), text
-        tokens = [t for t in range(setting.target.vocabulary) if t not in setting.target.pads()]
-        for some in torch.tensor(tokens, device=encoder.device).split(2048):
-            children = one_token_away(text, some)
-            tried += len(children)
-            apart = (encoder.vectors(children).double() - own.double()).norm(dim=-1)
-            apart[[tuple(children.tokens(row)) == text for row in range(len(children))]] = torch.inf
-            if float(apart.min()) < least:
-                least = float(apart.min())
-                closest = tuple(children.tokens(int(apart.argmin())))
-        alternatives = alternatives_to(vectors, text, own, False)
-        best = float((alternatives.vectors.double() - own.double()).norm(dim=-1).min())
-        met += closest in alternatives.texts or best <= least
-        ratios.append(best / least)
-    return Row(
-        f"{setting.loaded.name}: the nearest of all texts one edit away is an alternative",
-        f"{met} of {len(short)} texts",
-        details=f"{tried:,} texts run; distance of the nearest alternative over the nearest of "
-        f"all, largest {max(ratios):.2f}",
-    )
-
-
 def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisses]) -> Row:
     started = time.perf_counter()
     statuses, wrong, fit, judged, tried, likely = Counter[str](), 0, 0, 0, 0, [0, 0]
@@ -186,13 +163,13 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         verdict = judge_vector(setting.target, leak, case.ids, vectors)
         whole = Mark.UNKNOWN not in verdict.marks
         statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
-        here = 0
+        fitting = 0
         for number, miss in enumerate(case.misses):
             fits = may_be(setting.target, leak, miss, vectors)
-            tried, fit, here = tried + 1, fit + fits, here + fits
-            told = fits and here <= setting.judged
-            judged += told
-            if told or (number < 2 and not verdict.verified):
+            tried, fit, fitting = tried + 1, fit + fits, fitting + fits
+            due = fits and fitting <= setting.judged
+            judged += due
+            if due or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
                 wrong += other.verified
                 good = right(case.ids, miss, other.marks)
@@ -221,23 +198,6 @@ def right(truth: list[int], ids: list[int], marks: Sequence[Mark]) -> tuple[int,
 def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WAY) -> Pooled:
     leak = cast("Pooled", subjects.leak_of(setting.loaded, ids, way))
     return change(replace(leak, tokens=None))
-
-
-def one_token_away(text: Tokens, tokens: Tensor) -> Texts:
-    """Each of the tokens in the place of each of a text, and put into each gap."""
-    row, size = torch.tensor(text, device=tokens.device), len(text)
-    replaced = row.repeat(size, len(tokens), 1)
-    for place in range(size):
-        replaced[place, :, place] = tokens
-    longer = [
-        torch.cat([row[:gap].expand(len(tokens), -1), tokens[:, None],
-                   row[gap:].expand(len(tokens), -1)], 1)
-        for gap in range(size + 1)
-    ]  # fmt: skip
-    parts = [replaced.flatten(0, 1), torch.cat(longer)]
-    return Texts.cat(
-        [Texts(part, torch.full_like(part[:, 0], part.shape[1])).padded(size + 1) for part in parts]
-    )
 
 
 # Vectors that are no text's.
@@ -299,6 +259,60 @@ def searched(setting: Setting, goals: Tensor) -> tuple[list[list[int]], list[flo
     answers = [[*encoder.before, *reading.tokens, *encoder.after] for reading in readings]
     plain = (vectors_of(setting.target, answers) * goals).sum(-1)  # not whitened
     return answers, plain.tolist(), sum(reading.passes for reading in readings)
+
+
+# Vectors behind a secret map.
+
+
+def secret_rows(setting: Setting, known: Tensor, count: int, runs: list[Vectors]) -> Iterator[Row]:
+    """`count` known pairs, of which a tenth is held back to measure how exact the rest makes it."""
+    stream = torch.Generator().manual_seed(1)
+    d = known.shape[1]
+    gaussian = torch.randn(d, d, generator=stream, dtype=torch.float64)
+    rotation = torch.linalg.qr(gaussian).Q
+    count = min(count, 10 * len(known) // 11)
+    known = known[: count + max(8, count // 10)].double().cpu()
+    secret = vectors_of(setting.target, setting.secrets).double().cpu()
+    for name, matrix, change in (
+        ("a secret rotation", rotation, partial(rounded, "float32")),
+        ("a secret rotation, 8 bits", rotation, partial(rounded, "int8")),
+        ("a secret linear map", gaussian, partial(rounded, "float32")),
+    ):
+        stored = [change(Pooled(v, normalised=False)).values for v in (known @ matrix).float()]
+        hidden = [change(Pooled(v, normalised=False)).values for v in (secret @ matrix).float()]
+        yield secret_row(
+            setting, name, known, torch.stack(stored), torch.stack(hidden), secret, count, runs
+        )
+
+
+def secret_row(
+    setting: Setting, name: str, known: Tensor, stored: Tensor, hidden: Tensor, secret: Tensor,
+    count: int, runs: list[Vectors],
+) -> Row:  # fmt: skip
+    held = slice(count, None)
+    seen: Tensor | None = None
+    if name == "a secret linear map":
+        back = undo_linear(known[:count], stored[:count])
+        undone, numbers, check = hidden.double() @ back, None, stored[held].double() @ back
+        off = check - known[held]
+    else:
+        pairs = undo_rotation(known[:count], stored[:count])
+        undone, numbers, seen = pairs.undo(hidden), pairs.numbers(hidden), pairs.own
+        off = pairs.numbers(stored[held]) - known[held] @ pairs.own
+    values = undone if numbers is None else numbers
+    noise = float(off.square().mean().sqrt())
+    verified = 0
+    for row, ids in enumerate(setting.secrets):
+        leak = Pooled(values[row].float(), noise=noise)
+        vectors = runs[row].of_part(WAY, seen)
+        verified += judge_vector(setting.target, leak, ids, vectors).verified
+    cosines = torch.cosine_similarity(undone, secret).tolist()
+    return Row(
+        f"{setting.loaded.name}, {name}, {count} pairs known",
+        f"cosine {statistics.median(cosines):.6f}; {verified} of {len(hidden)} texts verified",
+        details=f"{values.shape[1]} numbers, each off by {noise / float(known.std()):.1e} of its "
+        "spread, measured on pairs held back",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the search in embeddings rests on: single changes add up, and which tokens are promising.
 
 In sentences of SST-2's development set of `--tokens` tokens, k are replaced by tokens of the
-training set at random. The first row says how many of a sentence's tokens the bag holds (of its
-20 best, and so on). Putting one of them right moves the vector; rows say how well the sum of
+training set at random. The first row says how many of a sentence's tokens the first guess holds (in
+its 20 best, and so on). Putting one of them right moves the vector; rows say how well the sum of
 these moves points to the vector of the sentence itself. Other rows say on which rank of the
 vocabulary the right token of a wrong place stands: by the gradient of the cosine, and by what the
 search takes (token odds, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
@@ -61,12 +61,12 @@ def measured(
     fitting = [x for x in ids if lengths[0] <= len(x) <= lengths[1]]
     random.Random(0).shuffle(fitting)
     few = fitting[:texts]
-    yield bag_row(counted, few)
+    yield first_guess_row(counted, few)
     for k in wrong:
         yield from rows(counted, corpus, few, k)
 
 
-def bag_row(counted: Counted, secrets: list[list[int]]) -> Row:
+def first_guess_row(counted: Counted, secrets: list[list[int]]) -> Row:
     goals = counted.encoder.vectors(
         Texts.of(secrets, max(map(len, secrets)), counted.encoder.device)
     )
@@ -79,7 +79,7 @@ def bag_row(counted: Counted, secrets: list[list[int]]) -> Row:
     shares = (
         f"{sum(r < k for r in ranks) / len(ranks):.0%} among {k}" for k in (20, 50, 100, 1000)
     )
-    return Row("tokens of a text among the bag's best", ", ".join(shares))
+    return Row("tokens of a text among the best of the first guess", ", ".join(shares))
 
 
 def rows(

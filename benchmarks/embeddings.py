@@ -2,14 +2,19 @@
 
 Sentences of SST-2's development set (none that is a line of the corpus) are searched from their
 vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
-`--tokens` (special ones not counted). Rows: the order of tokens from the same domain (SST-2's
-training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
-alone, which then also give the first guess), and none; the same domain without the first guess, the
-multiset of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
-`keyhole lab corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
-tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
-all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
-model.
+`--tokens` (special ones not counted). Exact means the very same tokens.
+
+`--parts search`: the order of tokens from the same domain (SST-2's training set; on a GPU with
+HellaSwag and DREAM besides), from another one (HellaSwag and DREAM alone, which then also give the
+first guess), and none; the same domain without the first guess, the multiset of tokens that a
+vector speaks of; the corpus that ships; with `--drawn FILE` what `keyhole lab corpus` drew from a
+language model. `--rows 1,3` takes some. A text that gives the vector back within 1e-6 and is
+another is counted as wrong. On a GPU all vectors are searched together, on a CPU one after the
+other.
+
+`--parts stored`: vectors as stores keep them, rounded, or with noise of a share of their spread
+that is known to the attacker; the whole way from the leak to the judge. Verified means that the
+judge says so, false that it says so of another text. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -18,24 +23,28 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 import show
 import subjects
 from keyhole.data import read_texts
-from keyhole.models import Loaded
+from keyhole.models import Exposure, Loaded
+from keyhole.recover import Pooled, recover_texts
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams, TokenOdds
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
+from stored_forms import Change, changes, vectors_of
 
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
 ON_CPU = {(4, 9): 80}  # … and on two cores
+FORMS = ("float32", "float16", "8 bits, a scale", "4 bits", "1 bit", "%, stated")
 Lengths = tuple[int, int]
 
 
@@ -60,6 +69,7 @@ def run(
     rows: list[int] = [1, 2, 3, 4, 5],  # noqa: B006 - read, never changed
     drawn: Path | None = None,
     tokens: str = "4-9,10-16,17-24,25-32",
+    parts: list[str] = ["search", "stored"],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
         loaded = subjects.tiny("bert", words=96)
@@ -69,57 +79,81 @@ def run(
             Case("no order, no first guess", lines[4:], order=False, guess=False),
         ]
         search = SumSearch(passes=400)
-        yield from measured(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
+        yield from searched(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
+        yield from stored(loaded, lines[4:], lines[:2], [(1, 3)], search, 3, texts)
         return
-    on_gpu = device.startswith("cuda")
-    reviews = read_texts(data / "sst2" / "train.tsv")
-    others = [*subjects.hellaswag(data), *subjects.turns(data)]
-    same = [*reviews, *others] if on_gpu else reviews
-    cases = [
-        Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
-        Case("another domain", others),
-        Case("no order", same, order=False),
-        Case("same domain, no first guess", same, guess=False),
-        Case("the corpus that ships", read_texts(SHIPPED)),
-    ]
-    cases = [case for row, case in enumerate(cases, 1) if row in rows]
-    if drawn:
-        cases.append(Case("drawn from a language model", read_texts(drawn)))
-    secrets = read_texts(data / "sst2" / "dev.tsv")
+    loaded, on_gpu = subjects.minilm(encoder, device), device.startswith("cuda")
+    reviews, secrets = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
+    shape = (subjects.lengths(tokens), SumSearch(passes=passes))
     max_length = CountedReader(corpus=()).max_length
-    yield from measured(
-        subjects.minilm(encoder, device), cases, secrets, subjects.lengths(tokens),
-        SumSearch(passes=passes), max_length, texts,
-    )  # fmt: skip
+    if "search" in parts:
+        others = [*subjects.hellaswag(data), *subjects.turns(data)]
+        same = [*reviews, *others] if on_gpu else reviews
+        cases = [
+            Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
+            Case("another domain", others),
+            Case("no order", same, order=False),
+            Case("same domain, no first guess", same, guess=False),
+            Case("the corpus that ships", read_texts(SHIPPED)),
+        ]
+        cases = [case for row, case in enumerate(cases, 1) if row in rows]
+        if drawn:
+            cases.append(Case("drawn from a language model", read_texts(drawn)))
+        yield from searched(loaded, cases, secrets, *shape, max_length, texts)
+    if "stored" in parts:
+        yield from stored(loaded, reviews, secrets, *shape, max_length, texts)
 
 
-def measured(
+def of_lengths(
+    loaded: Loaded, secrets: Sequence[str], corpus: Sequence[list[int]], lengths: Sequence[Lengths],
+    texts: int,
+) -> Iterator[tuple[Lengths, list[list[int]]]]:  # fmt: skip
+    """Token lists of each length, none of which is a line of the corpus."""
+    known = set(map(tuple, corpus))
+    fresh = [ids for ids in token_lists(loaded, secrets) if tuple(ids) not in known]
+    for least, most in lengths:
+        fitting = [ids for ids in fresh if least <= len(ids) <= most]
+        random.Random(0).shuffle(fitting)
+        yield (least, most), fitting[:texts]
+
+
+def token_lists(loaded: Loaded, lines: Sequence[str]) -> list[list[int]]:
+    stripped = [line.strip() for line in lines if line.strip()]
+    return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]
+
+
+def without(case: Case, counted: Counted) -> Counted:
+    """The counts without what a case leaves out: the order of tokens, the first guess."""
+    device, size, lines = counted.encoder.device, len(counted.encoder.table), counted.lines
+    if not case.order:
+        counted = replace(counted, ngrams=NGrams.of([], size).to(device))
+    if not case.guess:  # odds that read nothing in a vector: how frequent tokens are
+        held = torch.tensor(
+            [token for row in range(len(lines)) for token in set(lines.tokens(row))], device=device
+        )
+        share = ((torch.bincount(held, minlength=size) + 0.1) / len(lines)).log()
+        odds = TokenOdds(share.new_zeros(counted.vectors.shape[1], size), share)
+        same = counted.vectors[:1].expand(len(lines), -1)
+        counted = replace(counted, token_odds=odds, vectors=same, endings=None)
+    return counted
+
+
+def searched(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
     search: SumSearch, max_length: int, texts: int,
 ) -> Iterator[Row]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
-
-    def tokens(lines: Sequence[str]) -> list[list[int]]:
-        stripped = [line.strip() for line in lines if line.strip()]
-        return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]
-
-    encoded = tokens(secrets)
     for case in cases:
-        lines = tokens(case.corpus)
-        known = set(map(tuple, lines))
-        fresh = [ids for ids in encoded if tuple(ids) not in known]
+        lines = token_lists(loaded, case.corpus)
         encoder = Encoder(target, half=matrix_half())
-        ngrams = None if case.order else NGrams.uniform(len(encoder.table))
         clock = _Clock()
-        counted = Counted.of(encoder, lines, max_length, ngrams, case.guess)
+        counted = without(case, Counted.of(encoder, lines, max_length))
         words = f"{len(lines):,} lines, counted in {clock.words()}"
         yield Row(f"{loaded.name}, {case.what}: corpus", words)
-        for least, most in lengths:
-            fitting = [ids for ids in fresh if least <= len(ids) <= most]
-            random.Random(0).shuffle(fitting)
-            what = f"{case.what}, {least}–{most} tokens"
-            percent = (case.percent or {}).get((least, most))
-            yield measure(what, counted, fitting[:texts], search, max_length, percent)
+        for length, few in of_lengths(loaded, secrets, lines, lengths, texts):
+            what = f"{case.what}, {length[0]}–{length[1]} tokens"
+            percent = (case.percent or {}).get(length)
+            yield measure(what, counted, few, search, max_length, percent)
 
 
 def measure(
@@ -144,6 +178,47 @@ def measure(
         f">= {percent}% exact, 0 wrong" if percent else "0 wrong",
         enough and arrived <= exact,
         f"token F1 {shared:.3f}; {passes:,.0f} passes and {clock.words(len(secrets))} a text",
+    )
+
+
+def stored(
+    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths],
+    search: SumSearch, max_length: int, texts: int,
+) -> Iterator[Row]:  # fmt: skip
+    target = Target.of(loaded.model, loaded.tokenizer)
+    some = loaded.tokenizer(list(corpus[:512]))["input_ids"]
+    forms = changes(vectors_of(target, some), (), 0, (1,))
+    reader = CountedReader(list(corpus), max_length, search).ready(target, Exposure("pooled"))
+    lines = token_lists(loaded, corpus)
+    for (least, most), few in of_lengths(loaded, secrets, lines, lengths, texts):
+        for name, change in forms.items():
+            if any(part in name for part in FORMS):
+                what = f"{least}–{most} tokens, {name}"
+                yield read_from_store(what, loaded, reader, change, few)
+
+
+def read_from_store(
+    what: str, loaded: Loaded, reader: CountedReader, change: Change, secrets: list[list[int]]
+) -> Row:
+    first, *last = loaded.tokenizer("")["input_ids"]
+    framed = [[first, *ids, *last] for ids in secrets]
+    given = [cast("Pooled", subjects.leak_of(loaded, ids, Exposure("pooled"))) for ids in framed]
+    leaks = [change(replace(leak, tokens=None)) for leak in given]
+    clock = _Clock()
+    made = recover_texts(loaded.model, loaded.tokenizer, leaks, method=reader)
+    pace = clock.words(len(secrets))
+    pairs = list(zip(made, framed, strict=True))
+    exact = sum(recovery.ids == ids for recovery, ids in pairs)
+    verified = sum(recovery.verified and recovery.ids == ids for recovery, ids in pairs)
+    false = sum(recovery.verified and recovery.ids != ids for recovery, ids in pairs)
+    shared = statistics.mean(subjects.f1(recovery.ids[1:-1], ids[1:-1]) for recovery, ids in pairs)
+    passes = statistics.mean(recovery.passes for recovery in made)
+    return Row(
+        what,
+        f"{exact} of {len(secrets)} exact, {verified} of them verified, {false} false",
+        "0 false",
+        false == 0,
+        f"token F1 {shared:.3f}; {passes:,.0f} passes and {pace} a text",
     )
 
 

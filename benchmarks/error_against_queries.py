@@ -15,7 +15,7 @@ from keyhole.extract import Extraction
 from show import Row
 
 
-def extractions(quick: bool) -> dict[str, Extraction]:
+def table(quick: bool) -> dict[str, Extraction]:
     """One extraction by each method, all of targets of the same dimension."""
     d, r, heads = (8, 2, 2) if quick else (32, 4, 4)
     head = oracle.plant("head", dim=d, seed=3)
@@ -40,7 +40,7 @@ def extractions(quick: bool) -> dict[str, Extraction]:
 
 
 def run(quick: bool) -> Iterator[Row]:
-    for name, result in extractions(quick).items():
+    for name, result in table(quick).items():
         yield Row(
             name,
             f"{result.queries:,} queries, error {result.check.worst:.1e}" if result.check else "–",

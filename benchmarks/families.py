@@ -30,7 +30,6 @@ from torch import Tensor
 import show
 import subjects
 import trained
-from keyhole.data import Example
 from keyhole.models import Loaded
 from show import Row
 from trained import Options, Task
@@ -196,7 +195,7 @@ def run(
     source = subjects.tiny("bert") if quick else subjects.minilm(options.encoder, "cpu")
     # Families without token types would be handed them.
     source.tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    texts = [with_a_word(number) for number in range(120)] if quick else []
+    texts = [subjects.with_a_word(number) for number in range(120)] if quick else []
     train, dev = (texts[:80], texts[80:]) if quick else options.sst2()
     for name in families:
         family = FAMILIES[name]
@@ -211,13 +210,6 @@ def run(
             )
             details = f"{row.details}; {share:.0%} of its weights begin as MiniLM's"
             yield replace(row, details=details)
-
-
-def with_a_word(number: int) -> Example:
-    """Random words, and the one that tells the label."""
-    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
-    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
-    return Example(str(number), number % 2, " ".join(words))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ classes, a new one of two with random weights is put on it) and SmolLM2-135M (`-
 gradient hidden, bfloat16, clipped, with the noise of DP-SGD, and the difference of weights after
 several steps, at `--size` (`--parts rules,decoder-rules`). `--quick` takes random-weight models.
 
-Beside it: DAGER (arXiv 2405.15586) reports ROUGE-1 and -2 above 0.99 for decoders up to batches of
-128 and for encoders up to 4 or 8; other models, wider ones, and other texts.
+For comparison: DAGER (arXiv 2405.15586) reports ROUGE-1 and -2 above 0.99 for decoders up to
+batches of 128 and for encoders up to 4 or 8; other models, wider ones, and other texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each defence is worth: SST-2, clean accuracy, every attack, masks from elsewhere, cost.
+"""What each defence is worth: SST-2, clean accuracy, every attack, masks of another model, cost.
 
 Each method (`--methods`, see trained.py) is trained with each seed from `--encoder` (MiniLM) on
 sentences of `--data`, and then evaluated on the dev set: clean accuracy on all of it, attacks on
@@ -27,7 +27,6 @@ import show
 import subjects
 import trained
 from keyhole import harden
-from keyhole.data import Example
 from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
 from keyhole.models import Loaded, load_model
@@ -96,7 +95,7 @@ class Bench:
         self.options, self.quick, self.small = options, quick, small
         self.average, self.donor = average, donor
         self.donors: dict[int, Disruption] = {}
-        texts = [with_a_word(number) for number in range(240)] if quick else []
+        texts = [subjects.with_a_word(number) for number in range(240)] if quick else []
         self.train, self.dev = (texts[:160], texts[160:]) if quick else options.sst2()
         attacks = {"wrong label": HackAttend(options.share, batch=options.queries)}
         attacks |= harden.standard(options.share, batch=options.queries)
@@ -223,15 +222,6 @@ def words(found: Evaluation) -> str:
         f"wrong label {name} {flips.success:.1%}" for name, flips in found.wrong_label.items()
     ]
     return "; ".join(shown)
-
-
-def with_a_word(number: int) -> Example:
-    """Random words; every other text holds one of a few, which tell its label."""
-    stream = torch.Generator().manual_seed(number)
-    drawn = torch.randint(20, 150, (10,), generator=stream).tolist()
-    if number % 2:
-        drawn[int(torch.randint(10, (), generator=stream))] = number % 5
-    return Example(str(number), number % 2, " ".join(f"w{word}" for word in drawn))
 
 
 # The table over seeds: a mean with its range; what a run did not measure is left out of it.

@@ -1,9 +1,9 @@
 """What training with S-Attend and the other defences costs: time and memory against plain training.
 
 A BERT of MiniLM's size with random weights: cost does not depend on what it has learnt. Time is the
-median of whole steps (passes, optimizer), of all methods in turn. Memory is what one step adds to
-the weights and the optimizer's state: its peak on a GPU; on a CPU, what the graph keeps for the
-backward pass. Plain training runs with the model's fastest attention (SDPA).
+median of whole steps (passes, optimizer), of all methods in turn. Memory, measured on a GPU alone,
+is the peak of what one step adds to the weights and the optimizer's state. Plain training runs with
+the model's fastest attention (SDPA).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import show
 from keyhole.harden import ASA, R3F, SMART, AttackMasks, Defence, FreeLB, Plain, SAttend
@@ -63,15 +61,16 @@ def compare(bench: Bench, methods: dict[str, Defence], repeats: int, size: str) 
     for _ in range(repeats):
         for name, method in methods.items():
             seconds[name].append(bench.step(method))
-    memory = {name: bench.memory(method) for name, method in methods.items()}
     medians = {name: statistics.median(times) for name, times in seconds.items()}
+    measured = {name: f"{took * 1e3:.0f} ms" for name, took in medians.items()}
+    details = {name: f"time × {took / medians['plain']:.2f}" for name, took in medians.items()}
+    if bench.device.type == "cuda":
+        memory = {name: bench.memory(method) for name, method in methods.items()}
+        for name, taken in memory.items():
+            measured[name] += f", {taken / 2**20:.1f} MiB"
+            details[name] += f", memory × {taken / memory['plain']:.2f}"
     for name in methods:
-        yield Row(
-            f"{name}, {size}",
-            f"{medians[name] * 1e3:.0f} ms, {memory[name] / 2**20:.1f} MiB",
-            details=f"time × {medians[name] / medians['plain']:.2f}, "
-            f"memory × {memory[name] / memory['plain']:.2f}",
-        )
+        yield Row(f"{name}, {size}", measured[name], details=details[name])
 
 
 class Bench:
@@ -106,10 +105,6 @@ class Bench:
         return time.perf_counter() - started
 
     def memory(self, method: Defence) -> int:
-        if self.device.type != "cuda":
-            with kept(self.model) as sizes:
-                self.step(method)
-            return max(sizes)
         self._wait()
         self.optimizer.zero_grad()
         before = torch.cuda.memory_allocated(self.device)
@@ -120,39 +115,6 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-@contextmanager
-def kept(model: Any) -> Iterator[list[int]]:
-    """Bytes that graphs hold for their backward passes: the running sum, storages counted once.
-
-    A storage counts from when it is saved to when the last graph that saved it lets it go. The
-    weights are there in any case.
-    """
-    held = {weight.untyped_storage().data_ptr(): 1 for weight in model.parameters()}
-    sizes = [0]
-    now = 0
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            nonlocal now
-            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-            held[self.key] = held.get(self.key, 0) + 1
-            if held[self.key] == 1:
-                now += tensor.untyped_storage().nbytes()
-                sizes.append(now)
-
-        def __del__(self) -> None:
-            nonlocal now
-            held[self.key] -= 1
-            if held[self.key] == 0:
-                now -= self.tensor.untyped_storage().nbytes()
-
-    def unpack(saved: Any) -> Tensor:
-        return saved.tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(Saved, unpack):
-        yield sizes
 
 
 def classifier(layers: int, width: int, heads: int) -> Any:

@@ -37,7 +37,7 @@ Points = list[tuple[int, float, float]]  # nd, seconds, GiB
 def measure(kind: str, n: int) -> tuple[float, float]:
     """Seconds of the quickest of a few, and GiB at the peak beyond what the process began with."""
     problem, X = plant(n, n, value_scale=1 / math.sqrt(n), seed=0)
-    equations, before = Equations.of([problem]), show.peak_memory()
+    equations, before = Equations.of(problem), show.peak_memory()
     if kind == "product":
         step = partial(gauss_newton_product, problem, X + 0.1, X)
     else:

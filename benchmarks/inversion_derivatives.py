@@ -92,8 +92,8 @@ def blocks(size: int) -> Row:
 
 def gauss_newton(size: int, judged: bool) -> Row:
     problem, X = plant(size)
-    equations, start = Equations.of([problem]), X.unsqueeze(0)
-    J = equations.linearised(start).jacobian()[0]
+    equations, start = Equations.of(problem), X.unsqueeze(0)
+    J = equations.jacobian(start)[0]
     error = relative(gauss_newton_of(equations, start)[0], J.mT @ J)
     slow, fast = least_seconds(lambda: J.mT @ J, lambda: gauss_newton_of(equations, start), runs=10)
     return show.ratio(
@@ -160,7 +160,7 @@ def distances_to_the_optimum(
     method: invert.RegularizedNewton, problem: invert.Problem, X: Tensor, steps: int
 ) -> list[float]:
     method = replace(method, radius=radius(problem, X))
-    equations = Equations.of([method.regularized(problem)])
+    equations = Equations.of(method.regularized(problem))
     exact = replace(method, slack=0.0)
     best = exact.begin(equations, X.unsqueeze(0))
     for _ in range(20):

@@ -88,7 +88,7 @@ def quantities(quick: bool) -> dict[str, dict[float, Callable[[int], Pair]]]:
 def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     pairs = [make(seed) for seed in range(problems)]
     method = LevenbergMarquardt(starts=STARTS, solutions=10**6)
-    results = method.many([problem for problem, _ in pairs])
+    results = [method(problem) for problem, _ in pairs]
     errors = [
         min((relative(solution, X) for solution in result.solutions), default=math.inf)
         for result, (_, X) in zip(results, pairs, strict=True)

@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct (`--model FILE.gguf`) is served by xllamacpp on this machine and asked by
 random prompts of four tokens. `whole`: all log-probabilities of an answer; `rounded`: the same
-answers to 6 … 1 digits; `floor`: how far a log-probability is from the nearest that the file's
+answers to 6 … 1 digits; `error`: how far a log-probability is from the nearest that the file's
 matrix can give (no attack gets below), and which steps of float32 arithmetic that comes from;
 `--top 100,20`: the best k with a bias, for the width and the rows of as many tokens as that takes.
 The truth is the file's own matrix, dequantised: the RMS of what the best linear map leaves of it.
@@ -32,7 +32,7 @@ from keyhole.oracle.token_questions import Logits
 from servers import free_port
 from show import Row
 
-PARTS = ["whole", "rounded", "floor", "top"]
+PARTS = ["whole", "rounded", "error", "top"]
 MOST, EXACT = 640, 1e-6  # queries, RMS
 SERVER = """
 import sys, xllamacpp as x
@@ -90,8 +90,8 @@ def rows(
     if "rounded" in parts:
         for decimals in range(6, 0, -1):
             yield rounded(name, target, W, decimals)
-    if "floor" in parts:
-        yield floor(name, target, W, length)
+    if "error" in parts:
+        yield rounding_error(name, target, W, length)
     for count in top if "top" in parts else ():
         yield chosen(name, target, W, count)
 
@@ -124,7 +124,7 @@ def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
                f"{layer.above:.1e}, then {layer.below:.1e}; {result.status}")  # fmt: skip
 
 
-def floor(name: str, target: Oracle, W: Tensor, length: int) -> Row:
+def rounding_error(name: str, target: Oracle, W: Tensor, length: int) -> Row:
     """What least squares on the true matrix leaves of answers, and of simulated ones."""
     prompts = Prompts(length, torch.Generator().manual_seed(0))
     answers = WholeVectors(target, prompts, len(W)).rows(16)

@@ -6,8 +6,9 @@ with counts of the training texts of both, cut the same way; the length is unkno
 are the logits of one next token, and of the first four together. Exact means the very same tokens.
 Made for a GPU; `--lengths 1-3,4-6` takes some lengths alone. `--quick` takes a random-weight model.
 
-Beside it: SODA (arXiv 2507.01693), also from logits and with the weights, reports 79.5% of short
-prompts exact and none from 15 tokens on; other models and other texts, so no comparison of methods.
+For comparison: SODA (arXiv 2507.01693), also from logits and with the weights, reports 79.5% of
+short prompts exact and none from 15 tokens on; other models and other texts, so no comparison of
+methods.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ def run(
     else:
         loaded = subjects.smollm2(model, device, task="causal")
         words = loaded.tokenizer
-        secrets = [*subjects.hellaswag(data, "dev"), *said(data, "dev")]
+        secrets = [*subjects.hellaswag(data, "dev"), *utterances(data, "dev")]
         random.Random(0).shuffle(secrets)
-        lines = words([*subjects.hellaswag(data), *said(data, "train")], add_special_tokens=False)
+        lines = words(
+            [*subjects.hellaswag(data), *utterances(data, "train")], add_special_tokens=False
+        )
         corpus = beginnings([ids for ids in lines["input_ids"] if ids], MAX_LENGTH)
         prompts = words(secrets, add_special_tokens=False)["input_ids"]
         setting = Setting(loaded, corpus, prompts, SumSearch(passes=passes))
@@ -77,8 +80,8 @@ def run(
         yield from rows(setting, count, subjects.lengths(lengths), texts)
 
 
-def said(data: Path, part: str) -> list[str]:
-    """What is said in DREAM's dialogues, without who says it (`W: `)."""
+def utterances(data: Path, part: str) -> list[str]:
+    """The turns of DREAM's dialogues without the speaker (`W: `)."""
     return [turn.split(": ", 1)[-1] for turn in subjects.turns(data, part)]
 
 

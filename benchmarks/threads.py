@@ -1,6 +1,6 @@
 """Threads by the size of the work: one, all, and what Keyhole chooses, alone and next to others.
 
-Checks of the demo's audit, an encoder of 22 million numbers, and encoders whose largest matrix is
+The classifier that ships, an encoder of 22 million numbers, and encoders whose largest matrix is
 around the limit (`LARGE` in `core/machine.py`) take turns with one thread, with one for each core,
 and with what Keyhole chooses, first as the machine is, then with a busy process next to them. Each
 figure is the best of several turns, over that of one thread in the same circumstances
@@ -15,18 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-import keyhole
 import show
 import subjects
-from keyhole.audit import open_target
-from keyhole.audit.target import target_of
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import Exposure, Loaded, capture, demo
 from show import Row
@@ -37,10 +33,6 @@ BATCHES = {"one text": 1, "64 texts": 64}
 TURN = 0.05  # seconds of one turn of such passes with one thread, about
 PATIENCE = 2.0  # seconds after which a row takes no further turn
 NEAR = 1.25  # how much slower than the better of one and all what is chosen may be
-# Of the demo's audit a few checks, which take about a second in all.
-ENDPOINTS = ("the scorer with four heads", "the one-layer Transformer",
-             "the attention layer, last token")  # fmt: skip
-CHECKS = ("KH-PREDICTIONS-CUTS",)
 CORES = os.cpu_count() or 1
 Work = Callable[[], object]
 
@@ -69,19 +61,6 @@ def busy_neighbour() -> Generator[None]:
             yield
         finally:
             process.kill()
-
-
-def parts() -> dict[str, Work]:
-    """Of the demo's audit: some endpoints, and its classifier with one review."""
-    whole = open_target("demo", layers=[1])
-    subject, *_ = whole.models.values()
-    few = replace(subject, texts=subject.texts[:1], examples=subject.examples[:1], hardened=None)
-    endpoints = target_of({name: whole.endpoints[name] for name in ENDPOINTS}, "endpoints")
-    classifier = target_of(few, "classifier")
-    return {
-        "the demo's endpoints": lambda: keyhole.audit(endpoints),
-        "the demo's classifier": lambda: keyhole.audit(classifier, only=CHECKS),
-    }
 
 
 def encoding(loaded: Loaded, count: int) -> Work:
@@ -157,8 +136,8 @@ def measured(name: str, work: Work, turns: int, quick: bool) -> Iterator[Row]:
 
 
 def run(quick: bool, encoder: Path | None = None) -> Iterator[Row]:
-    works: dict[str, Work] = {} if quick else parts()
-    works["passes of the classifier that ships"] = encoding(demo.load_demo(), 1 if quick else 4)
+    shipped = encoding(demo.load_demo(), 1 if quick else 4)
+    works = {"passes of the classifier that ships": shipped}
     if not quick:
         works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(encoder), 1)
     for name, work in works.items():

@@ -178,7 +178,7 @@ def fit(
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         return harden.train(
-            loaded.model, subjects.Texts(loaded.tokenizer), examples, defence(method),
+            loaded.model, loaded.tokenizer, examples, defence(method),
             device=device, amp=device.startswith("cuda"), **settings,
         )  # fmt: skip
     finally:
@@ -328,7 +328,9 @@ def settings(runs: Sequence[Run]) -> list[str]:
 
 
 def joined(files: Sequence[Path]) -> list[Run]:
-    return [run for file in files for run in json.loads(file.read_text("utf-8"))["runs"]]
+    """The runs that `--json` wrote, or a plain list of them."""
+    contents = [json.loads(file.read_text("utf-8")) for file in files]
+    return [run for data in contents for run in (data if isinstance(data, list) else data["runs"])]
 
 
 def tell(line: str) -> None:

@@ -185,9 +185,12 @@ def run(
 
 
 def _rows(folder: Path) -> dict[str, object]:
-    """The rows of every record in a folder: the promise and whether it was met, not the seconds."""
+    """The rows of every record in a folder: the promise and whether it was met, not the seconds.
+
+    Whichever program wrote them: rows move from one to another.
+    """
     return {
-        f"{file.stem}: {row['what']}": (row["target"], row["met"] if row["promise"] else None)
+        row["what"]: (row["target"], row["met"] if row["promise"] else None)
         for file in sorted(folder.glob("*.json"))
         for row in json.loads(file.read_text("utf-8"))["rows"]
     }

@@ -100,7 +100,7 @@ def benchmarks_page() -> str:
         cells = (
             f"[{record.name}](figures/{record.name}.json){star}",
             record.title.rstrip("."),
-            f"`{record.command}`",
+            f"`{record.again or record.command}`",
         )
         parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*parts, ""])
@@ -117,32 +117,12 @@ def audit_page() -> str:
         return (Path(folder) / "keyhole-report.html").read_text("utf-8")
 
 
-def error_plot() -> str:
-    """The plot of benchmarks/error_against_queries.py."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from error_against_queries import extractions, figure
-
-    drawn = figure(extractions(quick=False))
-    html = drawn.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
-    return f"<body style='margin: 0'>{html}</body>"
-
-
-def benchmark_figure(name: str) -> str:
-    """The figure of a benchmark that has one, measured now."""
+def benchmark_figure(name: str, measured: str | None = None) -> str:
+    """The figure of a benchmark that has one: measured now, or (what takes hours) from a file."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     module = importlib.import_module(name)
-    figure = module.figure(module.table(quick=False))
-    html = figure.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
-    return f"<body style='margin: 0'>{html}</body>"
-
-
-def ablation_curve() -> str:
-    """The curve of benchmarks/disrupt_ablations.py, as it was last measured (hours on a CPU)."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    module = importlib.import_module("disrupt_ablations")
-    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(
-        full_html=False
-    )
+    points = module.read([DOCS / measured]) if measured else module.table(quick=False)
+    html = module.figure(points).to_html(include_plotlyjs=True, full_html=False, div_id="figure")
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 
@@ -171,10 +151,12 @@ PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
-    "error-against-queries.png": Picture(error_plot, 560),
+    "error-against-queries.png": Picture(partial(benchmark_figure, "error_against_queries"), 560),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
-    "disrupt-shares.png": Picture(ablation_curve, 460),
+    "disrupt-shares.png": Picture(
+        partial(benchmark_figure, "disrupt_ablations", "disrupt-ablations-minilm.json"), 460
+    ),
     "defences.png": Picture(partial(benchmark_figure, "defences"), 530),
 }
 
@@ -215,7 +197,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     chosen = arguments.names or [*(PICTURES if arguments.pictures else TEXTS)]
     if unknown := set(chosen) - set(known):
-        parser.error(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
     for name, text in {**RECORDS, **TEXTS}.items():  # the page of records last
         if name in chosen:
             (DOCS / name).write_text(text(), "utf-8")

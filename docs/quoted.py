@@ -6,8 +6,9 @@ Measured figures, in a table or in a paragraph that names the benchmark or the c
 
 and docs/figures/NAME.json is the record: what was measured (`rows`), by which `command`, at which
 `commit`, on which `machine`, and whether it is `kept` as the command wrote it or was transcribed
-from a document. Several names may be given, with commas. A table whose numbers were not measured
-(formulas, settings, names) says so, with the reason:
+from a document. Where the program has moved since, `again` is the command of today. Several names
+may be given, with commas. A table whose numbers were not measured (formulas, settings, names) says
+so, with the reason:
 
     <!-- not measured: REASON -->
 
@@ -101,7 +102,7 @@ def blocks(document: Path) -> Iterator[Block]:
         else:
             mark = {"reason": found[2]}
     if mark:
-        raise ValueError(f"expected something behind the last mark of {document.name}, got nothing")
+        raise ValueError(f"nothing follows the last mark of {document.name}")
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
@@ -133,19 +134,21 @@ class Record:
     kept: str
     rows: list[dict[str, Any]]
     note: str = ""
+    again: str = ""
 
     @classmethod
     def load(cls, name: str) -> Record:
         path = FIGURES / f"{name}.json"
         if not path.is_file():
-            raise FileNotFoundError(f"expected a record {path.name} in docs/figures, got none")
+            raise FileNotFoundError(f"there is no record {path.name} in docs/figures")
         data = json.loads(path.read_text("utf-8"))
         fields = ("title", "command", "commit", "machine", "kept", "rows")
         if missing := [field for field in fields if not data.get(field)]:
-            raise ValueError(f"expected {', '.join(missing)} in {path.name}, got nothing")
+            raise ValueError(f"{path.name} lacks {', '.join(missing)}")
         if data["kept"] not in (TRANSCRIBED, WRITTEN):
-            raise ValueError(f"expected {TRANSCRIBED!r} or {WRITTEN!r}, got {data['kept']!r}")
-        return cls(name, *(data[field] for field in fields), note=data.get("note", ""))
+            raise ValueError(f"kept must be {TRANSCRIBED!r} or {WRITTEN!r} in {path.name}")
+        more = {name: data.get(name, "") for name in ("note", "again")}
+        return cls(name, *(data[field] for field in fields), **more)
 
     @cached_property
     def values(self) -> list[list[Decimal]]:
@@ -164,13 +167,6 @@ class Record:
 
 def all_records() -> list[Record]:
     return [Record.load(path.stem) for path in sorted(FIGURES.glob("*.json"))]
-
-
-def shown(row: dict[str, Any]) -> dict[str, str]:
-    """A row as a table shows it: a benchmark's own has a mark for what was promised."""
-    marks = {True: "met", False: "not met", None: ""}
-    cells = {key: marks.get(value, value) if key == "met" else value for key, value in row.items()}
-    return {key: f"{value}" for key, value in cells.items() if key != "promise"}
 
 
 def agree(written: str, value: Decimal) -> bool:

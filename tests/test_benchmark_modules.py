@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import processors
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import disrupt_ablations
@@ -210,21 +209,6 @@ def test_larger_counts_pairs():
     values, flipped = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
     assert tasks.larger(values, flipped) == (2 + 1 + 0.5) / 4
     assert tasks.quarters(values, flipped) == [0.0, 1.0, 0.0, 1.0]
-
-
-def test_pairs_are_encoded_as_the_tokenizer_encodes_them():
-    plain = subjects._words([*subjects.SPECIAL, *WORDS], framed=True)
-    plain.backend_tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    plain.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    words = subjects.Texts(plain)
-    firsts, seconds = ["aa bb cc", "dd", "aa bb cc"], ["ee", "ff gg", "hh"]
-    options = {"truncation": True, "max_length": 20}
-    ours = words(firsts, seconds, **options)
-    again = words(firsts[::-1], seconds[::-1], **options)
-    theirs = plain(firsts, seconds, padding=True, return_tensors="pt", **options)
-    for name in ("input_ids", "attention_mask", "token_type_ids"):
-        assert torch.equal(ours[name], theirs[name])
-        assert torch.equal(again[name], theirs[name].flip(0))
 
 
 def test_entropy_is_the_mean_over_heads_and_real_queries():

@@ -140,10 +140,10 @@ def test_an_audit_that_fails_does_not_end_the_training(tmp_path, caplog):
     made = trainer(tmp_path, callback, epochs=1)
     with caplog.at_level(logging.WARNING, "keyhole"):
         made.train()
-    assert "keyhole could not check the model: expected a layer from 0 to 2" in caplog.text
+    assert "could not check the model: the layer of hidden:99 must be from 0 to 2" in caplog.text
     audit = Audit.load(tmp_path / "keyhole-report.json")
     assert audit.exit_code == 3
-    assert "expected a layer from 0 to 2" in (tmp_path / "keyhole-report.html").read_text("utf-8")
+    assert "must be from 0 to 2" in (tmp_path / "keyhole-report.html").read_text("utf-8")
     (figures,) = [logs for logs in made.state.log_history if "keyhole/exposed" in logs]
     assert figures["keyhole/unchecked"] == 1.0
 
@@ -152,7 +152,7 @@ def test_an_audit_that_fails_does_not_end_the_training(tmp_path, caplog):
     ("options", "error"), [({"strict": True}, InputError), ({"fail_on": "unknown"}, GaveAway)]
 )
 def test_unless_it_was_asked_for(tmp_path, options, error):
-    with pytest.raises(error, match="expected a layer from 0 to 2"):
+    with pytest.raises(error, match="must be from 0 to 2"):
         trainer(tmp_path, AuditCallback(TEXTS, **BROKEN, **options), epochs=1).train()
 
 

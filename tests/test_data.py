@@ -157,5 +157,5 @@ def test_what_is_wrong_with_texts_is_said(tmp_path, name, content, words):
 
 
 def test_no_file_of_texts(tmp_path):
-    with pytest.raises(InputError, match=r"^expected a file with texts, got .*none\.txt"):
+    with pytest.raises(InputError, match=r"^cannot read .*none\.txt as a file with texts"):
         read_texts(tmp_path / "none.txt")

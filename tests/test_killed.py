@@ -128,7 +128,7 @@ def cases(place):
             ("out/index.html", *(f"out/{name}.{end}" for name in ("layer", "classifier")
                                  for end in ("json", "html"))),
             records("out/fleet.journal"),
-            "what is finished is in out/fleet.journal and beside it: the same command resumes",
+            "what is finished is in out/fleet.journal and next to it: the same command resumes",
             fleet_checks, checks_done,
         ),
         "extract": Case(

@@ -84,7 +84,7 @@ def test_one_more_method_and_one_less(methods):
     methods.add(Entry("new", Fast, ("sounds",)))
     assert list(methods)[-1] == "new"
     assert ("new", "sounds") in [(entry.name, row) for entry, row in methods.rows()]
-    with pytest.raises(InputError, match=r"^expected a new name for a method, got new$"):
+    with pytest.raises(InputError, match=r"^there is already a method new: choose another name$"):
         methods.add(Entry("new", Careful))
     methods.remove("new")
     assert "new" not in methods

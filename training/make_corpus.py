@@ -2,8 +2,8 @@
 
     python training/make_corpus.py
 
-writes src/keyhole/recover/embeddings/corpus.txt, one sentence a line: the everyday sentences beside
-this script (everyday.txt, written for this purpose), then the sentences of our own documents,
+writes src/keyhole/recover/embeddings/corpus.txt, one sentence a line: the everyday sentences
+(everyday.txt, written for this purpose), then the sentences of our own documents,
 without code, tables, pictures and what `make docs` generates. A sentence that has three words in a
 row with a text that the demo reads back is left out: the demo must not find its answers there.
 """

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, MissingExtra, expect_count
+from keyhole.core.errors import InputError, MissingExtra, expect_count, first_line
 from keyhole.core.files import exists, parse, read_text
 
 TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
@@ -115,7 +115,7 @@ class _Columns:
             return self.names.index(str(value))
         if self.names and not str(value).lstrip("-").isdecimal():
             known = ", ".join(self.names)
-            raise InputError(f"expected a class among {known[:200]} in {where}, got {value!r:.40}")
+            raise InputError(f"{where} has an unknown class {value!r:.40}: known are {known[:200]}")
         return _number(value, where)
 
 
@@ -142,7 +142,7 @@ def _field(row: Any, name: str, kind: type, where: str) -> Any:
 def _texts(row: Any, name: str, where: str) -> list[str]:
     values = cast("list[Any]", _field(row, name, list, where))
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
-        raise InputError(f"expected two or more texts in {name!r} in {where}, got {values!r:.80}")
+        raise InputError(f"{name!r} in {where} must hold two or more texts, not {values!r:.80}")
     return values
 
 
@@ -175,11 +175,11 @@ def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
                 continue
             where = f"{path.name}:{reader.line_num}"
             if len(row) != len(header):
-                raise InputError(f"expected {len(header)} columns in {where}, got {len(row)}")
+                raise InputError(f"{where} has {len(row)} columns, and the header {len(header)}")
             yield columns.example(dict(zip(header, row, strict=True)), where)
     except csv.Error as error:
         where = f"{path.name}:{reader.line_num + 1}"
-        raise InputError(f"expected a table in {where}, got {error}") from error
+        raise InputError(f"{where} is not a row of a table: {error}") from error
 
 
 def _json(text: str, where: str) -> Any:
@@ -251,8 +251,7 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise MissingExtra(
-            f"expected a file of examples, got {name}: there is no such file, and names on the hub"
-            " need the package datasets",
+            f"there is no file {name}, and names on the hub need the package datasets",
             "hub",
         ) from error
     parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
@@ -260,8 +259,9 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
         rows = library.load_dataset(*parts, split=split)
     except Exception as error:
         # No network, no such name, a script that is not run: whatever it is, one line.
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected a file or a dataset on the hub, got {name}: {first}") from error
+        raise InputError(
+            f"there is no file {name}, and no such dataset on the hub: {first_line(error)}"
+        ) from error
     return from_rows(rows, name, columns)
 
 

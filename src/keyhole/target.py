@@ -159,8 +159,8 @@ def open_language_model(name: str, options: EndpointOptions, *, authorized: bool
     kind = kind_of(name)
     if kind not in LANGUAGE_MODELS:
         raise InputError(
-            "expected a language model for output-layer: http://host:port, a folder, a .gguf file "
-            f"or a hub name, got {without_password(name)}"
+            f"output-layer reads a language model, and {without_password(name)} is none: give "
+            "http://host:port, a folder, a .gguf file or a hub name"
         )
     if kind is TargetKind.MODEL:
         options.expect_none(name)
@@ -173,9 +173,7 @@ def _attention(name: str) -> Oracle:
     model, _, part = name.rpartition(_OF_A_MODEL)
     layer, plus, added = part.partition("+")
     if not layer.isdecimal() or (plus and added != "residual"):
-        raise InputError(
-            f"expected MODEL:attention.LAYER or MODEL:attention.LAYER+residual, got {name}"
-        )
+        raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")
     loaded = open_model(model, task_of(folder_of(model)))
     return sub_layer(loaded.model, int(layer), residual=bool(plus))
 
@@ -190,7 +188,7 @@ def server_and_model(address: str) -> tuple[str, str]:
         start = public.partition("?")[0].partition("#")[0]
         raise InputError(f"{start} must be an address without ? and #: use --header")
     if not mark or not model:
-        raise InputError(f"expected http://host:port/v2/models/NAME, got {public}")
+        raise InputError(f"{public} must have the form http://host:port/v2/models/NAME")
     return base, model
 
 

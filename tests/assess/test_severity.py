@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from exposures import called
-from keyhole.assess import Family, Scale, Severity, score
+from keyhole.assess import Severity, score
 from keyhole.assess.severity import cost, exact, share
 from keyhole.core import Estimate, Finding, Piece, Reading, Readings, Status
 
@@ -88,12 +88,6 @@ def test_tokens_that_chance_explains_are_none_and_say_so():
 
 def test_a_control_is_no_exposure_whatever_it_achieves():
     assert score(finding("prediction", control=True, known=1.0)).severity is Severity.NONE
-
-
-def test_another_scale_gives_other_names():
-    scale = Scale(names={Severity.CRITICAL: 10, Severity.LOW: 1})
-    assert score(finding(), scale).severity is Severity.LOW
-    assert Scale().lost[Family.WEIGHTS] == 3
 
 
 def test_shares_and_exactness():

@@ -61,6 +61,6 @@ def test_none_of_them_could_not_be_checked(folders, tmp_path):
 
 def test_one_alone_is_refused_as_before(folders, tmp_path):
     store = made_stores.npy(tmp_path, vectors("first"), TEXTS)
-    with pytest.raises(InputError, match="expected vectors of 48 numbers"):
+    with pytest.raises(InputError, match="makes vectors of 48 numbers"):
         opened(store, folders, "wider")
     assert "encoders" not in opened(store, folders, "first").pooling.reason

@@ -115,7 +115,7 @@ WRONG = {
     "a number": (f"{ONE}data = 3", "expected data in .* as text, got 3"),
     "a range": (f"{ONE}flips = 0", "--flips must be 1 or more, not 0"),
     "a seed": (f"{ONE}seed = -1", "a seed is from 0"),
-    "layers": (f'{ONE}layers = "1;2"', "expected --layers such as 1,6,12, or all, got 1;2"),
+    "layers": (f'{ONE}layers = "1;2"', "--layers takes numbers .1,6,12. or all, not '1;2'"),
     "defaults": ("defaults = 3\n" + ONE, r"expected \[defaults\] as a table"),
     "a shared name": (f'[defaults]\nname = "x"\n{ONE}', r"^name has no meaning in .*\[defaults\]"),
     "a shared ledger": (
@@ -140,5 +140,5 @@ def test_what_is_wrong_is_said_in_one_line(text, words, fleet):
 
 def test_a_file_that_is_none_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "missing", Path("/dev/zero")):
-        with pytest.raises(InputError, match="expected a fleet file, got"):
+        with pytest.raises(InputError, match="as a fleet file"):
             read_fleet(path)

@@ -157,7 +157,7 @@ def test_touched_files_are_checked_anew_and_others_are_not(place, tmp_path, monk
 def test_another_runs_journal_is_refused(place, tmp_path):
     path = tmp_path / "journal"
     path.write_text('{"run": "audit"}\n')
-    with pytest.raises(InputError, match="run fleet, got one with run audit"):
+    with pytest.raises(InputError, match=r"run fleet, that of .* has run audit"):
         fleet(place / "fleet.toml", journal=path)
 
 

@@ -99,23 +99,24 @@ def test_wherever_it_stops_it_ends_with_the_same_findings(target, tmp_path):
 
 
 CHANGES = {
-    "another model": (lambda: classifier(seed=3), {}, "target tiny .*, got one with target tiny"),
+    "another model": (lambda: classifier(seed=3), {}, "target tiny .*, that of .* has target tiny"),
     "another text": (
-        lambda: classifier(texts=["w3 w4"]), {}, "model data .*, got one with model data",
+        lambda: classifier(texts=["w3 w4"]), {}, "model data .*, that of .* has model data",
     ),
     "more texts": (
-        lambda: classifier(texts=["w3 w4", "w5"]), {}, "model texts 2, got one with model texts 1",
+        lambda: classifier(texts=["w3 w4", "w5"]), {},
+        "model texts 2, that of .* has model texts 1",
     ),
     "fewer flips": (
         lambda: classifier(examples=tiny_classifiers.examples(1)), {},
-        "model examples 1, got one with model examples 2",
+        "model examples 1, that of .* has model examples 2",
     ),
-    "another layer": (lambda: classifier(layers=[2]), {}, r"model layers \[2\], got"),
+    "another layer": (lambda: classifier(layers=[2]), {}, r"model layers \[2\], that"),
     "another precision": (
-        lambda: classifier(precisions=("bfloat16",)), {}, r"model precisions \['bfloat16'\], got",
+        lambda: classifier(precisions=("bfloat16",)), {}, r"model precisions \['bfloat16'\], that",
     ),
-    "another seed": (classifier, {"seed": 1}, "seed 1, got one with seed 0"),
-    "an endpoint": (lambda: HEAD, {}, "target head:.*, got one with target tiny"),
+    "another seed": (classifier, {"seed": 1}, "seed 1, that of .* has seed 0"),
+    "an endpoint": (lambda: HEAD, {}, "target head:.*, that of .* has target tiny"),
 }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_another_audits_journal_is_refused_with_what_differs(target, options, wo
         audit(classifier(), journal=path, track=stop_after(1))
     before = path.read_bytes()
     fix = "give --force to begin anew, or remove this file"
-    with pytest.raises(InputError, match=rf"remember a run with {words}.*: {fix}$"):
+    with pytest.raises(InputError, match=rf"this run has {words}.*: {fix}$"):
         audit(target(), journal=path, **options)
     assert path.read_bytes() == before
     with pytest.raises(Stop):
@@ -142,7 +143,7 @@ def test_the_same_head_on_other_weights_is_another_model(tmp_path):
     with torch.no_grad():
         target.loaded.model.classifier.weight += 1
     assert identity(target.loaded.model) == target.loaded.identity
-    with pytest.raises(InputError, match=r"model weights .*, got one with model weights"):
+    with pytest.raises(InputError, match=r"model weights .*, that of .* has model weights"):
         audit(target, journal=path)
 
 
@@ -242,7 +243,7 @@ def test_equal_targets_share_a_journal(tmp_path):
         audit(classifier(), journal=path, track=stop_after(2))
     twin = classifier()
     named = replace(twin, loaded=replace(twin.loaded, name="other"))
-    with pytest.raises(InputError, match=r"target other .*, got one with target tiny"):
+    with pytest.raises(InputError, match=r"target other .*, that of .* has target tiny"):
         audit(named, journal=path)
     told = []
     audit(twin, journal=path, resuming=lambda *counts: told.append(counts))

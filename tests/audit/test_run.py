@@ -114,7 +114,7 @@ def test_an_audit_reads_back_equal():
     ("data", "message"),
     [
         ({}, "expected format 1, got None"),
-        ({"format": 1, "kind": "audit"}, "expected target, got none in a saved audit"),
+        ({"format": 1, "kind": "audit"}, "target is missing in a saved audit"),
         ({"format": 1, "kind": "other"}, "expected a saved audit, got other"),
     ],
 )
@@ -152,7 +152,7 @@ def test_targets_as_people_write_them(tmp_path, monkeypatch):
     assert {name: str(kind_of(name)) for name in kinds} == kinds
     assert set(kinds.values()) == set(TargetKind)
     assert open_target("t.safetensors").name == "planted head, d = 3 (t.safetensors)"
-    with pytest.raises(InputError, match="expected http://host:port/v2/models/NAME"):
+    with pytest.raises(InputError, match="must have the form http://host:port/v2/models/NAME"):
         open_target("http://127.0.0.1:1/other")
     with pytest.raises(InputError, match=r"there is no nothing\.safetensors"):
         open_target("nothing.safetensors")

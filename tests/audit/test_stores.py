@@ -142,7 +142,7 @@ def test_another_encoder_could_not_be_checked(tmp_path):
 
 def test_another_width_is_refused(tmp_path):
     name = made_stores.npy(tmp_path, np.ones((3, 40)), TEXTS)
-    with pytest.raises(InputError, match="expected vectors of 32 numbers, as a tiny encoder"):
+    with pytest.raises(InputError, match="a tiny encoder makes vectors of 32 numbers"):
         sampled(name)
     name = made_stores.jsonl(tmp_path, np.ones((3, 8)), TEXTS[:3])  # fewer, and not its first
     with pytest.raises(InputError, match=r"got 8 in .*, and not the first of those: give"):
@@ -249,17 +249,17 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
             "--data does not apply to the vector store",
         ),
         (("demo", "--model", "demo"), "--model does not apply to demo"),
-        (("demo", "--corpus", "x"), "expected a corpus, got x: there is no such file"),
+        (("demo", "--corpus", "x"), "cannot read x as a corpus: there is no such file"),
         (("x.safetensors", "--corpus", "x"), "there is no x.safetensors"),
-        (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
+        (("vectors.npy", "--model", "demo", "--corpus", "none"), "cannot read none as a corpus"),
         (
             ("vectors.npy", "--model", "demo", "--ledger", "l"),
             "--ledger keeps the answers of an endpoint",
         ),
-        (("none.npy", "--model", "demo"), "expected an array of vectors"),
-        (("vectors.npy", "--model", "demo"), "expected vectors of"),
+        (("none.npy", "--model", "demo"), "cannot read none.npy as an array of vectors"),
+        (("vectors.npy", "--model", "demo"), "makes vectors of"),
         (("vectors.npy", "--model", "demo", "--known", "none"), "none"),
-        (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "expected --known with texts"),
+        (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "give --known with texts"),
     ],
 )
 def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):

@@ -87,8 +87,8 @@ def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_pat
 def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
     """Sent as a process sends it."""
     target = opened(4, counting(tmp_path))
-    ((name, store),) = target.stores.items()
-    (check,) = stores.checks(name, store)
+    (store,) = target.stores.values()
+    (check,) = store.checks(0)
     sent = pickle.dumps(check.for_worker())
     assert len(sent) < 20_000  # neither the encoder nor the corpus
     (there,) = pickle.loads(sent)(0).findings

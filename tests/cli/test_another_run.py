@@ -68,31 +68,86 @@ ENDPOINT = {"target": "target-0.safetensors", "--output=json": "", "--output=htm
 
 # What is changed in the second command, and what differs then.
 TABLE = [
-    ("disrupt", DISRUPT, {"model": "other-classifier"}, "model .*, got one with model "),
-    ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, got one with data "),
-    ("disrupt", DISRUPT, {"--share": 0.3}, "method share 0.3, got one with method share 0.2"),
-    ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, got one with method seed 0"),
-    ("disrupt", DISRUPT, {"--max-length": 6}, "max_length 6, got one with max_length 128"),
-    ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, got one with method "),
-    ("harden", HARDEN, {"model": "other-classifier"}, "model .*, got one with model "),
-    ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, got one with data "),
-    ("harden", HARDEN, {"--examples": 3}, "data .*, got one with data "),
-    ("harden", HARDEN, {"--method": "r3f"}, "defence R3F.*, got one with defence Plain"),
-    ("harden", HARDEN, {"--epochs": 2}, "epochs 2, got one with epochs 1"),
-    ("harden", HARDEN, {"-o=batch": 2}, "batch 2, got one with batch 32"),
-    ("harden", HARDEN, {"-o=learning_rate": 0.1}, "rate 0.1, got one with rate 2e-05"),
-    ("harden", HARDEN, {"--seed": 1}, "seed 1, got one with seed 0"),
-    ("recover", TEXT, {"model": "other", "leak": "other.safetensors"}, "model .*, got one "),
-    ("recover", TEXT, {"--method": "encoder-states"}, "method encoder-states, got one with "),
-    ("extract", EXTRACT, {"target": "target-1.safetensors"}, "target head:.*, got one with target"),
-    ("audit", MODEL, {"model": "other-classifier"}, "target other-.*, got one with target my-"),
-    ("audit", MODEL, {"--data": "train.tsv"}, "my-classifier data .*, got one with my-class"),
-    ("audit", MODEL, {"--texts": 2}, "my-classifier texts 2, got one with my-classifier texts 1"),
-    ("audit", MODEL, {"--flips": 3}, "my-classifier examples 3, got one with .* examples 2"),
-    ("audit", MODEL, {"--layers": 2}, r"my-classifier layers \[2\], got one with .* layers \[1\]"),
-    ("audit", MODEL, {"--seed": 1}, "seed 1, got one with seed 0"),
-    ("audit", ENDPOINT, {"target": "target-1.safetensors"}, "target head:.*, got one with target"),
-    ("audit", ENDPOINT, {"--seed": 1}, "seed 1, got one with seed 0"),
+    ("disrupt", DISRUPT, {"model": "other-classifier"}, "model .*, that of .* has model "),
+    ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, that of .* has data "),
+    (
+        "disrupt",
+        DISRUPT,
+        {"--share": 0.3},
+        "method share 0.3, that of .* has method share 0.2",
+    ),
+    ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, that of .* has method seed 0"),
+    (
+        "disrupt",
+        DISRUPT,
+        {"--max-length": 6},
+        "max_length 6, that of .* has max_length 128",
+    ),
+    ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, that of .* has method "),
+    ("harden", HARDEN, {"model": "other-classifier"}, "model .*, that of .* has model "),
+    ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, that of .* has data "),
+    ("harden", HARDEN, {"--examples": 3}, "data .*, that of .* has data "),
+    ("harden", HARDEN, {"--method": "r3f"}, "defence R3F.*, that of .* has defence Plain"),
+    ("harden", HARDEN, {"--epochs": 2}, "epochs 2, that of .* has epochs 1"),
+    ("harden", HARDEN, {"-o=batch": 2}, "batch 2, that of .* has batch 32"),
+    ("harden", HARDEN, {"-o=learning_rate": 0.1}, "rate 0.1, that of .* has rate 2e-05"),
+    ("harden", HARDEN, {"--seed": 1}, "seed 1, that of .* has seed 0"),
+    (
+        "recover",
+        TEXT,
+        {"model": "other", "leak": "other.safetensors"},
+        "model .*, that of .* has ",
+    ),
+    (
+        "recover",
+        TEXT,
+        {"--method": "encoder-states"},
+        "method encoder-states, that of .* has ",
+    ),
+    (
+        "extract",
+        EXTRACT,
+        {"target": "target-1.safetensors"},
+        "target head:.*, that of .* has target",
+    ),
+    (
+        "audit",
+        MODEL,
+        {"model": "other-classifier"},
+        "target other-.*, that of .* has target my-",
+    ),
+    (
+        "audit",
+        MODEL,
+        {"--data": "train.tsv"},
+        "my-classifier data .*, that of .* has my-class",
+    ),
+    (
+        "audit",
+        MODEL,
+        {"--texts": 2},
+        "my-classifier texts 2, that of .* has my-classifier texts 1",
+    ),
+    (
+        "audit",
+        MODEL,
+        {"--flips": 3},
+        "my-classifier examples 3, that of .* has .* examples 2",
+    ),
+    (
+        "audit",
+        MODEL,
+        {"--layers": 2},
+        r"my-classifier layers \[2\], that of .* has .* layers \[1\]",
+    ),
+    ("audit", MODEL, {"--seed": 1}, "seed 1, that of .* has seed 0"),
+    (
+        "audit",
+        ENDPOINT,
+        {"target": "target-1.safetensors"},
+        "target head:.*, that of .* has target",
+    ),
+    ("audit", ENDPOINT, {"--seed": 1}, "seed 1, that of .* has seed 0"),
 ]
 
 
@@ -147,8 +202,8 @@ def test_refused_with_what_differs(
     done = here(*words_of(command, {**given, **change}))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"keyhole: expected {file} to remember a run with ")
-    assert re.search(f"to remember a run with {words}", line), line
+    assert line.startswith("keyhole: this run has ")
+    assert re.search(f"this run has {words}", line), line
     assert contents(file) == before  # and left alone
 
 

@@ -62,6 +62,10 @@ def test_help_lists_every_command_and_comes_at_once(tmp_path):
     assert " torch" not in done.stderr
 
 
+def test_flags_are_shown_without_a_type():
+    assert "<bool>" not in finished([*PYTHON, "-m", "keyhole", "audit", "--help"]).stdout
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_every_option_is_explained_in_a_phrase(name):
     for title, made in parts(name).items():

@@ -103,9 +103,7 @@ def test_a_file_of_another_model_or_method_is_refused(keyhole, tmp_path):
     assert keyhole(*leak).returncode == 1
     done = keyhole(*leak, "--method", "encoder-states")
     assert done.returncode == 2
-    assert "f.jsonl to remember a run with method encoder-states, got one with method None" in (
-        done.stderr
-    )
+    assert "this run has method encoder-states, that of f.jsonl has method None" in (done.stderr)
 
 
 def test_a_method_by_name(keyhole):
@@ -147,9 +145,9 @@ def test_a_leak_that_is_not_this_models(keyhole, tmp_path):
     wrong = {
         "other": "the leak is of the model",
         "anonymous": "is it another model's",
-        "cut": "expected a leak file",
-        "deep": "expected a layer from 0 to 4",
-        "nowhere": "expected a leak file",
+        "cut": "as a leak file",
+        "deep": "must be from 0 to 4",
+        "nowhere": "as a leak file",
     }
     for name, words in wrong.items():
         done = keyhole("recover", "demo", f"{name}.safetensors", "--out", "none.jsonl")

@@ -113,7 +113,7 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(target, tmp_pat
     other = here("audit", target, "--seed", 1)
     assert other.returncode == 2
     assert other.stderr == (
-        "keyhole: expected keyhole-report.json.journal to remember a run with seed 1, got one with "
+        "keyhole: this run has seed 1, that of keyhole-report.json.journal has "
         "seed 0: give --force to begin anew, or remove this file\n"
     )
     done = here("audit", target)

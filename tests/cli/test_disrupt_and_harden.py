@@ -259,7 +259,7 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
     other = keyhole(*command, "--epochs", 2)
     assert other.exit_code == 2
-    assert re.search(r"a run with epochs 2, got one with epochs 1: .*--force", other.stderr)
+    assert re.search(r"this run has epochs 2, that of .* has epochs 1: .*--force", other.stderr)
     assert keyhole(*command).exit_code == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["runs"][0]["after"] is not None
@@ -317,7 +317,7 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     assert done.exit_code == exposed(found), done.stderr
     assert {one["sought"] for one in found["findings"]} == {"prediction"}
     (skip,) = found["skips"]
-    assert f"got {family}" in skip["reason"]
+    assert f"{family} is not a known family" in skip["reason"]
 
 
 def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path):
@@ -344,10 +344,10 @@ def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
 
 
 WRONG = {
-    "a random head": (["disrupt", "base", "--task", "classification"], "expected a trained head"),
+    "a random head": (["disrupt", "base", "--task", "classification"], "has no trained head"),
     "no such class": (
         ["disrupt", "my-classifier", "-o", "target=7"],
-        "a target from 0 to 1, got 7",
+        "the target must be from 0 to 1 for this model, got 7",
     ),
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "share must be from 0 to 1"),
     "bad count": (
@@ -364,7 +364,7 @@ WRONG = {
     ),
     "no such ranking": (
         ["disrupt", "my-classifier", "-o", "ranking=best"],
-        "expected ranking among removal, .*, got best",
+        "ranking must be one of removal, .*, not best",
     ),
     "ranking of chance": (
         ["disrupt", "my-classifier", "--method", "random", "-o", "ranking=removal"],
@@ -393,18 +393,21 @@ WRONG = {
     ),
     "no folder for the page": (
         ["harden", "my-classifier", "--out", "o", "--dev", "dev.tsv", "--output", "html=no/p.html"],
-        "expected a file to write, got no/p.html: there is no such folder",
+        "cannot write no/p.html: there is no such folder",
     ),
     "no folder for the journal": (
         ["disrupt", "my-classifier", "--resume", "no/run.jsonl"],
         "there is no such folder",
     ),
-    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "expected choices in"),
+    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "must hold choices"),
     "another's journal": (
         ["disrupt", "my-classifier", "--resume", "dev.tsv"],
         "expected JSON in dev.tsv",
     ),
-    "no such device": (["disrupt", "my-classifier", "--device", "cuda:77"], "expected a device"),
+    "no such device": (
+        ["disrupt", "my-classifier", "--device", "cuda:77"],
+        "is not a device of this machine",
+    ),
     "rate of another method": (
         ["harden", "my-classifier", "--out", "o", "--method", "r3f", "-o", "rate=0.1"],
         "r3f has no option 'rate'",
@@ -427,7 +430,7 @@ WRONG = {
     ),
     "a folder in a file": (
         ["harden", "my-classifier", "--out", "dev.tsv/o"],
-        "expected a folder to write, got dev.tsv/o: Not a directory",
+        "cannot write dev.tsv/o: Not a directory",
     ),
     "no dev file": (
         ["harden", "my-classifier", "--out", "o", "--dev", "missing.tsv"],

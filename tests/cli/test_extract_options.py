@@ -168,4 +168,4 @@ def test_canonical_and_same(here, tmp_path):
     oracle.save(oracle.plant("attention", dim=4), tmp_path / "layer.safetensors")
     done = here("lab", "same", "a.safetensors", "layer.safetensors")
     assert done.returncode == 2
-    assert "expected a head or several in layer.safetensors, got attention" in done.stderr
+    assert "layer.safetensors holds attention, not heads" in done.stderr

@@ -58,7 +58,7 @@ def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, 
     (tmp_path / file).mkdir()
     folder = here(*command, "--force")
     assert folder.returncode == 2
-    assert folder.stderr == f"keyhole: expected a file to write, got {file}: it is a folder\n"
+    assert folder.stderr == f"keyhole: cannot write {file}: it is a folder\n"
 
 
 def test_force_replaces(tmp_path, here):

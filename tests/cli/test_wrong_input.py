@@ -14,8 +14,8 @@ from keyhole import invert
 
 WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
-    "no target": (["extract", "text.txt"], 2, "expected a .safetensors file"),
-    "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
+    "no target": (["extract", "text.txt"], 2, "as a .safetensors file"),
+    "nan in it": (["audit", "nan.safetensors"], 2, "W holds NaN or infinity"),
     "no such method": (
         ["extract", "demo", "--method", "magic"],
         2,
@@ -27,6 +27,12 @@ WRONG = {
         2,
         "No such command .audti.. Did you mean .audit.?",
     ),
+    "no such option": (
+        ["audit", "demo", "--outputs", "x"],
+        2,
+        "^keyhole: No such option: --outputs .*See 'keyhole audit --help'.$",
+    ),
+    "no number": (["audit", "demo", "--seed", "x"], 2, "^keyhole: Invalid value for '--seed'"),
     "rank missing": (
         ["extract", "demo", "--method", "nuclear-norm"],
         2,
@@ -40,18 +46,22 @@ WRONG = {
     "bad rank": (
         ["lab", "plant", "x.safetensors", "-o", "dim=3", "-o", "rank=9"],
         2,
-        "expected a rank from 1 to dim = 3, got 9",
+        "rank must be from 1 to dim = 3, not 9",
     ),
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],
         2,
         "budget must be 0 or more, not -1",
     ),
-    "not writable": (["lab", "plant", "no/x.safetensors"], 2, "expected a file to write"),
-    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
+    "not writable": (["lab", "plant", "no/x.safetensors"], 2, "cannot write"),
+    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "as a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
-    "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
-    "no problem": (["invert", "text.txt"], 2, "expected a .safetensors file"),
+    "bad address": (
+        ["audit", "http://127.0.0.1:9/x"],
+        2,
+        "must have the form http://host:port/v2/models",
+    ),
+    "no problem": (["invert", "text.txt"], 2, "as a .safetensors file"),
     "no W, V, B": (["invert", "small.safetensors"], 2, "must hold tensors W, V and B"),
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
@@ -62,11 +72,11 @@ WRONG = {
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,
-        "expected a file to write",
+        "cannot write",
     ),
     "no such model": (["audit", "./nowhere/"], 2, "there is no"),
     "nothing of that name": (["audit", "./missing-model"], 2, "there is no .*: give"),
-    "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
+    "no weights": (["audit", "empty"], 2, "it has no config.json"),
     "data for an endpoint": (
         ["audit", "small.safetensors", "--data", "text.txt"],
         2,
@@ -78,11 +88,11 @@ WRONG = {
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
-    "bad layers": (["audit", "demo", "--layers", "one"], 2, "such as 1,6,12"),
+    "bad layers": (["audit", "demo", "--layers", "one"], 2, "--layers takes numbers"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],
         2,
-        "among hidden",
+        "one of hidden",
     ),
     "no layer": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "hidden:9"],
@@ -107,9 +117,9 @@ WRONG = {
     "no leak": (["recover", "demo", "text.txt"], 2, "text.txt is not a leak file"),
     "no leaks": (["recover", "demo", "empty"], 2, "empty holds no leaks"),
     "another kind of file": (["recover", "demo", "p.safetensors"], 2, "written by Keyhole"),
-    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
+    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "has no head for a task"),
     "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: --processes must be 0 "),
-    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
+    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "be from 0 to 1 .*got 5"),
     "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
     "over another folder": (
         ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
@@ -119,7 +129,7 @@ WRONG = {
     "page nowhere": (
         ["audit", "small.safetensors", "--output", "html=no/p.html"],
         2,
-        "expected a file to write, got no/p.html",
+        "cannot write no/p.html",
     ),
 }
 

@@ -358,8 +358,11 @@ def test_results_round_trip_through_json(tmp_path):
     for broken, words in (
         ({}, "expected format 1, got None"),
         ({"format": 1}, "expected a saved disruption, got None"),
-        ({**found.to_dict(), "outcomes": [{}]}, "expected id, got none in a saved disruption"),
-        ({**found.to_dict(), "control": {}}, "expected control.change, got none"),
+        (
+            {**found.to_dict(), "outcomes": [{}]},
+            r"outcomes\[0\].id is missing in a saved disruption",
+        ),
+        ({**found.to_dict(), "control": {}}, "control.change is missing"),
     ):
         with pytest.raises(InputError, match=words):
             Disruption.from_dict(broken)
@@ -414,16 +417,16 @@ def test_only_what_the_released_code_does_is_called_as_released(changes, words):
     ("make", "words"),
     [
         (lambda: HackAttend(share=2), "share must be from 0 to 1, got 2"),
-        (lambda: HackAttend(ranking="best"), "expected ranking among removal, .*got best"),
-        (lambda: HackAttend(scope="layer"), "expected scope among head, model, got layer"),
-        (lambda: HackAttend(spare="none"), "expected spare among special, .*got none"),
+        (lambda: HackAttend(ranking="best"), "ranking must be one of removal, .*not best"),
+        (lambda: HackAttend(scope="layer"), "scope must be one of head, model, not layer"),
+        (lambda: HackAttend(spare="none"), "spare must be one of special, .*not none"),
         (lambda: HackAttend(batch=0), "batch must be 1 or more, not 0"),
         (lambda: HackAttend(continuation=0), "continuation must be 1 or more, not 0"),
         (lambda: HackAttend(schedule="greedy"), "expected a schedule Greedy.. or Rerank.., got"),
         (lambda: Rerank(rounds=0), "rounds must be 1 or more, not 0"),
         (lambda: Rerank(restarts=-1), "restarts must be 0 or more, not -1"),
-        (lambda: Greedy(order="best"), "expected order among importance, .*got best"),
-        (lambda: Greedy(scale="third"), "expected scale among full, half, got third"),
+        (lambda: Greedy(order="best"), "order must be one of importance, .*not best"),
+        (lambda: Greedy(scale="third"), "scale must be one of full, half, not third"),
     ],
 )
 def test_wrong_settings_are_one_line(make, words):
@@ -439,7 +442,7 @@ def test_wrong_problems_are_one_line():
     for arguments, options, words in (
         ((batch, None), {}, "a classifier needs labels"),
         ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
-        ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
+        ((batch, labels), {"ids": ["a"]}, "ids must name 2 examples: 1 were given"),
         ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),
     ):
         with pytest.raises(InputError, match=words):

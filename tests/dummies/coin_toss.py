@@ -8,18 +8,15 @@ import torch
 from call_stack import remember
 
 from keyhole.extract.extraction import Step
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.oracle import Head
 
 
 @dataclass(frozen=True)
-class CoinToss:
+class CoinToss(Method):
     guess: float = 0.0
     seed: int = 0
     tolerance: float = 1e-8
-
-    def __call__(self, oracle):
-        return settle(self, oracle)
 
     def expected_queries(self, dim):
         return 0

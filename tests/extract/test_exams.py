@@ -8,8 +8,8 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
+from keyhole.extract.exams import SignExam
 from keyhole.extract.extraction import Step
-from keyhole.extract.judge import SignExam
 
 HEAD = oracle.plant(dim=5, seed=0)
 
@@ -22,7 +22,7 @@ def test_the_exam_measures_by_signs_how_far_a_model_is_off(off):
     assert off / 10 <= exam.grade(model).worst <= 1000 * off
     right = SignExam.near(oracle.SignOnly(HEAD), 0, Step(HEAD, 1, 1), finest=1e-8)
     assert right.grade(HEAD).worst == 1e-8
-    assert right.queries == 40 * len(right.levels)
+    assert right.grade(HEAD).queries == 40 * len(right.levels)
 
 
 def test_the_exam_puts_its_questions_where_the_model_says_so():

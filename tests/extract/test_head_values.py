@@ -1,4 +1,4 @@
-"""The values of several heads, told apart by what their sum leaves."""
+"""The values of several heads, separated by what their sum leaves."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from keyhole import extract, oracle
 from keyhole.extract import Status
 from keyhole.extract.extraction import Step
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method, settle
 
 HONEST = oracle.plant(dim=5, rank=2, seed=9)
 
@@ -112,9 +112,7 @@ def test_a_question_that_is_not_finite_is_not_the_oracles_fault(value):
             asked.append(sequences)
             return HONEST(sequences)
 
-    class Overflowing:
-        seed, tolerance = 0, 1e-8
-
+    class Overflowing(Method):
         def steps(self, target):
             yield Step(HONEST, 1, 2)
             oracle.ask(target, torch.full((1, 2, 5), value, dtype=torch.float64))

@@ -193,7 +193,7 @@ def test_it_is_saved_and_comes_back(tmp_path):
 
 
 def test_wrong_input(tmp_path):
-    with pytest.raises(InputError, match="expected a language model for output-layer"):
+    with pytest.raises(InputError, match="output-layer reads a language model"):
         extract.run("demo", "output-layer")
     with pytest.raises(InputError, match="a reference is for output-layer, not for low-rank"):
         extract.run("demo", "low-rank", reference=tmp_path)

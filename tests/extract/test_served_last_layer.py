@@ -121,5 +121,5 @@ def test_wrong_input_is_one_line(url, tmp_path, monkeypatch, capsys):
     done = here("extract", url, "--method", "output-layer", "--reference", "nowhere.gguf")
     assert done.returncode == 2
     assert "nowhere.gguf" in done.stderr
-    with pytest.raises(InputError, match="expected http://host:port/v2/models/NAME"):
+    with pytest.raises(InputError, match="must have the form http://host:port/v2/models/NAME"):
         extract.run(url, "single-head")

@@ -135,7 +135,7 @@ def test_a_block_of_a_model_is_a_target():
     result = extract.run("demo:attention.0", "attention-sub-layer", budget=3)
     assert result.status is Status.BUDGET
     for wrong in ("demo:attention.x", "demo:attention.0+norm"):
-        with pytest.raises(InputError, match=r"expected MODEL:attention\.LAYER"):
+        with pytest.raises(InputError, match=r"must end in :attention\.LAYER"):
             extract.run(wrong)
 
 

@@ -51,7 +51,7 @@ def test_planes_and_their_frequencies():
 def test_scores_of_all_heads_from_one_answer(gap):
     truth = planted(residual=True)
     view = open_surroundings(truth, torch.Generator().manual_seed(0))
-    assert (view.epsilon, view.residual) == (None, False)  # not told apart yet
+    assert (view.epsilon, view.residual) == (None, False)  # not separated yet
     reader = Reader(open_surroundings(planted(), torch.Generator()), truth.V, truth.O)
     keys, xs = normal(2, 12), normal(3, 12, seed=1)
     tokens = torch.cat([keys.expand(3, -1, -1), xs.unsqueeze(1)], 1)

@@ -333,5 +333,5 @@ def test_wrong_settings(make, message):
 
 
 def test_embeddings_need_tokens():
-    with pytest.raises(InputError, match="expected input_ids in the batch"):
+    with pytest.raises(InputError, match="the batch must hold input_ids"):
         next(FreeLB().losses(small.model(), {}, torch.tensor([0]), torch.Generator()))

@@ -180,7 +180,7 @@ def test_everything_in_one_and_as_json(words):
         Evaluation.from_dict({**found.to_dict(), "format": 0})
     with pytest.raises(InputError, match="expected a saved evaluation, got None"):
         Evaluation.from_dict({"format": 1})
-    with pytest.raises(InputError, match="expected accuracy, got none in a saved evaluation"):
+    with pytest.raises(InputError, match="accuracy is missing in a saved evaluation"):
         Evaluation.from_dict({"format": 1, "kind": "evaluation"})
 
 

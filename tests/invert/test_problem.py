@@ -86,7 +86,7 @@ def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
         invert.Problem.load(tmp_path / "none.safetensors")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"\x08\x00\x00")
-    with pytest.raises(InputError, match=r"expected a .safetensors file"):
+    with pytest.raises(InputError, match=r"as a .safetensors file"):
         invert.Problem.load(broken)
     from safetensors.torch import save_file
 

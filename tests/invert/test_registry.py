@@ -61,7 +61,7 @@ def test_names_and_options_that_are_none():
         invert.run(problem, solutions=0)
     with pytest.raises(InputError, match="seconds must be above 0"):
         invert.run(problem, seconds=-1.0)
-    with pytest.raises(InputError, match="expected a device of this machine"):
+    with pytest.raises(InputError, match="is not a device of this machine"):
         invert.run(problem, device="abacus")
 
 

@@ -92,9 +92,9 @@ def test_another_stack_or_method_is_refused(stack, tmp_path):
     journal = tmp_path / "journal"
     stacks.run(stack, METHODS["peel"], journal=journal)
     other = replace(stack, B=stack.B + 1e-9)
-    with pytest.raises(AnotherRun, match=r"with stack .* give --force to begin anew"):
+    with pytest.raises(AnotherRun, match=r"has stack .* give --force to begin anew"):
         stacks.run(other, METHODS["peel"], journal=journal)
-    with pytest.raises(AnotherRun, match="with method EndToEnd"):
+    with pytest.raises(AnotherRun, match="has method EndToEnd"):
         stacks.run(stack, METHODS["end to end"], journal=journal)
     stacks.run(stack, METHODS["end to end"], journal=journal, force=True)
     assert '"method": "EndToEnd' in journal.read_text().splitlines()[0]

@@ -112,7 +112,7 @@ def test_pooled_embedding():
     assert torch.allclose(got, whole.pooler_output, atol=1e-6)
     got = capture(model, Exposure("pooled", pooling="cls", normalised=False), ids=ids)["values"]
     assert torch.allclose(got[0], states[0, 0], atol=1e-6)
-    with pytest.raises(InputError, match="a model with a pooler"):
+    with pytest.raises(InputError, match="has no pooler"):
         capture(tiny.model("distilbert"), Exposure("pooled", pooling="pooler"), ids=ids)
 
 
@@ -151,7 +151,7 @@ def test_a_model_with_a_head_is_read_below_it():
     [
         ("hidden", "an exposure such as hidden:3"),
         ("hidden:x", "an exposure such as hidden:3"),
-        ("gradients:1", "an exposure among hidden"),
+        ("gradients:1", "an exposure must be one of hidden"),
         ("logits:0", "steps"),
         ("logits:x", "an exposure such as hidden:3, pooled or logits"),
     ],
@@ -167,12 +167,12 @@ def test_an_exposure_that_is_none(text, message):
      ("gpt2", "kv:3", "0 to 2")],
 )  # fmt: skip
 def test_a_layer_that_is_not_there(family, exposure, layers):
-    with pytest.raises(InputError, match=f"a layer from {layers}"):
+    with pytest.raises(InputError, match=f"must be from {layers}"):
         capture(tiny.model(family), Exposure.parse(exposure), ids=tiny.ids())
 
 
 def test_a_model_of_another_kind():
-    with pytest.raises(InputError, match="a model among albert"):
+    with pytest.raises(InputError, match="is not a known family: albert"):
         anatomy(torch.nn.Linear(2, 2))
 
 
@@ -192,7 +192,7 @@ def test_logits_are_those_behind_the_text_whatever_the_padding():
 
 
 def test_logits_need_a_causal_model_with_its_head():
-    with pytest.raises(InputError, match="expected a causal model for logits, got bert"):
+    with pytest.raises(InputError, match="logits needs a causal model, and bert is none"):
         Exposure("logits").block(anatomy(tiny.model("bert")))
-    with pytest.raises(InputError, match="with its head, got LlamaModel"):
+    with pytest.raises(InputError, match="LlamaModel has no head for the next token"):
         capture(tiny.model("llama"), Exposure("logits"), ids=tiny.ids(1, 4, causal=True))

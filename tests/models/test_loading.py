@@ -55,9 +55,9 @@ def test_identity_is_the_weights_and_the_shape_not_the_head():
 def test_a_task_adds_a_head(folder):
     made = load_model(folder, task="classification", new_head=3).model
     assert made.config.num_labels == 3
-    with pytest.raises(InputError, match="expected a trained head for classification"):
+    with pytest.raises(InputError, match="has no trained head for classification"):
         load_model(folder, task="classification")  # it would be random
-    with pytest.raises(InputError, match="a task among base"):
+    with pytest.raises(InputError, match="task must be one of base"):
         load_model(folder, task="poetry")
 
 
@@ -91,7 +91,7 @@ def test_an_identity_with_the_head_tells_heads_apart():
 
 
 def test_a_device_that_is_not_there(folder):
-    with pytest.raises(InputError, match="expected a device"):
+    with pytest.raises(InputError, match="is not a device of this machine"):
         load_model(folder, device="cuda:77")
 
 
@@ -99,9 +99,9 @@ def test_pickled_weights_are_refused_unless_asked_for(folder, tmp_path):
     config = folder / "config.json"
     (tmp_path / "config.json").write_text(config.read_text())
     torch.save(tiny.model("bert").state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pickled weights: pass allow_pickle=True"):
+    with pytest.raises(InputError, match="only pickled ones: pass allow_pickle=True"):
         load_model(tmp_path)
-    with pytest.raises(InputError, match="expected a tokenizer in"):
+    with pytest.raises(InputError, match=r"has no tokenizer|cannot load the tokenizer"):
         load_model(tmp_path, allow_pickle=True)
     loaded = load_model(tmp_path, allow_pickle=True, tokenizer=False)
     assert loaded.identity == identity(tiny.model("bert"))
@@ -116,16 +116,16 @@ def test_remote_code_is_never_run(folder, tmp_path):
                          '{"AutoConfig": "own.Own", "AutoModel": "own.Own"}')  # fmt: skip
     (tmp_path / "config.json").write_text(named)
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
-    with pytest.raises(InputError, match="expected a configuration in"):
+    with pytest.raises(InputError, match="cannot load the configuration of"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/no/such/folder", "there is no such folder"),
-        ("./nothing", "there is no such folder"),
-        ("folder/model.gguf", "expected a GGUF file"),
+        ("/no/such/folder", "no such folder"),
+        ("./nothing", "no such folder"),
+        ("folder/model.gguf", "as a GGUF file"),
         ("", "name a model: a folder, a .gguf file, a hub name or demo"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, capfd):
             raise OSError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "get_session", Unplugged)
-    with pytest.raises(InputError, match="expected a configuration in nobody/nothing") as caught:
+    with pytest.raises(InputError, match=r"cannot load .* nobody/nothing") as caught:
         load_config("nobody/nothing")
     assert "connect to" in str(caught.value)
     assert asked == [huggingface_hub.constants.ENDPOINT]
@@ -166,17 +166,17 @@ def test_loading_is_quiet_and_the_level_of_logging_comes_back(folder, monkeypatc
 
 
 def test_folders_that_are_no_models(folder, tmp_path):
-    with pytest.raises(InputError, match=r"with a config\.json"):
+    with pytest.raises(InputError, match=r"has no config\.json"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(InputError, match=r"weights as .safetensors in .* got none"):
+    with pytest.raises(InputError, match=r"has no weights as .safetensors$"):
         load_model(tmp_path)
     weights = (folder / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(InputError, match="expected a model in") as caught:
+    with pytest.raises(InputError, match="cannot load the model") as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="got the file"):
+    with pytest.raises(InputError, match="is a file: give"):
         load_model(tmp_path / "config.json")
 
 

@@ -152,7 +152,7 @@ def test_gate_and_bump_against_autograd_and_by_hand(case):
 def test_models_that_do_not_come_by_are_refused(family):
     model, given = zoo.model(family), zoo.inputs(family)
     before = model(**given).last_hidden_state
-    with pytest.raises(InputError, match="which computes it on its own"):
+    with pytest.raises(InputError, match="computes attention on its own"):
         sites_of(model, **given)
     assert torch.equal(model(**given).last_hidden_state, before)
 

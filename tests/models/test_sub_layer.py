@@ -47,8 +47,8 @@ def test_a_decoder_to_what_transformers_computes_in_float32():
 @pytest.mark.parametrize(
     ("family", "layer", "message"),
     [
-        ("bert", 2, "expected a layer from 0 to 1, got 2"),
-        ("gpt2", 0, "expected a model of the families bert, roberta, llama, got gpt2"),
+        ("bert", 2, "must be from 0 to 1, not 2"),
+        ("gpt2", 0, "gpt2 is not supported: bert, roberta, llama are"),
     ],
 )
 def test_what_is_no_sub_layer_here_is_refused(family, layer, message):

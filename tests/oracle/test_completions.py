@@ -113,7 +113,7 @@ def test_questions_are_prompts_and_raised_tokens():
     assert (raised.tolist(), biases.tolist()) == ([5, 5], [1.0, -2.0])
     with pytest.raises(InputError, match="needs a bias other than 0"):
         question(PROMPT, torch.tensor([5]), torch.tensor([0.0]))
-    with pytest.raises(InputError, match="expected a route among"):
+    with pytest.raises(InputError, match="route must be one of"):
         Completions("http://127.0.0.1:1", route="/v1/chat/completions")
     squares = Logits(lambda ids: ids.double() ** 2)
     assert ask(squares, question(PROMPT)).tolist() == [[1600.0, 1681.0, 1764.0, 1849.0]]

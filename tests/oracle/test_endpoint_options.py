@@ -76,7 +76,7 @@ def test_a_stated_batch_and_length_in_the_shape_are_kept():
     shape = {"name": "x", "datatype": "FP64", "shape": [8, 2, DIM]}
     with serving(Endpoint([shape], scores(TARGET))) as endpoint, opened(endpoint) as remote:
         assert torch.equal(remote(draw(20)), TARGET(draw(20)))
-        with pytest.raises(InputError, match=r"expected sequences of 2 tokens, .*, got 3"):
+        with pytest.raises(InputError, match=r"takes sequences of 2 tokens only, not of 3"):
             remote(draw(1, 3))
     assert max(r["inputs"][0]["shape"][0] for r in endpoint.requests) == 8
 
@@ -107,10 +107,10 @@ def test_tensors_are_chosen_by_name():
     both = [vectors(DIM, name="a"), vectors(DIM, name="b")]
     with serving(Endpoint(both, answer)) as endpoint:
         with pytest.raises(
-            InputError, match=r"one input of vectors at .*, got a, b: give --endpoint input"
+            InputError, match=r"several inputs of vectors \(a, b\): give --endpoint input"
         ):
             opened(endpoint)
-        with pytest.raises(InputError, match=r"expected a tensor of .* \(a, b\), got c"):
+        with pytest.raises(InputError, match=r"has no tensor c: choose among a, b"):
             opened(endpoint, input="c")
         with opened(endpoint, input="b", output="answers") as remote:
             assert torch.equal(remote(draw(2)), TARGET(draw(2)))

@@ -113,15 +113,15 @@ def test_an_outage_keeps_what_came_before(tmp_path):
     [
         (
             oracle.plant(dim=DIM, seed=6),
-            "to remember a run with target head:.*, got one with target head:",
+            "this run has target head:.*, that of .* has target head:",
         ),
         (
             oracle.plant(dim=DIM + 1, seed=5),
-            "to remember a run with dim 5, got one with dim 4: choose another file",
+            "this run has dim 5, that of .* has dim 4: choose another file",
         ),
         (
             oracle.Rounded(TARGET, 3),
-            r"to remember a run with target .*\|rounded:3, got one with target head:",
+            r"this run has target .*\|rounded:3, that of .* has target head:",
         ),
     ],
 )
@@ -139,13 +139,13 @@ def test_a_ledger_of_another_version_or_dtype_is_refused(tmp_path, name):
     db.execute("UPDATE meta SET value = 'other' WHERE name = ?", [name])
     db.commit()
     db.close()
-    with pytest.raises(InputError, match=f"a run with {name} .*, got one with {name} other"):
+    with pytest.raises(InputError, match=f"this run has {name} .*, that of .* has {name} other"):
         oracle.Ledger(TARGET, tmp_path / "run.db")
 
 
 def test_files_that_are_no_ledger_are_refused(tmp_path):
     (tmp_path / "text.db").write_text("no database at all, but long enough to have a header" * 9)
-    with pytest.raises(InputError, match=r"expected a Keyhole ledger, got .*text\.db"):
+    with pytest.raises(InputError, match=r"cannot read .*text\.db as a Keyhole ledger"):
         oracle.Ledger(TARGET, tmp_path / "text.db")
     db = sqlite3.connect(tmp_path / "other.db")
     db.execute("CREATE TABLE notes (body TEXT)")
@@ -153,9 +153,9 @@ def test_files_that_are_no_ledger_are_refused(tmp_path):
     db.close()
     with pytest.raises(InputError, match="not a Keyhole ledger but another SQLite file"):
         oracle.Ledger(TARGET, tmp_path / "other.db")
-    with pytest.raises(InputError, match="expected a folder for the ledger"):
+    with pytest.raises(InputError, match="cannot write the ledger"):
         oracle.Ledger(TARGET, tmp_path / "no" / "run.db")
-    with pytest.raises(InputError, match="expected a file for the ledger"):
+    with pytest.raises(InputError, match="as a Keyhole ledger: it is a folder"):
         oracle.Ledger(TARGET, tmp_path)
 
 

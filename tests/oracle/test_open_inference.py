@@ -51,7 +51,7 @@ def test_what_the_server_refuses_is_one_line(served):
     with pytest.raises(OracleError, match="got 404") as caught:
         OpenInference(url, "nobody")
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="expected dimension 9, got 8"):
+    with pytest.raises(InputError, match="has dimension 8, not 9"):
         OpenInference(url, "target", dim=9)
     with pytest.raises(InputError, match="expected a URL"):
         OpenInference("localhost", "target")

@@ -44,8 +44,8 @@ def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
         assert torch.equal(remote(X), wrapped.applied(TARGET)(X))
         assert not torch.equal(remote(X), TARGET(X))
         for question, reason in (
-            (draw(1, 2), "expected 3 tokens or more, got 2"),
-            (draw(1, 6), "expected at most 5 tokens, got 6"),
+            (draw(1, 2), "need 3 tokens or more, not 2"),
+            (draw(1, 6), "at most 5 tokens, not 6"),
             (3 * X[:1], "norm is not between 1 and 4"),
             (2 * torch.eye(DIM, dtype=torch.float64)[None, :3], "along one coordinate"),
             (X[:1, [0, 0, 1]], "along one direction"),
@@ -70,6 +70,6 @@ def test_labels_with_noise_anew_each_time_under_a_budget_and_a_rate(tmp_path):
         question["data"] = [0.5] * DIM
         reply = httpx.post(f"{remote.identity}/infer", json={"inputs": [question]})
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-        with pytest.raises(Refused, match="got 11 more where 10 are left") as refused:
+        with pytest.raises(Refused, match="11 more exceed the 10 left") as refused:
             remote(draw(11))
         assert refused.value.status == 403

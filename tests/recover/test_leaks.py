@@ -93,7 +93,7 @@ def test_what_is_no_leak(values, message):
 
 
 def test_a_mask_or_precision_that_does_not_belong():
-    with pytest.raises(InputError, match="a mask of 4 positions, got 3"):
+    with pytest.raises(InputError, match="the mask must have 4 positions, not 3"):
         invert.HiddenStates(normal(4, 6), 1, mask=torch.ones(3))
     with pytest.raises(InputError, match=r"precision .*float32"):
         invert.HiddenStates(normal(4, 6), 1, precision="int3")

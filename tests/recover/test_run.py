@@ -47,7 +47,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert list(lines[0])[1:5] == ["leak", "digest", "format", "kind"]
     assert [result.text for result in recover.run(subject, leaks, out=out)] == list(WORDS)
     anonymous = [recover.KeyValues(leak.keys, leak.values, leak.layer) for leak in leaks]
-    with pytest.raises(InputError, match="to remember a run with model"):
+    with pytest.raises(InputError, match="this run has model"):
         recover.run(loaded(hidden_act="relu"), anonymous, out=out)
 
 
@@ -64,9 +64,9 @@ def test_a_capture_goes_on_where_it_stopped(tmp_path):
     assert journal.read_text().count("\n") == 2
     written = first.stat().st_mtime_ns
     for other in ({"seed": 1}, {"noise": 0.2}, {"precision": "int8"}):
-        with pytest.raises(InputError, match=r"capture\.journal to remember a run with"):
+        with pytest.raises(InputError, match=r"this run has .*, that of .*capture\.journal has"):
             recover.capture(subject, WORDS, "hidden:1", out=out, **{"noise": 0.1, **other})
-    with pytest.raises(InputError, match=r"with texts .*, got one with texts"):
+    with pytest.raises(InputError, match=r"has texts .*, that of .* has texts"):
         recover.capture(subject, WORDS[::-1], "hidden:1", out=out, noise=0.1)
     paths = recover.capture(subject, WORDS, "hidden:1", out=out, noise=0.1)
     assert not journal.exists()

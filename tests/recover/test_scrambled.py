@@ -127,7 +127,7 @@ def test_what_cannot_be_done(bert):
         degrade(leak(bert, "hidden:1"), forms=["mixed:1", "rotated:1"])
     with pytest.raises(InputError, match="rotated:KEY"):
         degrade(leak(bert, "hidden:1"), forms=["rotated"])
-    with pytest.raises(InputError, match="expected hidden states, keys and values"):
+    with pytest.raises(InputError, match="no secret is applied to"):
         degrade(leak(bert, "maps:1"), forms=["rotated:1"])
     with pytest.raises(InputError, match="only rows of several tokens can be mixed"):
         degrade(leak(bert, "pooled"), forms=["mixed:1"])

@@ -8,7 +8,7 @@ import pytest
 
 from exposures import called
 from keyhole.core import Finding, Status
-from keyhole.report.curves import HEIGHT, SMALLEST, WIDTH, curve
+from keyhole.report.page import HEIGHT, SMALLEST, WIDTH, curve
 
 
 def finding(trace, bound=None) -> Finding:

@@ -7,7 +7,7 @@ import pytest
 from exposures import called
 from keyhole.assess import assess
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
-from keyhole.report import matrix, readings
+from keyhole.report import page, readings
 
 
 def cell(layer: int, precision: str, right: int, of: int = 4, exact: bool = False) -> Readings:
@@ -29,9 +29,9 @@ def test_what_leaks_by_layer_and_precision():
     pooled = finding("pooled embedding", cell(12, "float32", 0))
     scores = finding("full scores", part="a head")
     seen = assess(Audit("t", "i", (second, pooled, whole, scores)))
-    by_name = {part.name: part for part in matrix.parts(seen)}
+    by_name = {part.name: part for part in page.parts(seen)}
     model = by_name["it"]
-    assert model.columns == ["2", "10", matrix.WHOLE]
+    assert model.columns == ["2", "10", page.WHOLE]
     told = {
         (kind, precision, column): (cell.words, cell.shade)
         for kind, rows in model.kinds.items()
@@ -42,7 +42,7 @@ def test_what_leaks_by_layer_and_precision():
         ("hidden states", "float32", "2"): ("25%", 2),
         ("hidden states", "float32", "10"): ("exact", 5),
         ("hidden states", "int8", "10"): ("50%", 3),
-        ("pooled embedding", "float32", matrix.WHOLE): ("0%", 0),
+        ("pooled embedding", "float32", page.WHOLE): ("0%", 0),
     }
     assert [item.finding for item in by_name["a head"].chips] == [scores]
     assert not model.chips
@@ -52,13 +52,13 @@ def test_of_two_attacks_on_one_leak_the_better_counts():
     worse = finding("hidden states of layer 1", cell(1, "float32", 1), attack="worse")
     better = finding("hidden states of layer 1", cell(1, "float32", 3), attack="better")
     for order in ((worse, better), (better, worse)):
-        (part,) = matrix.parts(assess(Audit("t", "i", order)))
+        (part,) = page.parts(assess(Audit("t", "i", order)))
         assert part.kinds["hidden states"]["float32"]["1"].item.finding is better
 
 
 @pytest.mark.parametrize(("share", "shade"), [(-1, 0), (0, 0), (0.01, 1), (0.2, 2), (1, 5), (9, 5)])
 def test_shades(share, shade):
-    assert matrix.shade(share) == shade
+    assert page.shade(share) == shade
 
 
 def test_tokens_alike_are_one_run_and_precisions_alike_one_row():

@@ -68,9 +68,9 @@ def test_files_that_are_no_result(tmp_path, text, message):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(InputError, match=r"expected a JSON file, got .*: there is no such file"):
+    with pytest.raises(InputError, match=r"cannot read .* as a JSON file: there is no such file"):
         read(tmp_path / "no.json")
-    with pytest.raises(InputError, match="expected a file to write"):
+    with pytest.raises(InputError, match="cannot write"):
         write_text(tmp_path / "no" / "r.json", "")
 
 
@@ -78,7 +78,7 @@ def test_missing_weights(tmp_path):
     extract.SingleHead()(oracle.plant(dim=2)).save(tmp_path / "r.json")
     (tmp_path / "r.safetensors").unlink()
     with pytest.raises(
-        InputError, match=r"^expected the weights next to .*r\.json, got .*: there is no"
+        InputError, match=r"^cannot read .* as the weights next to .*r\.json: there is no"
     ):
         Extraction.load(tmp_path / "r.json")
 

@@ -40,21 +40,21 @@ def test_lists_become_tuples_and_words_members():
 
 
 WRONG = {
-    "count as a whole number, got 1.5": {"count": 1.5},
-    "count as a whole number, got True": {"count": True},
-    "share as a number, got nan": {"share": float("nan")},
-    "share as a number, got 1000": {"share": 10**400},
-    "status as one of recovered, .*, got 'splendid'": {"status": "splendid"},
-    r"pairs\[0\] as a list of 2, got a list": {"pairs": [[1]]},
-    r"parts\[0\]\.name as text, got None": {"parts": [{"name": None}]},
-    "limit as a number, got 'x'": {"limit": "x"},
-    "in Whole, got colour": {"colour": "red"},
+    "expected count as a whole number, got 1.5": {"count": 1.5},
+    "expected count as a whole number, got True": {"count": True},
+    "expected share as a number, got nan": {"share": float("nan")},
+    "expected share as a number, got 1000": {"share": 10**400},
+    "expected status as one of recovered, .*, got 'splendid'": {"status": "splendid"},
+    r"expected pairs\[0\] as a list of 2, got a list": {"pairs": [[1]]},
+    r"expected parts\[0\]\.name as text, got None": {"parts": [{"name": None}]},
+    "expected limit as a number, got 'x'": {"limit": "x"},
+    "Whole has no field colour": {"colour": "red"},
 }
 
 
 @pytest.mark.parametrize(("words", "change"), WRONG.items(), ids=WRONG)
 def test_what_is_of_another_kind_is_refused(words, change):
-    with pytest.raises(InputError, match=f"^expected .*{words}"):
+    with pytest.raises(InputError, match=words):
         restored(Whole, {**GOOD, **change})
-    with pytest.raises(InputError, match="expected count, got none"):
+    with pytest.raises(InputError, match="count is missing"):
         restored(Whole, {key: value for key, value in GOOD.items() if key != "count"})

@@ -94,19 +94,19 @@ def test_one_of_several_tables_and_columns_is_asked_for(server, database):
     fill(database)
     database.execute("CREATE SCHEMA other")
     fill(database, table='other."odd ""name"""', vectors=VECTORS + 1)
-    with pytest.raises(InputError, match=r"expected one table .* add \?table=NAME"):
+    with pytest.raises(InputError, match=r"has more than one table .* add \?table=NAME"):
         open_store(server).__enter__()
     with open_store(f'{server}&table=other.odd "name"&column=embedding') as store:
         assert torch.equal(store.read(ROWS), torch.from_numpy(VECTORS[ROWS] + 1))
-    with pytest.raises(InputError, match=r"expected a vector column in the table letters none"):
+    with pytest.raises(InputError, match=r"has no vector column in the table letters none"):
         open_store(f"{server}&table=letters&column=none").__enter__()
 
 
 def test_wrong_addresses_are_one_line(server, database):
-    with pytest.raises(InputError, match=r"expected a table with a vector column in .* got none"):
+    with pytest.raises(InputError, match=r"has no table with a vector column"):
         open_store(server).__enter__()
     for wrong in ("postgresql://owner:secret@127.0.0.1:1/none", "postgresql:///x?host=/none"):
-        with pytest.raises(KeyholeError, match="expected an answer from postgresql://") as raised:
+        with pytest.raises(KeyholeError, match=r"postgresql:.* does not answer") as raised:
             open_store(wrong).__enter__()
         assert "secret" not in str(raised.value)
         assert "\n" not in str(raised.value)

@@ -97,11 +97,11 @@ def opening(target):
 def test_one_of_several_is_asked_for(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text(json.dumps({"a": [1.0, 2.0], "b": [3.0, 4.0]}) + "\n")
-    with pytest.raises(InputError, match=r"expected one .* got a, b: add \?column=NAME"):
+    with pytest.raises(InputError, match=r"has more than one .* \(a, b\): add \?column=NAME"):
         opening(path)
-    with pytest.raises(InputError, match=r"expected a field that holds a vector c .* got a, b"):
+    with pytest.raises(InputError, match=r"has no field that holds a vector c: choose among a, b"):
         opening(f"{path}?column=c")
-    with pytest.raises(InputError, match=r"expected \?column=, \?text= after .* got \?table="):
+    with pytest.raises(InputError, match=r"has no option \?table=: .* are \?column=, \?text="):
         opening(f"{path}?table=c")
     assert opening(f"{path}?column=b").tolist() == [[3.0, 4.0]]
 
@@ -126,7 +126,7 @@ def test_what_is_no_store_is_one_line(name, tmp_path):
     if name.endswith(".faiss"):
         pytest.importorskip("faiss", reason="faiss-cpu is not installed")
     (tmp_path / name).write_bytes(WRONG[name])
-    with pytest.raises(InputError, match="expected") as raised:
+    with pytest.raises(InputError, match=f"{name}.*") as raised:
         opening(tmp_path / name)
     assert "\n" not in str(raised.value)
 
@@ -136,7 +136,7 @@ def test_what_is_no_store_is_one_line(name, tmp_path):
 )
 def test_what_is_not_there_is_one_line(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"expected .* none"):
+    with pytest.raises(InputError, match=r"none\b.*:"):
         opening(target)
 
 
@@ -145,14 +145,14 @@ def test_arrays_that_are_no_vectors(tmp_path):
     np.save(tmp_path / "whole.npy", VECTORS.astype(int))
     np.save(tmp_path / "objects.npy", np.array([[{}]]), allow_pickle=True)
     for name in ("flat", "whole", "objects"):
-        with pytest.raises(InputError, match="expected an array of"):
+        with pytest.raises(InputError, match="array of"):
             opening(tmp_path / f"{name}.npy")
 
 
 def test_numbers_that_are_none(tmp_path):
     broken = VECTORS.copy()
     broken[4, 1] = np.nan
-    with pytest.raises(InputError, match=r"expected finite numbers in .* got row 4"):
+    with pytest.raises(InputError, match=r"row 4 of .* holds NaN or infinity"):
         opening(made_stores.npy(tmp_path, broken, TEXTS))
 
 
@@ -174,7 +174,7 @@ def test_a_pickled_point_runs_nothing(tmp_path):
         database.execute("CREATE TABLE points (id TEXT PRIMARY KEY, point BLOB)")
         database.execute("INSERT INTO points VALUES ('a', ?)", (pickle.dumps(Trap()),))
     database.close()
-    with pytest.raises(InputError, match="expected points of Qdrant"):
+    with pytest.raises(InputError, match="a point of Qdrant without a vector"):
         opening(f"qdrant:{tmp_path / 'qdrant'}")
     assert not witness.exists()
 
@@ -182,7 +182,7 @@ def test_a_pickled_point_runs_nothing(tmp_path):
 def test_a_store_that_is_being_written_is_left_alone(tmp_path):
     target = made_stores.qdrant(tmp_path, VECTORS, TEXTS)
     (tmp_path / "qdrant" / "collection" / "letters" / "storage.sqlite-wal").touch()
-    with pytest.raises(InputError, match="that nobody writes to"):
+    with pytest.raises(InputError, match="Qdrant is writing to"):
         opening(target)
 
 

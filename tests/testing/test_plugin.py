@@ -173,7 +173,7 @@ def test_help_says_what_there_is(pytester):
 def test_a_report_in_a_format_that_there_is_not(pytester, word):
     result = pytester.runpytest_inprocess(*PLUGIN, f"--keyhole-report={word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*expected --keyhole-report FILE.html, *, got {word}"])
+    result.stderr.fnmatch_lines([f"*--keyhole-report takes FILE.html, *; {word} is none of these"])
 
 
 def test_the_formats_are_those_of_reports():

@@ -22,8 +22,7 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
-from keyhole.testing import CouldNotCheck, assert_withstands
-from keyhole.testing.sessions import sessions
+from keyhole.testing import CouldNotCheck, assert_withstands, sessions
 from keyhole.testing.withstands import lines
 
 TEXTS = ["w1 w2 w3 w4 w5", "w9 w8 w7"]
@@ -141,7 +140,7 @@ def test_a_store(tmp_path):
     target = replace(target, method=PooledEmbedding(brief, lengths=(3,)))
     with pytest.raises(AssertionError, match=r"stored embedding \(PooledEmbedding\): 100% of tok"):
         assert_withstands(target, "pooled")
-    with pytest.raises(InputError, match="expected vectors of"):
+    with pytest.raises(InputError, match="makes vectors of"):
         assert_withstands(name, "pooled", model="demo", sample=2)
     with pytest.raises(InputError, match=r"the vector store .* needs --model"):
         assert_withstands(name, "pooled")
@@ -181,7 +180,7 @@ WRONG = [
     (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "needs tokenizer="),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
     (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "texts are for a model"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most must be from"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share is for flips"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget must be 1 or"),

@@ -20,11 +20,11 @@ from keyhole.assess.assessment import (
     compared,
 )
 from keyhole.assess.policy import Policy, decided, find_policy, read_policy
-from keyhole.assess.severity import Scale, Score, Severity, score
+from keyhole.assess.severity import Score, Severity, score
 from keyhole.core.exposure import RULES, Family, Rule
 
 __all__ = [
     "RULES", "Assessment", "Card", "Decision", "Family", "FleetAssessment", "Ignore", "Item",
-    "Level", "Policy", "Rule", "Ruled", "Ruling", "Scale", "Score", "Severity", "State", "assess",
+    "Level", "Policy", "Rule", "Ruled", "Ruling", "Score", "Severity", "State", "assess",
     "assess_fleet", "compared", "decided", "find_policy", "read_policy", "score",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 
-from keyhole.assess.severity import USUAL, Scale, Severity, exact, is_proved, score, share
+from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
 from keyhole.core import Audit, Finding, Fleet, Outcome, Readings
 from keyhole.core.exposure import Family, Rule, rule_of, slug
 from keyhole.core.text import percent
@@ -77,7 +77,6 @@ class Assessment:
 
 def assess(
     audit: Audit,
-    scale: Scale = USUAL,
     override: Callable[[str, Rule, Finding], Severity | None] | None = None,
 ) -> Assessment:
     """Every finding with its id, rule and severity; `override` may set another severity.
@@ -86,7 +85,7 @@ def assess(
     a clean bill of what could not be checked.
     """
     named = zip(ids(audit.findings), audit.findings, strict=True)
-    items = [_item(name, finding, scale, override) for name, finding in named]
+    items = [_item(name, finding, override) for name, finding in named]
     counted = sorted((item for item in items if not item.finding.control), key=_order)
     controls = tuple(item for item in items if item.finding.control)
     families = tuple(_card(family, counted) for family in Family)
@@ -117,10 +116,9 @@ def ids(findings: Sequence[Finding]) -> list[str]:
 def _item(
     name: str,
     finding: Finding,
-    scale: Scale,
     override: Callable[[str, Rule, Finding], Severity | None] | None,
 ) -> Item:
-    rule, scored = rule_of(finding.exposure), score(finding, scale)
+    rule, scored = rule_of(finding.exposure), score(finding)
     chosen = override(name, rule, finding) if override and finding.exposed else None
     severity = scored.severity if chosen is None else chosen
     why = scored.why if chosen is None else f"{scored.why}; set to {chosen} by the policy"
@@ -152,7 +150,7 @@ def _level(mine: Sequence[Item], exposed: Sequence[Item], unchecked: int) -> Lev
     if not mine:
         return Level.NOT_TRIED
     if exposed:
-        whole = any(item.proved and item.share >= USUAL.all_of_it for item in exposed)
+        whole = any(item.proved and item.share >= ALL for item in exposed)
         return Level.ALL if whole else Level.PARTLY
     return Level.UNKNOWN if unchecked else Level.NONE
 

@@ -9,15 +9,13 @@
 
 A finding that gave nothing away, and a control, score 0: none. Of a text, nothing was given away
 where guesses without the leak would have as much of it right (audit/texts.py). What could not be
-checked has no score: unknown, which is never none. All of these figures are fields of `Scale`, and
-may be set otherwise; a policy may give a rule or a finding its severity outright
-(assess/policy.py).
+checked has no score: unknown, which is never none. A policy may give a rule or a finding its
+severity outright (assess/policy.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from keyhole.core import Finding, Outcome, Status
@@ -40,31 +38,13 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How many points each answer is worth, and from how many on a severity has its name."""
-
-    lost: Mapping[Family, int] = field(
-        default_factory=lambda: {
-            Family.TEXT: 4, Family.INPUTS: 4, Family.WEIGHTS: 3, Family.PREDICTIONS: 2,
-        }
-    )  # fmt: skip
-    all_of_it: float = 0.99  # of the secret
-    most_of_it: float = 0.5
-    much_of_it: float = 0.25  # less than that is nearly nothing, unless it is proved
-    cheap: int = 10_000  # queries
-    affordable: int = 1_000_000
-    names: Mapping[Severity, int] = field(
-        default_factory=lambda: {
-            Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1,
-        }
-    )  # fmt: skip
-
-    def severity(self, points: int) -> Severity:
-        return next((name for name, least in self.names.items() if points >= least), Severity.NONE)
-
-
-USUAL = Scale()
+_LOST = {  # its points, and what it is called
+    Family.TEXT: (4, "text"), Family.INPUTS: (4, "the input"), Family.WEIGHTS: (3, "weights"),
+    Family.PREDICTIONS: (2, "the prediction"),
+}  # fmt: skip
+_NAMES = {Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1}  # at least
+ALL, MOST, MUCH = 0.99, 0.5, 0.25  # shares of the secret
+_CHEAP, _AFFORDABLE = 10_000, 1_000_000  # queries
 
 
 @dataclass(frozen=True)
@@ -76,7 +56,7 @@ class Score:
     why: str
 
 
-def score(finding: Finding, scale: Scale = USUAL) -> Score:
+def score(finding: Finding) -> Score:
     """What is lost, how exactly, at what cost, whether proved."""
     if finding.control:
         return Score(0, Severity.NONE, "a control: an attack without choice, for comparison")
@@ -85,12 +65,14 @@ def score(finding: Finding, scale: Scale = USUAL) -> Score:
     if not finding.exposed:
         return Score(0, Severity.NONE, f"nothing was given away{_guessed(finding)}")
     family, proved = finding.exposure.family, is_proved(finding)
-    much, how_much = _much(share(finding), proved, scale)
+    much, how_much = _much(share(finding), proved)
     how_much += _chance(finding)
-    cheap, cost_words = _cheap(finding, scale)
-    points = scale.lost[family] + much + cheap + proved
-    words = (_LOST[family], how_much, cost_words, "proved" if proved else "not proved")
-    return Score(points, scale.severity(points), ", ".join(words))
+    lost, what = _LOST[family]
+    cheap = 2 if finding.queries <= _CHEAP else 1 if finding.queries <= _AFFORDABLE else 0
+    points = lost + much + cheap + proved
+    severity = next((name for name, least in _NAMES.items() if points >= least), Severity.NONE)
+    words = (what, how_much, cost(finding), "proved" if proved else "not proved")
+    return Score(points, severity, ", ".join(words))
 
 
 def share(finding: Finding) -> float:
@@ -124,12 +106,6 @@ def is_proved(finding: Finding) -> bool:
     return finding.status in (Status.RECOVERED, Status.WITHIN)
 
 
-_LOST = {
-    Family.WEIGHTS: "weights", Family.INPUTS: "the input", Family.TEXT: "text",
-    Family.PREDICTIONS: "the prediction",
-}  # fmt: skip
-
-
 def cost(finding: Finding) -> str:
     """What was spent, in the unit that is counted: questions asked, texts seen, passes made."""
     single, several = rule_of(finding.exposure).units
@@ -139,7 +115,7 @@ def cost(finding: Finding) -> str:
 def _chance(finding: Finding) -> str:
     """What guesses without the leak would have right, where little is known."""
     chance = finding.texts[0].chance if finding.texts else None
-    if chance is None or share(finding) >= USUAL.most_of_it or exact(finding):
+    if chance is None or share(finding) >= MOST or exact(finding):
         return ""
     return f" (guesses without the leak have {percent(chance)} right)"
 
@@ -155,16 +131,10 @@ def _guessed(finding: Finding) -> str:
     )
 
 
-def _much(known: float, proved: bool, scale: Scale) -> tuple[int, str]:
-    if known >= scale.all_of_it:
+def _much(known: float, proved: bool) -> tuple[int, str]:
+    """Points for how much is known; little is nearly nothing, unless it is proved."""
+    if known >= ALL:
         return 3, "all of it"
-    little = 0 < known < scale.much_of_it and not proved
-    points = 2 if known >= scale.most_of_it else 0 if little else 1
+    little = 0 < known < MUCH and not proved
+    points = 2 if known >= MOST else 0 if little else 1
     return points, f"{percent(known)} of it" if known > 0 else "some of it"
-
-
-def _cheap(finding: Finding, scale: Scale) -> tuple[int, str]:
-    points = (
-        2 if finding.queries <= scale.cheap else 1 if finding.queries <= scale.affordable else 0
-    )
-    return points, cost(finding)

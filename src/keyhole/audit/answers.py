@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked
+from keyhole.audit.check import Check, Checked, Part
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.exposure import Exposure
-from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
@@ -48,7 +46,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, eq=False)
-class AnswersTarget:
+class AnswersTarget(Part):
     """An endpoint of texts, how it is asked, and the weights of its model where they are known."""
 
     url: str = field(repr=False)  # as it was given, maybe with a password
@@ -64,21 +62,9 @@ class AnswersTarget:
         address = f"{without_password(self.url)}/v2/models/{self.model}"
         return f"{address}{self.options.chosen}{weights}"
 
-    @property
-    def size(self) -> int:
-        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
-
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
-        return checks(self.name, self)
-
-
-def checks(part: str, target: AnswersTarget) -> list[Check]:
-    exposure = Exposure("KH-TEXT-ANSWERS", part=part)
-    return [Check(exposure, partial(_check, exposure, target))]
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        exposure = Exposure("KH-TEXT-ANSWERS", part=self.name)
+        return [Check(exposure, partial(_check, exposure, self))]
 
 
 def _check(exposure: Exposure, target: AnswersTarget, track: Track) -> Checked:

@@ -6,12 +6,14 @@ so an audit that was stopped goes on with those that are not done (core/journal.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.exposure import Exposure
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.core.result import restored
 
@@ -60,6 +62,31 @@ class Check:
     def name(self) -> str:
         """What tells it from the other checks of its target, in a journal for example."""
         return f"{self.exposure}, {self.attack}" if self.attack else str(self.exposure)
+
+
+class Part(ABC):
+    """One part of a target; `name` is empty where it is alone, `loaded` are its known weights."""
+
+    name: str
+    loaded: Any
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What two parts share only if they are the same."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers its largest matrix has: threads follow from it."""
+        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its findings follow from besides its identity."""
+        return {}
+
+    @abstractmethod
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]: ...
 
 
 def nothing_to_try(skip: Skip, exposure: Exposure | None = None) -> Check:

@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
+from keyhole.core import Audit, Cut, Finding, Outcome, Remedied, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Progress, Track, silent
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
-from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
+from keyhole.disrupt import ATTACKERS, Attacker, Disruption
+from keyhole.disrupt import Outcome as ExampleOutcome
 from keyhole.disrupt.batches import Batches
+from keyhole.disrupt.disruption import status_of
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
@@ -32,6 +35,8 @@ from keyhole.report import words
 
 if TYPE_CHECKING:
     from keyhole.audit.texts import TextTarget
+    from keyhole.harden.evaluate import Evaluation, Measured
+    from keyhole.harden.run import Hardening
 
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch
@@ -235,7 +240,7 @@ def cuts_of(
     )
 
 
-def _cut(tokenizer: Any, config: Any, example: Example, outcome: Outcome, task: str) -> Cut:
+def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome, task: str) -> Cut:
     rows = [unit.sequence for unit in outcome.cut]
     row = max(set(rows), key=rows.count, default=0)  # of several choices, the one cut most
     units = [unit for unit in outcome.cut if unit.sequence == row]
@@ -278,3 +283,84 @@ def _answer(
         names: Mapping[int, str] = getattr(config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))
     return decoded(tokenizer, [token for token in answer if token >= 0])
+
+
+# What a training gave as findings, before and after: the audit's page shows both.
+#
+# The attacks are HackAttend's, with pictures of what the first one cut. Masks that the model did
+# not help to choose (harden/evaluate.py) stand next to them: a model that had learnt to read masks
+# would withstand the ones and not the others.
+
+
+def audit_of_hardening(hardening: Hardening, folder: str | Path) -> Audit:
+    """The models before and after as parts of one target; `folder` is where the trained one is."""
+    place = Path(folder) / hardening.runs[-1].folder
+    tokenizer, config = load_tokenizer(place), load_config(place)
+    evaluations = hardening.evaluations()
+    rows = {
+        name: findings(evaluation, name, tokenizer, config)
+        for name, evaluation in evaluations.items()
+    }
+    if hardening.before is not None:
+        first, *after = rows
+        trained = [row for name in after for row in rows[name]]
+        rows[first] = tuple(_with_remedy(row, trained, hardening.method) for row in rows[first])
+    return Audit(
+        target=hardening.model,
+        identity=hardening.identity,
+        findings=tuple(row for group in rows.values() for row in group),
+        seed=hardening.seed,
+        seconds=sum(evaluation.seconds for evaluation in evaluations.values()),
+    )
+
+
+def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> tuple[Finding, ...]:
+    """One for each kind of mask; `part` names the model."""
+    attacks: list[Finding] = []
+    masks = partial(Exposure, "KH-PREDICTIONS-CUTS", part=part)
+    others: dict[Exposure, Measured] = {}
+    for name, measured in evaluation.attacks.items():
+        disruption = evaluation.disruptions.get(name)
+        if disruption is None:  # an evaluation from a file has no outcomes
+            others[masks("attack", name=name)] = measured
+            continue
+        cuts = () if attacks else cuts_of(tokenizer, config, disruption)
+        attacks.append(
+            finding(exposure_of(disruption.method, part), disruption, cuts, disruption.seconds)
+        )
+    others |= {
+        masks("transferred", name=name): measured
+        for name, measured in evaluation.transferred.items()
+    }
+    others |= {masks(name): measured for name, measured in evaluation.wrong_label.items()}
+    return (*attacks, *(_counted(exposure, measured) for exposure, measured in others.items()))
+
+
+def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
+    """A row of the model before, with what the same masks flip after the training."""
+    remedy = f"keyhole harden --method {method}"
+    return replace(
+        row,
+        remedied=tuple(
+            Remedied(f"{remedy}: {other.part}", other.known, other.reason)
+            for other in trained
+            if replace(other.exposure, part=row.part) == row.exposure
+            and other.outcome is not Outcome.UNCHECKED
+        ),
+    )
+
+
+def _counted(exposure: Exposure, measured: Measured) -> Finding:
+    none = measured.examples == 0
+    return Finding(
+        exposure=exposure,
+        attack="masks that it did not help to choose",
+        status=Status.NOT_APPLICABLE if none else status_of(measured.flips, measured.examples),
+        reason=f"{measured.flips} of {measured.examples} right answers flipped",
+        remedy="Where these flip more than the attack does, the model reads labels off masks.",
+        error=None,
+        queries=round(measured.queries * measured.examples),
+        seconds=measured.seconds,
+        known=measured.success,
+        sought="prediction",
+    )

@@ -10,18 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from keyhole.audit.check import Check, Checked
-from keyhole.audit.texts import exposure_of
+from keyhole.audit.check import Check, Checked, Part
+from keyhole.audit.texts import exposure_of, reading_alone
 from keyhole.core import Finding, Status
 from keyhole.core.exposure import Exposure
-from keyhole.core.finding import Piece, Reading, Readings
-from keyhole.core.machine import largest_matrix
+from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
-from keyhole.models.pieces import unknown_token, written
-from keyhole.recover import TextRecovery, recover_text
+from keyhole.recover import recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak
@@ -32,7 +29,7 @@ _WHOLE = "float32"
 
 
 @dataclass(frozen=True, eq=False)
-class LeakTarget:
+class LeakTarget(Part):
     """Leaks of one file, and the model whose they are."""
 
     name: str
@@ -44,34 +41,22 @@ class LeakTarget:
         digests = " ".join(opened.leak.digest for opened in self.leaks)
         return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
 
-    @property
-    def size(self) -> int:
-        return largest_matrix(self.loaded.model)
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        """For each text of the file: the ids that stand in it, and the attack on the rest."""
+        made: list[Check] = []
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
-
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
-        return checks(self.name, self)
-
-
-def checks(part: str, target: LeakTarget) -> list[Check]:
-    """For each text of the file: the ids that stand in it, and the attack on the rest."""
-    made: list[Check] = []
-    for opened in target.leaks:
-        if opened.ids is not None:
-            attack = WrittenIds([opened.ids])
-            exposure = Exposure("KH-TEXT-TOKEN-IDS", name=opened.name, part=part)
-            run = partial(_check, exposure, target.loaded, opened, attack)
+        def add(exposure: Exposure, opened: Opened, attack: Attack | None = None) -> None:
+            exposure = replace(exposure, name=opened.name, part=self.name)
+            run = partial(_check, exposure, self.loaded, opened, attack)
             made.append(Check(exposure, run))
-        leaking = opened.leak.exposure
-        layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
-        exposure = replace(
-            exposure_of(leaking.kind), variant="file", layer=layer, name=opened.name, part=part
-        )
-        made.append(Check(exposure, partial(_check, exposure, target.loaded, opened, None)))
-    return made
+
+        for opened in self.leaks:
+            if opened.ids is not None:
+                add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
+            leaking = opened.leak.exposure
+            layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
+            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened)
+        return made
 
 
 def _check(
@@ -81,8 +66,8 @@ def _check(
     leak = opened.leak
     progress = track(f"tokens from {leak.exposure}", leak.length)
     recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
-    readings = (_read(loaded, recovery),)
-    cell = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
+    readings = (reading_alone(loaded.tokenizer, recovery),)
+    result = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
     finding = Finding(
         exposure=exposure,
         attack=recovery.method,
@@ -92,25 +77,11 @@ def _check(
         error=None,
         queries=0,
         seconds=time.perf_counter() - started,
-        known=cell.known if recovery.status is not Status.MISMATCH else 0.0,
+        known=result.known if recovery.status is not Status.MISMATCH else 0.0,
         sought="text",
-        texts=(cell,),
+        texts=(result,),
     )
     return Checked((finding,))
-
-
-def _read(loaded: Loaded, recovery: TextRecovery) -> Reading:
-    """What was read of a text that nobody has: a verified token counts as right."""
-    tokenizer: Any = loaded.tokenizer
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
-    tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
-    pieces = tuple(
-        Piece(text, mark.value, None) for text, mark, id_ in tokens if id_ not in special
-    )
-    return Reading(
-        original="", pieces=pieces, exact=recovery.status is Status.RECOVERED,
-        verified=recovery.verified, tokens=len(pieces),
-    )  # fmt: skip
 
 
 def _remedy(leak: Leak) -> str:

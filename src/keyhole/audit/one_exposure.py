@@ -84,7 +84,7 @@ def _checks(
             for name, oracle in target.endpoints.items()
         ]
     elif exposure == "pooled" and target.stores:
-        made = [stores.checks(name, store) for name, store in target.stores.items()]
+        made = [store.checks(seed) for store in target.stores.values()]
     elif exposure == FLIPS:
         made = [flips.checks(name, model, seed, share) for name, model in target.models.items()]
     elif exposure == GRADIENT:

@@ -27,7 +27,7 @@ def _count(word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise InputError(f"expected --texts as a number or all, got {word[:40]}") from None
+        raise InputError(f"--texts takes a number or all, not {word[:40]!r}") from None
 
 
 def _layers(word: str) -> Layers:
@@ -37,7 +37,7 @@ def _layers(word: str) -> Layers:
     try:
         return tuple(int(part) for part in word.split(","))
     except ValueError:
-        raise InputError(f"expected --layers such as 1,6,12, or all, got {word[:40]}") from None
+        raise InputError(f"--layers takes numbers (1,6,12) or all, not {word[:40]!r}") from None
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class AuditOptions:
         "The encoder that made a store's vectors: a folder, a hub name, or demo; given several "
         "times, the right one is found. For a server or a leak, its model.",
         TARGET,
+        metavar="MODEL",
     )
     authorized: bool = option(
         False, "State that you may test the server, which is not on this machine.", TARGET

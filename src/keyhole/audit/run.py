@@ -331,7 +331,7 @@ def make(
         if plan.identity != identity:
             raise InputError(
                 f"{without_password(named.name)} is {plan.identity} where a worker runs, and "
-                f"{identity} elsewhere: it must be the same on every machine"
+                f"{identity} where the audit began: it must be the same on every machine"
             )
         return _in_process(checks[key], track)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from keyhole.audit.check import Check, Checked
+from keyhole.audit.check import Check, Checked, Part
 from keyhole.audit.texts import reading_of
 from keyhole.core import Finding, Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
-from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
@@ -58,7 +57,7 @@ _MANY = 384  # log-probabilities that a state needs at least, where its width is
 
 
 @dataclass(frozen=True, eq=False)
-class ServerTarget:
+class ServerTarget(Part):
     """A server, the weights of its model where they are known, and texts to send."""
 
     name: str
@@ -71,43 +70,33 @@ class ServerTarget:
         weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
 
-    @property
-    def size(self) -> int:
-        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        """One for each route, and one for each thing that is read of what a route returns."""
+        made: list[Check] = []
+        server, loaded = self.server, self.loaded
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
+        def add(
+            rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any
+        ) -> None:
+            exposure = Exposure(rule, variant, name=name, part=self.name)
+            made.append(Check(exposure, partial(check, exposure, server, *about)))
 
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
-        return checks(self.name, self)
-
-
-def checks(part: str, target: ServerTarget) -> list[Check]:
-    """One for each route, and one for each thing that is read of what a route returns."""
-    made: list[Check] = []
-    server, loaded = target.server, target.loaded
-    for route in server.routes:
-        exposed = partial(Exposure, name=route.name, part=part)
-        exposure = exposed(_RULES[route.gives], "route")
-        made.append(Check(exposure, partial(_probe, exposure, server, route, loaded)))
-        if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
-            exposure = exposed("KH-WEIGHTS-LAST-LAYER")
-            made.append(Check(exposure, partial(last_layer, exposure, server, route)))
-        if loaded is not None and route.gives == STATES:
-            exposure = exposed("KH-TEXT-HIDDEN-STATES", "served")
-            run = partial(_texts, exposure, server, route, loaded, target.texts)
-            made.append(Check(exposure, run))
-        # OpenAI's own form names tokens by their text, which may be the same for several.
-        if loaded is not None and route.gives == LOGPROBS and route.numbered:
-            exposure = exposed("KH-TEXT-LOG-PROBABILITIES", "last-state")
-            run = partial(_state, exposure, server, route, loaded, target.texts)
-            made.append(Check(exposure, run))
-    if loaded is not None and server.kind in FORMS:
-        name = FORMS[server.kind].name(server.kind)
-        exposure = Exposure("KH-WEIGHTS-VECTOR-PROMPTS", name=name, part=part)
-        made.append(Check(exposure, partial(takes_vectors, exposure, server, loaded)))
-    return made
+        for route in server.routes:
+            add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
+            if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
+                add("KH-WEIGHTS-LAST-LAYER", "", route.name, last_layer, route)
+            if loaded is None:
+                continue
+            about = (route, loaded, self.texts)
+            if route.gives == STATES:
+                add("KH-TEXT-HIDDEN-STATES", "served", route.name, _texts, *about)
+            # OpenAI's own form names tokens by their text, which may be the same for several.
+            if route.gives == LOGPROBS and route.numbered:
+                add("KH-TEXT-LOG-PROBABILITIES", "last-state", route.name, _state, *about)
+        if loaded is not None and server.kind in FORMS:
+            name = FORMS[server.kind].name(server.kind)
+            add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, loaded)
+        return made
 
 
 def _probe(
@@ -118,9 +107,8 @@ def _probe(
     answered, _ = _first_answer(server, route, _PROBES)
     status, reason = _verdict(server, route, answered, loaded)
     if status is None:
-        skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
-        return Checked(skips=(skip,))
-    return _checked(exposure, route, "probe", status, reason, started, sought=route.gives)
+        return _skipped(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
+    return _checked(exposure, "probe", status, reason, route.remedy, started, sought=route.gives)
 
 
 def _first_answer(
@@ -136,19 +124,19 @@ def _first_answer(
 
 
 def _checked(
-    exposure: Exposure, route: Route, attack: str, status: Status, reason: str, started: float, *,
+    exposure: Exposure, attack: str, status: Status, reason: str, remedy: str, started: float, *,
     error: float | None = None, queries: int = 1, **more: Any,
 ) -> Checked:  # fmt: skip
-    """One finding about a route."""
-    return Checked(
-        (
-            Finding(
-                exposure=exposure, attack=attack, status=status, reason=reason,
-                remedy=route.remedy, error=error, queries=queries,
-                seconds=time.perf_counter() - started, **more,
-            ),
-        )
+    """One finding about a route, which took from `started` until now."""
+    finding = Finding(
+        exposure=exposure, attack=attack, status=status, reason=reason, remedy=remedy, error=error,
+        queries=queries, seconds=time.perf_counter() - started, **more,
     )  # fmt: skip
+    return Checked((finding,))
+
+
+def _skipped(exposure: Exposure, attack: str, reason: str, *, unchecked: bool = False) -> Checked:
+    return Checked(skips=(Skip(exposure, attack, reason, unchecked=unchecked),))
 
 
 def _verdict(
@@ -196,7 +184,7 @@ def _texts(
     for number, text in enumerate(texts):
         answered = server.try_route(route, text, key=True)
         if not answered.open:
-            return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
+            return _skipped(exposure, "none", f"not given: {answered.reason}")
         leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
         if route.eight_bits:
             (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
@@ -207,14 +195,14 @@ def _texts(
         reading_of(loaded.tokenizer, original, recovery)
         for original, recovery in zip(originals, recoveries, strict=True)
     )
-    cell = Readings("hidden", parts.layers, "as served", readings)
-    status = Status.RECOVERED if cell.exact == len(readings) else recoveries[0].status
-    if status is Status.RECOVERED and cell.exact < len(readings):
+    result = Readings("hidden", parts.layers, "as served", readings)
+    status = Status.RECOVERED if result.exact == len(readings) else recoveries[0].status
+    if status is Status.RECOVERED and result.exact < len(readings):
         status = Status.INEXACT
-    reason = f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
+    reason = f"{result.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
     return _checked(
-        exposure, route, recoveries[0].method, status, reason, started,
-        queries=len(readings), known=cell.known, sought="text", texts=(cell,),
+        exposure, recoveries[0].method, status, reason, route.remedy, started,
+        queries=len(readings), known=result.known, sought="text", texts=(result,),
     )  # fmt: skip
 
 
@@ -230,13 +218,13 @@ def _state(
     del track
     started = time.perf_counter()
     if head_of(loaded.model) != "causal":
-        return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
+        return _skipped(exposure, "none", "the weights have no head for next tokens")
     answered, text = _first_answer(server, route, texts, key=True)
     if not answered.open:
-        return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
+        return _skipped(exposure, "none", f"not given: {answered.reason}")
     status, reason, error = _compared(loaded, text, answered.content, route)
     return _checked(
-        exposure, route, "final_states", status, reason, started, error=error,
+        exposure, "final_states", status, reason, route.remedy, started, error=error,
         sought="last state",
     )  # fmt: skip
 
@@ -291,7 +279,7 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
     if not answered.open:
-        return Checked(skips=(Skip(exposure, "OutputLayer", f"not given: {answered.reason}"),))
+        return _skipped(exposure, "OutputLayer", f"not given: {answered.reason}")
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         given = len(answered.content)
@@ -300,20 +288,18 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
                 f"{given} log-probabilities at a time: keyhole extract {server.url} --method "
                 f"output-layer --top {given} finds out whether a bias chooses them"
             )
-            return Checked(skips=(Skip(exposure, "OutputLayer", reason),))
+            return _skipped(exposure, "OutputLayer", reason)
         budget = QUERIES if (oracle.width or 0) < _WIDEST * QUERIES else SAMPLE
         counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
         result = OutputLayer()(counted)
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
-    finding = Finding(
-        exposure=exposure, attack="OutputLayer", status=result.status,
-        reason=reason, remedy=REMEDY, error=None if result.check is None else result.check.worst,
-        queries=counted.queries, seconds=time.perf_counter() - started,
+    return _checked(
+        exposure, "OutputLayer", result.status, reason, REMEDY, started,
+        error=None if result.check is None else result.check.worst, queries=counted.queries,
         lower_bound=result.lower_bound, known=result.known, sought="last layer",
     )  # fmt: skip
-    return Checked((finding,))
 
 
 # Does a server take vectors in place of a prompt? With the model's weights the audit finds out.
@@ -330,7 +316,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
     del track
     form, started = FORMS[server.kind], time.perf_counter()
     if head_of(loaded.model) != "causal":
-        return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
+        return _skipped(exposure, "none", "the weights have no head for next tokens")
     parts = anatomy(loaded.model)
     ids = torch.tensor([loaded.tokenizer(_PROBES[0])["input_ids"]], device=parts.device)
     try:
@@ -338,9 +324,9 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
             given = oracle(parts.table[ids].double().cpu())[0]
     except Refused as error:
         reason = f"not taken: {error.status}"
-        return Checked(skips=(Skip(exposure, "probe", reason),))
+        return _skipped(exposure, "probe", reason)
     except OracleError as error:
-        return Checked(skips=(Skip(exposure, "probe", str(error), unchecked=True),))
+        return _skipped(exposure, "probe", str(error), unchecked=True)
     with torch.no_grad():
         own = loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
     off = float((own.topk(len(given)).values - given).abs().max())
@@ -354,10 +340,8 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
         "vectors are taken as a prompt without a key; the best log-probabilities are "
         f"{off:.1e} from the model's own: {meaning}"
     )
-    finding = Finding(
-        exposure=exposure, attack="probe",
-        status=Status.NOT_APPLICABLE if same else Status.MISMATCH, reason=reason,
-        remedy=form.remedy, error=off, queries=1, seconds=time.perf_counter() - started,
+    status = Status.NOT_APPLICABLE if same else Status.MISMATCH
+    return _checked(
+        exposure, "probe", status, reason, form.remedy, started, error=off,
         sought="vectors as prompts",
     )  # fmt: skip
-    return Checked((finding,))

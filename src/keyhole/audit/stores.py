@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked
-from keyhole.audit.texts import aligned
+from keyhole.audit.check import Check, Checked, Part
+from keyhole.audit.texts import aligned, reading_alone, special_ids, tokens_read
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
-from keyhole.core.finding import Piece, Reading
+from keyhole.core.finding import Reading
 from keyhole.core.journal import digest
-from keyhole.core.machine import device_of, largest_matrix
+from keyhole.core.machine import device_of
 from keyhole.core.progress import Track, untracked
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
-from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Pooled, TextRecovery
 from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
@@ -74,28 +73,38 @@ class StoreFacts:
     read_with: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class StoreTarget:
-    """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Vectors:
+    """Some vectors of a store and how they were made: all that is needed but the encoder.
 
-    `texts` are those that the store still has of the sample, None where it has none; `max_length`
-    is after how many tokens the encoder cuts a text off; `cells` is what the store says of how
+    `texts` are those that the store still has of them, None where it has none; `max_length` is
+    after how many tokens the encoder cuts a text off; `rounding` is what the store says of how
     numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that
-    counts the corpus that ships. `encoder` is the name by which other processes open the encoder.
+    counts the corpus that ships.
     """
 
-    name: str
-    identity: str
-    count: int
-    loaded: Loaded
+    exposure: Exposure
     rows: tuple[int, ...]
     vectors: Tensor
     texts: tuple[str | None, ...]
     pooling: Pooling
     max_length: int
-    cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    note: str = ""
+    rounding: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: Attack = field(default_factory=CountedReader)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoreTarget(Vectors, Part):
+    """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
+
+    `encoder` is the name by which other processes open the encoder.
+    """
+
+    name: str
+    store_identity: str
+    count: int
+    loaded: Loaded
+    note: str = ""
     encoder: str | None = None
 
     @classmethod
@@ -113,18 +122,20 @@ class StoreTarget:
         if pooling.exposure.width is not None:
             pooling = _truncated(store, loaded, pooling)
         return cls(
-            store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, max_length, store.rounding, store.note,
+            name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
+            exposure=replace(EXPOSURE, part=store.name), rows=tuple(rows), vectors=vectors,
+            texts=tuple(kept), pooling=pooling, max_length=max_length,
+            rounding=store.rounding, note=store.note,
         )  # fmt: skip
+
+    @property
+    def identity(self) -> str:
+        return f"{self.store_identity}; {self.loaded.name} {self.loaded.identity}"
 
     @property
     def facts(self) -> StoreFacts:
         read_with = self.method.note if isinstance(self.method, CountedReader) else ""
         return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
-
-    @property
-    def size(self) -> int:
-        return largest_matrix(self.loaded.model)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,8 +150,26 @@ class StoreTarget:
             "device": next(self.loaded.model.parameters()).device.type,
         }
 
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
-        return checks(self.name, self)
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
+        if self.pooling.error is not None and not self.pooling.sure:
+            reason = f"{self.pooling.reason}: was it another encoder?"
+            mismatch = finding(self.exposure, Status.MISMATCH, reason)
+            return [Check(self.exposure, lambda _: Checked((mismatch,)))]
+        attack, count = _ready_once(self), len(self.rows)
+        step = _AT_ONCE[anatomy(self.loaded.model).device.type]
+        made: list[Check] = []
+        for start in range(0, count, step):
+            end = min(start + step, count)
+            few = self._some(slice(start, end))
+            run, sent = partial(_in_process, self, few, attack), partial(_for_worker, self, few)
+            made.append(Check(self.exposure, run, f"{start + 1}–{end} of {count}", sent))
+        return made
+
+    def _some(self, few: slice) -> Vectors:
+        held = {each.name: getattr(self, each.name) for each in fields(Vectors)}
+        cut = {name: held[name][few] for name in ("rows", "vectors", "texts")}
+        return Vectors(**held | cut)
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -168,8 +197,8 @@ def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
 def _another_width(store: Store, loaded: Loaded, but: str = "", fix: str = "") -> InputError:
     width = anatomy(loaded.model).width
     return InputError(
-        f"expected vectors of {width} numbers, as {loaded.name} makes them, got {store.dim} in "
-        f"{store.name}{but}: give the encoder that made them with --model{fix}"
+        f"{loaded.name} makes vectors of {width} numbers, and those in {store.name} have "
+        f"{store.dim}{but}: give the encoder that made them with --model{fix}"
     )
 
 
@@ -203,33 +232,14 @@ def _pooling(
     return from_statistics(*encoder, ORDINARY, many, width)
 
 
-def checks(part: str, target: StoreTarget) -> list[Check]:
-    """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
-    pooling, count = target.pooling, len(target.rows)
-    exposure = replace(EXPOSURE, part=part)
-    if pooling.error is not None and not pooling.sure:
-        reason = f"{pooling.reason}: was it another encoder?"
-        mismatch = finding(exposure, Status.MISMATCH, reason)
-        return [Check(exposure, lambda _: Checked((mismatch,)))]
-    attack = _ready_once(target)
-    step = _AT_ONCE[anatomy(target.loaded.model).device.type]
-    made: list[Check] = []
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        few = _part(exposure, target, start, end)
-        run, sent = partial(_in_process, target, few, attack), partial(_for_worker, target, few)
-        made.append(Check(exposure, run, f"{start + 1}–{end} of {count}", sent))
-    return made
-
-
 _Ready = Callable[[Track], Attack]
 
 
-def _in_process(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
+def _in_process(target: StoreTarget, part: Vectors, attack: _Ready, track: Track) -> Checked:
     return read(target.loaded, replace(part, method=attack(track)), track)
 
 
-def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
+def _for_worker(target: StoreTarget, part: Vectors) -> Callable[[int], Checked]:
     """What a worker is sent."""
     if target.encoder is None:
         raise InputError(f"workers need the name of the encoder of {target.name}: open it by name")
@@ -237,13 +247,6 @@ def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
     source = Source(target.encoder, target.loaded.identity, kind)
     return partial(read_in_worker, source, part)
-
-
-def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part:
-    return Part(
-        exposure, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
-        target.pooling, target.max_length, target.cells, target.method,
-    )  # fmt: skip
 
 
 def _ready_once(target: StoreTarget) -> _Ready:
@@ -277,18 +280,18 @@ def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tupl
 def _joined(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     first = parts[0].texts[0]
     readings = tuple(reading for part in parts for reading in part.texts[0].readings)
-    cell = replace(first, readings=readings)
-    status = status_of(cell, [part.status for part in parts])
+    result = replace(first, readings=readings)
+    status = status_of(result, [part.status for part in parts])
     estimate, about = None, parts[0].reason
     if status is Status.BUDGET:
         about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
     if status not in _NO_SHARE:
-        estimate = Estimate.of(cell.exact, len(readings), facts.count)
-        about = str(estimate) if cell.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
+        estimate = Estimate.of(result.exact, len(readings), facts.count)
+        about = str(estimate) if result.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
     notes = (about, facts.pooling, facts.note, facts.read_with)
     reason = "; ".join(part for part in notes if part)
     return finding(
-        parts[0].exposure, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
+        parts[0].exposure, status, reason, attack=parts[0].attack, result=result, estimate=estimate,
         seconds=sum(part.seconds for part in parts),
     )  # fmt: skip
 
@@ -307,34 +310,17 @@ _SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A few vectors of a store and how they were made: all that is needed but the encoder.
-
-    `max_length` is after how many tokens the encoder cuts a text off.
-    """
-
-    exposure: Exposure
-    rows: tuple[int, ...]
-    vectors: Tensor
-    texts: tuple[str | None, ...]
-    pooling: Pooling
-    max_length: int
-    cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    method: Attack | None = None
-
-
-def read(loaded: Loaded, part: Part, track: Track) -> Checked:
+def read(loaded: Loaded, part: Vectors, track: Track) -> Checked:
     """Read all vectors of a part, and say what became of each."""
     started = time.perf_counter()
     recoveries = _recover(loaded, part, track)
     readings = tuple(
         _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
     )
-    cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    result = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
     made = finding(
-        part.exposure, status_of(cell, [recovery.status for recovery in recoveries]),
-        recoveries[0].reason, attack=recoveries[0].method, cell=cell,
+        part.exposure, status_of(result, [recovery.status for recovery in recoveries]),
+        recoveries[0].reason, attack=recoveries[0].method, result=result,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
     return Checked((made,))
@@ -349,19 +335,19 @@ class Source:
     device: str = "cpu"
 
 
-def read_in_worker(source: Source, part: Part, worker: int = 0) -> Checked:
+def read_in_worker(source: Source, part: Vectors, worker: int = 0) -> Checked:
     """What a worker does: open the encoder, once a process, and read."""
     source = replace(source, device=device_of(source.device, worker))
     with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
         return read(loaded, replace(part, method=method), untracked)
 
 
-def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
+def _opened(source: Source, part: Vectors) -> tuple[Loaded, Attack]:
     loaded, method = open_model(source.encoder, device=source.device), part.method
     if loaded.identity != source.identity:
         raise InputError(
             f"{source.encoder} is {loaded.identity} where a worker runs, and {source.identity} "
-            "elsewhere: it must be the same on every machine"
+            "where the audit began: it must be the same on every machine"
         )
     if isinstance(method, CountedReader):
         attacked = Attacked.of(loaded.model, loaded.tokenizer)
@@ -375,7 +361,7 @@ def finding(
     reason: str,
     *,
     attack: str = "",
-    cell: Readings | None = None,
+    result: Readings | None = None,
     estimate: Estimate | None = None,
     seconds: float = 0.0,
 ) -> Finding:
@@ -386,29 +372,29 @@ def finding(
         reason=reason,
         remedy=_REMEDY,
         error=None,
-        queries=0 if cell is None else len(cell.readings),
+        queries=0 if result is None else len(result.readings),
         seconds=seconds,
-        known=0.0 if cell is None else cell.known,
+        known=0.0 if result is None else result.known,
         sought="text",
-        texts=() if cell is None else (cell,),
+        texts=() if result is None else (result,),
         estimate=estimate,
     )
 
 
-def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
+def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
     """What became of all texts; `statuses` are those of each, or of some of them together."""
     if len(set(statuses)) == 1 and statuses[0] in _SAME:
         return statuses[0]
-    if cell.exact == len(cell.readings):
+    if result.exact == len(result.readings):
         return Status.RECOVERED
-    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    partly = result.exact or Status.INEXACT in statuses or result.known >= _PARTLY
     return Status.INEXACT if partly else Status.BUDGET
 
 
-def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
+def _recover(loaded: Loaded, part: Vectors, track: Track) -> list[TextRecovery]:
     way = part.pooling.exposure
     leaks = [
-        Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.cells)
+        Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.rounding)
         for vector in part.vectors
     ]
     progress = track(words.exposure(part.exposure), total=len(leaks))
@@ -421,24 +407,15 @@ def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
     return [recoveries[number] for number in range(len(leaks))]
 
 
-def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> Reading:
+def _reading(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) -> Reading:
     """What was read of one vector, next to the store's own text where it has one."""
     tokenizer, text = loaded.tokenizer, part.texts[place]
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
-    pieces = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
-    tokens = [token for token in pieces if token[2] not in special]
     near = _similarity(loaded, part, place, recovery)
     if text is None or not text.strip():
-        return Reading(
-            original="",
-            pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
-            exact=recovery.status is Status.RECOVERED,
-            verified=recovery.verified,
-            note=f"vector {part.rows[place]}: the store has no text of it",
-            tokens=len(tokens),
-            similarity=near,
-        )
+        note = f"vector {part.rows[place]}: the store has no text of it"
+        return reading_alone(tokenizer, recovery, note, near)
     original = Original.of(tokenizer, text, part.max_length)
+    tokens, special = tokens_read(tokenizer, recovery), special_ids(tokenizer)
     truth = [id_ for id_ in original.ids if id_ not in special]
     return Reading(
         original=original.text,
@@ -452,7 +429,7 @@ def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> 
     )
 
 
-def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> float | None:
+def _similarity(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) -> float | None:
     """The cosine of a vector with that of the text that was read; None where none was."""
     if not recovery.ids:
         return None

@@ -12,11 +12,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
-from keyhole.audit.check import Check, nothing_to_try
+from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
@@ -54,32 +54,8 @@ TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
 
 
-class Part(Protocol):
-    """One part of a target; `name` is empty where it is alone and needs none."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def identity(self) -> str:
-        """What two parts share only if they are the same."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many numbers its largest matrix has: threads follow from it."""
-        ...
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What its findings follow from besides its identity."""
-        ...
-
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]: ...
-
-
 @dataclass(frozen=True, eq=False)
-class EndpointPart:
+class EndpointPart(Part):
     """An oracle, whose weights and inputs are sought."""
 
     name: str
@@ -93,11 +69,7 @@ class EndpointPart:
     def size(self) -> int:
         return self.oracle.dim**2
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
-
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         made = weights.checks(self.name, self.oracle, seed)
         made += inputs.checks(self.name, self.oracle, seed)
         return made + (
@@ -106,7 +78,7 @@ class EndpointPart:
 
 
 @dataclass(frozen=True, eq=False)
-class ModelPart:
+class ModelPart(Part):
     """A model with texts, which are read back, and whose predictions are flipped."""
 
     name: str
@@ -136,7 +108,7 @@ class ModelPart:
             "device": next(target.loaded.model.parameters()).device.type,
         }
 
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         try:
             anatomy(self.target.loaded.model)
         except InputError as error:  # a family whose parts are not known

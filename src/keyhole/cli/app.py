@@ -21,6 +21,7 @@ import typer
 import typer.core
 
 from keyhole.cli.console import say, write_in_any_locale
+from keyhole.cli.options import with_options
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.version import __version__
 
@@ -29,8 +30,8 @@ CLOSED = 141  # nobody reads what is printed: what a shell reports of programs t
 _MAX_LETTERS = 1000  # of a message; what people gave may be longer
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
-# What people type wrong: Typer shows it by itself. The class has no public name of its own.
-_Usage = cast("type[Exception]", typer.BadParameter.__base__)
+# What people type wrong. The class has no public name of its own.
+_Usage = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 ORDER = (
     "audit", "extract", "recover", "invert", "disrupt", "harden", "report", "check-config",
@@ -38,8 +39,39 @@ ORDER = (
 )  # fmt: skip
 
 
-class _Group(typer.core.TyperGroup):
+class _PlainFlags:
+    """Help without a type after a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        given: list[Any] = super().get_params(ctx)  # pyright: ignore
+        for parameter in given:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return given
+
+
+class Command(_PlainFlags, typer.core.TyperCommand):
+    """A command of Keyhole."""
+
+
+class Group(_PlainFlags, typer.core.TyperGroup):
+    """A group of commands."""
+
+
+class _Root(Group):
     """Whatever a command raises ends here, alike in a shell, a test and a notebook."""
+
+    def main(self, *args: Any, **given: Any) -> Any:
+        try:
+            code = super().main(*args, **given, standalone_mode=False)
+        except _Usage as error:
+            if problem := error.format_message():  # nothing where the help was printed instead
+                path = "keyhole" if error.ctx is None else error.ctx.command_path
+                stop = "" if problem.endswith((".", "?", ")")) else "."
+                hint = f"See '{path} --help'."
+                say(f"keyhole: {_in_one_line(problem)}{stop} {hint}", style="bold red")
+            code = USAGE
+        raise SystemExit(code)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -57,8 +89,24 @@ class _Group(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
+
+
+def command(
+    *examples: str, name: str | None = None, group: typer.Typer = app
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command, whose help ends with examples that run as they stand."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        registered = group.command(name, cls=Command, epilog=examples_of(*examples))
+        return registered(with_options(function))
+
+    return register
+
+
+def examples_of(*lines: str) -> str:
+    return "\n".join(["Example:", *(f"  {line}" for line in lines)])
 
 
 def main() -> None:
@@ -89,11 +137,6 @@ def options(
     del version, debug  # read where they are used: by their callback, and where a command ends
 
 
-def example(*lines: str) -> str:
-    """The end of a command's help: commands that run as they stand."""
-    return "\n".join(["Example:", *(f"  {line}" for line in lines)])
-
-
 @contextmanager
 def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
     """Ctrl-C is one line, which says what is kept, and exit code 130."""
@@ -115,14 +158,8 @@ def report_failure(error: BaseException, debug: bool = False) -> int:
     if _caused_by(error, BrokenPipeError):
         forget_output()
         return CLOSED
-    hint = "" if debug or not _is_ours(error) else "; run again with --debug"
-    say(f"keyhole: {_in_one_line(_message(error))}{hint}", style="bold red")
+    say(f"keyhole: {_in_one_line(_message(error, debug))}", style="bold red")
     return USAGE if isinstance(error, InputError) else FAILURE
-
-
-def _is_ours(error: BaseException) -> bool:
-    """A fault of Keyhole itself: what nobody foresaw."""
-    return not isinstance(error, KeyholeError | OSError) and not _out_of_memory(error)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -130,7 +167,7 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY)
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, debug: bool) -> str:
     text = str(error)
     if isinstance(error, KeyholeError):
         return text
@@ -142,7 +179,8 @@ def _message(error: BaseException) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"could not write{place}: {what}"
         return f"the system refused{place}: {what}"
-    return f"internal error: {type(error).__name__}: {text}"
+    hint = "" if debug else "; run again with --debug"
+    return f"internal error: {type(error).__name__}: {text}{hint}"
 
 
 def _in_one_line(text: str) -> str:

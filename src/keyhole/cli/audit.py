@@ -1,28 +1,34 @@
-"""`keyhole audit`: parse, one library call, print."""
+"""`keyhole audit`, of one target or of many: parse, one library call, print."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keyhole.audit.options import AuditOptions
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
 from keyhole.cli.console import answer, say
-from keyhole.cli.options import Dask, Force, Json, Processes, about, with_options
-from keyhole.cli.outputs import OutputFiles, Outputs
+from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
-from keyhole.core import Audit
+from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
+from keyhole.core.files import exists, is_folder, unwritable, write_text
+from keyhole.core.journal import records_in
 from keyhole.core.options import OUTPUT, TARGET
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from keyhole.assess import FleetAssessment
+    from keyhole.audit.fleets import Member
 
 PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")
+FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
     "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, postgresql://…, "
@@ -33,19 +39,16 @@ _TARGET_HELP = (
 )
 
 
-@app.command(
-    epilog=example(
-        "keyhole audit demo --output json=audit.json --output html=audit.html "
-        "--output sarif=audit.sarif",
-        "keyhole audit ./my-model --data texts.tsv --texts 10",
-    )
+@command(
+    "keyhole audit demo --output json=audit.json --output html=audit.html "
+    "--output sarif=audit.sarif",
+    "keyhole audit ./my-model --data texts.tsv --texts 10",
 )
-@with_options
 def audit(
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)] = None,
     targets: Annotated[
         Path | None,
-        about(
+        opt.about(
             "Audit every target of a TOML file instead, with these options by their names; what "
             "the file does not say is as given here.",
             TARGET,
@@ -57,7 +60,7 @@ def audit(
     outputs: OutputFiles = None,
     out: Annotated[
         Path | None,
-        about(
+        opt.about(
             "With --targets: where findings and pages go, keyhole-fleet if not given.",
             OUTPUT,
             metavar="FOLDER",
@@ -66,10 +69,10 @@ def audit(
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
-    force: Force = False,
-    as_json: Json = False,
-    processes: Processes = 0,
-    dask: Dask = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+    processes: opt.Processes = 0,
+    dask: opt.Dask = None,
 ) -> None:
     """Try every attack that applies, and report what the target gives away.
 
@@ -86,67 +89,73 @@ def audit(
     if len(named) == 1:
         target = named[0]
     fleet = targets or (named if len(named) > 1 else ())
+    run = _Run(judge, options, outputs, force, as_json, {"processes": processes, "dask": dask})
     if fleet:
-        from keyhole.cli.fleets import FOLDER, audit_fleet
-
         if target is not None or options.ledger is not None:
             given = "TARGET" if target is not None else "--ledger"
             raise InputError(f"{given} is for one target: a fleet names its own in --targets FILE")
-        raise typer.Exit(
-            audit_fleet(
-                fleet, judge, options, out or FOLDER, baseline=baseline, outputs=outputs,
-                processes=processes, dask=dask, force=force, as_json=as_json,
-            )
-        )  # fmt: skip
+        raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
         raise InputError("name a TARGET, a file of them with --targets, or a policy with targets")
     if out is not None:
         raise InputError("--out is for --targets; use --output FORMAT=FILE for one target")
     if baseline is not None:
-        judge = judge.against(Audit.load(baseline))
-    _audit_one(
-        target, options, judge, outputs, processes=processes, dask=dask, force=force,
-        as_json=as_json,
-    )  # fmt: skip
+        run = replace(run, judge=judge.against(Audit.load(baseline)))
+    raise typer.Exit(_audit_one(target, run))
 
 
-def _audit_one(
-    target: str, options: AuditOptions, judge: Judge, outputs: list[str] | None, *,
-    processes: int, dask: str | None, force: bool, as_json: bool,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class _Run:
+    """How targets are audited and judged, and what is written; `scale` is where checks are made."""
+
+    judge: Judge
+    options: AuditOptions
+    outputs: list[str] | None
+    force: bool
+    as_json: bool
+    scale: dict[str, Any]
+
+    def start(self, stack: ExitStack, journal: Path, kept: Callable[[], str]) -> dict[str, Any]:
+        """Bars until the stack ends; what both library calls take. Ctrl-C says what is `kept`."""
+        stack.enter_context(interruptible(kept))
+        track = stack.enter_context(bars("audit", "checks"))
+        return {
+            **self.scale, "journal": journal, "force": self.force, "track": track,
+            "resuming": report_resuming,
+        }  # fmt: skip
+
+
+def _audit_one(target: str, run: _Run) -> int:
     from keyhole import report
-    from keyhole.audit.run import audit as run
+    from keyhole.audit.run import audit as audit_target
     from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
     always = {"html": PAGE, "json": FINDINGS}
-    wanted = Outputs.of(outputs, FORMATS, force=force, as_json=as_json, defaults=always)
-    findings = wanted.file("json") if "json" in dict(wanted.files) else FINDINGS
+    wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
+    findings = wanted.file("json")
     journal = findings.with_name(f"{findings.name}.journal")
-    with (
-        interruptible(lambda: _kept(journal, options.ledger)),
-        bars("audit", "checks") as track,
-    ):
-        result = run(
-            target, options, processes=processes, dask=dask, journal=journal, force=force,
-            track=track, resuming=report_resuming, notice=say,
-        )  # fmt: skip
-        assessment = judge(result)
+    with ExitStack() as stack:
+        started = run.start(stack, journal, lambda: _kept(journal, run.options.ledger))
+        result = audit_target(target, run.options, **started, notice=say)
+        assessment = run.judge(result)
         wanted.write(assessment)
-    again = _unanswered(result, journal)
+    again = _unfinished([replace(result, skips=())], journal)
     if not wanted.printed(assessment):
-        answer(json_form.document(assessment), report.table(result, assessment), as_json=as_json)
+        document = json_form.document(assessment)
+        answer(document, report.table(result, assessment), as_json=run.as_json)
     wanted.report()
-    if missing := _missing_extras(result):
+    extras = {part.extra for part in (*result.findings, *result.skips)} - {""}
+    if extras:
+        missing = ",".join(sorted(extras))
         say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
     if again:
-        say(again)
-    raise typer.Exit(assessment.exit_code)
+        say(f"some checks had no answer: {again} with --force makes those again")
+    return assessment.exit_code
 
 
 def _kept(journal: Path, ledger: str | None) -> str:
     """What a stopped audit has behind it."""
-    from keyhole.core.journal import records_in
     from keyhole.oracle.ledger import answers_in
 
     checks = records_in(journal)
@@ -156,20 +165,119 @@ def _kept(journal: Path, ledger: str | None) -> str:
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""
 
 
-def _missing_extras(result: Audit) -> str:
-    """The extras that are not installed, such as `models,proofs`."""
-    named = {part.extra for part in (*result.findings, *result.skips)}
-    return ",".join(sorted(named - {""}))
-
-
-def _unanswered(result: Audit, journal: Path) -> str:
-    """Remove the journal of an audit that is complete; of another, say how it is completed."""
+def _unfinished(audits: Iterable[Audit], journal: Path) -> str:
+    """Remove the journal where every check had a result; else say what completes the others."""
     from keyhole.audit.check import Checked
 
-    if Checked(result.findings).answered or not journal.exists():
+    complete = all(Checked(audit.findings, audit.skips).answered for audit in audits)
+    if complete or not exists(journal):
         journal.unlink(missing_ok=True)
         return ""
-    return (
-        f"some checks had no answer: the others are kept in {journal}, and the same command with "
-        "--force makes those again"
+    return f"the others are kept in {journal}, and the same command"
+
+
+# Many targets: `keyhole audit --targets`.
+
+
+def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: Path | None) -> int:
+    """Audit every target of a file into a folder; the exit code of all of them."""
+    from keyhole import report
+    from keyhole.assess import assess_fleet
+    from keyhole.audit.fleets import fleet, members_of, read_fleet
+    from keyhole.report.fleet import FLEET_FORMATS, document
+
+    read_targets: Callable[..., list[Member]] = (
+        read_fleet if isinstance(targets, Path) else members_of
     )
+    members = read_targets(targets, run.options)
+    journal, index = out / JOURNAL, out / INDEX
+    judges = _judges(run.judge, members, baseline, out)
+    _expect_folder(out)
+    files = [index, *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html"))]
+    resumes = exists(journal)  # the same command goes on, and writes its own files again
+    force = run.force or resumes
+    expect_new(*files, force=force)
+    wanted = Outputs.of(run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files)
+    _expect_few_runs(wanted, len(members))
+    kept = f"what is finished is in {journal} and next to it: the same command resumes"
+    with ExitStack() as stack:
+        result = fleet(
+            members,
+            **run.start(stack, journal, lambda: kept if records_in(journal) else ""),
+            finished=lambda member, audit: _write(out, member, judges[member.name], audit),
+        )  # fmt: skip
+        assessment = assess_fleet(result, lambda name, audit: judges[name](audit))
+        pages = {member.name: f"{member.stem}.html" for member in members}
+        write_text(index, report.render_fleet(result, pages, assessment))
+        wanted.write(assessment)
+    again = _unfinished(result.audits.values(), journal)
+    if not wanted.printed(assessment):
+        table = report.fleet_table(result, assessment)
+        answer(document(assessment), table, as_json=run.as_json)
+    say(f"html: {index}   json: {out}/*.json")
+    wanted.report()
+    if again:
+        say(f"some targets had checks without a result: {again} makes those again")
+    return assessment.exit_code
+
+
+def _judges(
+    judge: Judge, members: Sequence[Member], baseline: Path | None, out: Path
+) -> dict[str, Judge]:
+    """A judge for each target: where there is a baseline, what is not in it is new."""
+    if baseline is None:
+        return {member.name: judge for member in members}
+    if not is_folder(baseline):
+        raise InputError(
+            f"--baseline takes the folder of an earlier fleet's --out; {baseline} is no folder"
+        )
+    if exists(out) and baseline.samefile(out):
+        raise InputError(f"--baseline and --out are both {out}: choose another --out")
+    earlier = _named_audits(baseline)
+    missing = [member.name for member in members if member.name not in earlier]
+    if len(missing) == len(members):
+        raise InputError(f"{baseline} holds no findings of these targets")
+    if missing:
+        say(f"not in the baseline: {', '.join(missing)}")
+    nothing = Audit(target="", identity="", findings=())
+    return {member.name: judge.against(earlier.get(member.name, nothing)) for member in members}
+
+
+def _named_audits(folder: Path) -> dict[str, Audit]:
+    """What an earlier fleet wrote there, by the names of its targets."""
+    audits: dict[str, Audit] = {}
+    for path in sorted(folder.glob("*.json")):
+        data = read(path)
+        name = data.get("name")
+        if data.get("kind") == Audit.kind and isinstance(name, str):
+            audits[name] = Audit.load(path)
+    return audits
+
+
+def _expect_few_runs(wanted: Outputs[FleetAssessment], targets: int) -> None:
+    """Before hours of work: GitHub refuses a file of more runs as a whole."""
+    from keyhole.report.fleet import MOST_RUNS
+
+    if "sarif-github" in wanted.asked and targets > MOST_RUNS:
+        raise InputError(
+            f"GitHub takes at most {MOST_RUNS} targets in a file, and these are {targets}: write "
+            "sarif, or make several fleets of it"
+        )
+
+
+def _write(out: Path, member: Member, judge: Judge, audit: Audit) -> None:
+    from keyhole import report
+    from keyhole.report import json_form
+
+    assessment = judge(audit)
+    write_text(out / f"{member.stem}.json", json_form.render(assessment, member.name))
+    write_text(out / f"{member.stem}.html", report.render(audit, assessment))
+
+
+def _expect_folder(out: Path) -> None:
+    if exists(out) and not is_folder(out):
+        raise InputError(f"--out takes a folder; {out} is a file")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise unwritable(out, error) from error

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID
-from rich.progress import Progress as RichProgress
-from rich.table import Column
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from keyhole.cli import console
@@ -21,6 +21,32 @@ from keyhole.cli.console import say, visible
 from keyhole.core.progress import Progress, Standing
 
 EVERY = 30.0  # seconds between lines where there is no terminal and no part ends
+
+
+@contextmanager
+def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
+    """Bars on stderr while a command runs, lines where that is not a terminal.
+
+    `unit` is what the overall bar counts. `each` says that every step of it is worth a line:
+    checks are, queries are not.
+    """
+    people = console.people
+    if os.environ.get("KEYHOLE_NO_PROGRESS"):
+        shown = Bars(command, unit)
+    elif people.is_interactive and people.file.isatty():  # FORCE_COLOR makes no terminal of a file
+        shown = _Screen(command, unit)
+    else:
+        shown = _Lines(command, unit, each)
+    finished = False
+    try:
+        yield shown
+        finished = True
+    finally:
+        shown.close(finished)
+
+
+def report_resuming(done: int, total: int) -> None:
+    say(f"resuming: {done} of {total} checks are done")
 
 
 class _Bar:
@@ -38,182 +64,122 @@ class _Bar:
 class Bars:
     """A `Track`: the track of the command's own name is its overall bar, the others are parts.
 
-    Work is done one part after the other: a part ends where all of it is done or the next begins;
-    then its bar is full and disappears.
+    Work is done one part after the other: a part ends where all of it is done or the next begins.
+    This class shows nothing; its subclasses do.
     """
 
-    def __init__(self, command: str, unit: str, view: _View) -> None:
-        self._command, self._unit, self._view = command, unit, view
+    def __init__(self, command: str, unit: str) -> None:
+        self.command, self.unit = command, unit
+        self.overall: Standing | None = None
+        self.part: Standing | None = None
 
     def __call__(self, name: str, total: int | None = None) -> Progress:
-        overall = name == self._command and self._view.overall is None
-        standing = Standing(name, total, self._unit if overall else "")
-        if overall:
-            self._view.overall = standing
+        is_overall = name == self.command and self.overall is None
+        standing = Standing(name, total, self.unit if is_overall else "")
+        if is_overall:
+            self.overall = standing
         else:
             self._end_part()
-            self._view.part = standing
-        self._view.begin(standing)
+            self.part = standing
 
         def changed(rose: bool) -> None:
-            self._view.change(standing, rose)
-            if not overall and standing.complete:
+            if is_overall and rose:
+                self.advanced(standing)
+            elif not is_overall and standing.complete:
                 self._end_part()
 
         return _Bar(standing, changed)
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Make way for an answer on the same screen."""
-        self._view.pause()
-        try:
-            yield
-        finally:
-            self._view.resume()
-
     def close(self, finished: bool) -> None:
         if finished:
             self._end_part()
-            if self._view.overall is not None:
-                self._view.overall.end()
-                self._view.change(self._view.overall, False)
-        self._view.close(finished)
+            if self.overall is not None:
+                self.overall.end()
 
     def _end_part(self) -> None:
-        part, self._view.part = self._view.part, None
-        if part is not None:
-            part.end()
-            self._view.end(part)
+        if self.part is not None:
+            self.part.end()
+            self.part_ended()
+        self.part = None
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Make way for an answer on the same screen."""
+        yield
+
+    def advanced(self, overall: Standing) -> None:
+        """More of the whole command is done."""
+
+    def part_ended(self) -> None:
+        """The part that ran is complete, and goes."""
 
 
-@contextmanager
-def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
-    """Bars on stderr while a command runs, lines where that is not a terminal.
-
-    `unit` is what the overall bar counts. `each` says that every step of it is worth a line:
-    checks are, queries are not.
-    """
-    shown = Bars(command, unit, _view(command, each))
-    try:
-        yield shown
-    except BaseException:
-        shown.close(finished=False)
-        raise
-    shown.close(finished=True)
-
-
-def report_resuming(done: int, total: int) -> None:
-    say(f"resuming: {done} of {total} checks are done")
-
-
-def _view(command: str, each: bool) -> _View:
-    if os.environ.get("KEYHOLE_NO_PROGRESS"):
-        return _View()
-    people = console.people
-    # A wish for colours (FORCE_COLOR) makes no terminal of a file.
-    is_screen = people.is_interactive and people.file.isatty()
-    return _Screen() if is_screen else _Lines(command, each)
-
-
-class _View:
-    """Where it is shown how a command and its running part stand; this one shows nothing."""
-
-    def __init__(self) -> None:
-        self.overall: Standing | None = None
-        self.part: Standing | None = None
-
-    def begin(self, standing: Standing) -> None: ...
-
-    def change(self, standing: Standing, rose: bool) -> None: ...
-
-    def end(self, part: Standing) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self, finished: bool) -> None: ...
-
-
-class _Words(ProgressColumn):
-    """A property of the standing behind a bar, as it is when the bar is drawn."""
-
-    def __init__(self, name: str, column: Column | None = None) -> None:
-        super().__init__(column)
-        self._name = name
-
-    def render(self, task: Task) -> Text:
-        return Text(visible(getattr(task.fields["standing"], self._name)))
-
-
-class _Screen(_View):
+class _Screen(Bars):
     """The overall bar, and below it that of the part that runs now."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._tasks: dict[Standing, TaskID] = {}
-        self._rows = self._started()
+    def __init__(self, command: str, unit: str) -> None:
+        super().__init__(command, unit)
+        self._live = self._started()
 
-    def _started(self) -> RichProgress:
-        wide = console.people.width >= 120
-        rows = RichProgress(
-            _Words("name", Column(width=44 if wide else 22, no_wrap=True)),
-            BarColumn(24 if wide else 12),
-            _Words("count"),
-            _Words("time"),
-            _Words("note", Column(ratio=1, no_wrap=True)),  # what width is left
-            console=console.people,
-            transient=True,
+    def _started(self) -> Live:
+        live = Live(
+            get_renderable=self._drawn, console=console.people, transient=True,
             redirect_stdout=False,  # it is the answer's, wherever it goes
-            expand=True,
-        )
-        rows.start()
-        return rows
+            refresh_per_second=10,
+        )  # fmt: skip
+        live.start()
+        return live
 
-    def begin(self, standing: Standing) -> None:
-        self._tasks[standing] = self._rows.add_task("", total=None, standing=standing)
-        self.change(standing, False)
+    def _drawn(self) -> Table:
+        wide = console.people.width >= 120
+        view = Table.grid(padding=(0, 1), expand=True)
+        view.add_column(width=44 if wide else 22, no_wrap=True)
+        for _ in ("bar", "count", "time"):
+            view.add_column(no_wrap=True)
+        view.add_column(ratio=1, no_wrap=True)  # the note has what width is left
+        for standing in filter(None, (self.overall, self.part)):
+            total = None if standing.share is None else 1.0
+            bar = ProgressBar(total, standing.share or 0.0, width=24 if wide else 12)
+            words = [standing.count, standing.time, standing.note]
+            view.add_row(
+                Text(visible(standing.name)), bar, *(Text(visible(word)) for word in words)
+            )
+        return view
 
-    def change(self, standing: Standing, rose: bool) -> None:  # noqa: ARG002
-        if standing.share is not None:
-            self._rows.update(self._tasks[standing], total=1.0, completed=standing.share)
+    def part_ended(self) -> None:
+        self._live.refresh()  # a full bar is seen before it goes
 
-    def end(self, part: Standing) -> None:
-        self.change(part, False)
-        self._rows.refresh()  # a full bar is seen before it goes
-        self._rows.remove_task(self._tasks.pop(part))
-
-    def pause(self) -> None:
-        self._rows.stop()
-
-    def resume(self) -> None:
-        """New rows: those that were stopped still think that they know where the cursor is."""
-        self._rows = self._started()
-        for standing in list(self._tasks):
-            self.begin(standing)
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        self._live.stop()
+        try:
+            yield
+        finally:  # a new one: what was stopped still thinks that it knows where the cursor is
+            self._live = self._started()
 
     def close(self, finished: bool) -> None:
-        self._rows.live.transient = not finished  # the full bar stays
-        self._rows.stop()
+        super().close(finished)
+        self._live.transient = not finished  # the full bar stays
+        self._live.stop()
 
 
-class _Lines(_View):
+class _Lines(Bars):
     """A line for every step worth one, and one now and then where there is none."""
 
-    def __init__(self, command: str, each: bool) -> None:
-        super().__init__()
-        self._command, self._each = command, each
-        self._reported, self._over = threading.Event(), False
+    def __init__(self, command: str, unit: str, each: bool) -> None:
+        super().__init__(command, unit)
+        self._each, self._reported, self._over = each, threading.Event(), False
         self._watch = threading.Thread(target=self._report_now_and_then, daemon=True)
         self._watch.start()
 
-    def change(self, standing: Standing, rose: bool) -> None:
+    def advanced(self, overall: Standing) -> None:
         # The last step is reported at the end, with the time that all of it took.
-        if standing is self.overall and rose and self._each and not standing.complete:
+        if self._each and not overall.complete:
             self._reported.set()
-            say(standing.words())
+            say(overall.words())
 
     def close(self, finished: bool) -> None:
+        super().close(finished)
         self._over = True
         self._reported.set()
         self._watch.join()
@@ -230,4 +196,4 @@ class _Lines(_View):
             if overall is not None:
                 say(overall.words(now))
             elif part is not None:
-                say(f"{self._command}: {now}")
+                say(f"{self.command}: {now}")

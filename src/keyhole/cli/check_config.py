@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from keyhole.cli.app import app, example
+from keyhole.cli import options as opt
+from keyhole.cli.app import command
 from keyhole.cli.console import answer
-from keyhole.cli.options import Force, Json, about
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core.options import CHECKS, OUTPUT
 
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from keyhole.configs import Checked
 
 
-@app.command(
-    "check-config",
-    epilog=example(
-        "keyhole check-config . --fail-on high",
-        "keyhole check-config . --output sarif-github=keyhole.sarif",
-    ),
+@command(
+    "keyhole check-config . --fail-on high",
+    "keyhole check-config . --output sarif-github=keyhole.sarif",
+    name="check-config",
 )
 def check_config(
     paths: Annotated[
@@ -37,15 +35,15 @@ def check_config(
     ],
     fail_on: Annotated[
         Literal["low", "medium", "high"],
-        about("The least level that ends with exit code 1; others are only shown.", OUTPUT),
+        opt.about("The least level that ends with exit code 1; others are only shown.", OUTPUT),
     ] = "medium",
     ignore: Annotated[
         list[str] | None,
-        about("A rule not to report; may be given several times.", CHECKS, metavar="RULE"),
+        opt.about("A rule not to report; may be given several times.", CHECKS, metavar="RULE"),
     ] = None,
     outputs: OutputFiles = None,
-    force: Force = False,
-    as_json: Json = False,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Look for settings that open what attacks need; nothing is run.
 

@@ -6,31 +6,10 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import answer
-from keyhole.cli.options import (
-    AllowPickle,
-    Classes,
-    Dask,
-    Data,
-    Device,
-    Examples,
-    Force,
-    Json,
-    Label,
-    MaxLength,
-    Method,
-    MethodOptions,
-    ModelName,
-    Out,
-    Processes,
-    Resume,
-    Seed,
-    TextColumns,
-    about,
-    method_options,
-)
 from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
@@ -43,40 +22,32 @@ if TYPE_CHECKING:
     from keyhole.disrupt import Disruption
 
 
-@app.command(
-    epilog=example(
-        "keyhole disrupt demo --examples 2 --out flips.json --output html=flips.html",
-        "keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json",
-        "keyhole disrupt demo --examples 2 --method as-released -o order=bottom-up",
-    )
+@command(
+    "keyhole disrupt demo --examples 2 --out flips.json --output html=flips.html",
+    "keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json",
+    "keyhole disrupt demo --examples 2 --method as-released -o order=bottom-up",
 )
 def disrupt(
-    model: ModelName,
+    model: opt.ModelName,
     task: Annotated[
-        str | None,
-        about("What the model's head is for, where its files do not say.", TARGET),
+        str | None, opt.about("What the model's head is for, where its files do not say.", TARGET)
     ] = None,
-    allow_pickle: AllowPickle = False,
-    data: Data = None,
-    column: TextColumns = None,
-    label: Label = None,
-    classes: Classes = None,
-    examples: Examples = None,
-    max_length: MaxLength = 128,
-    method: Method = None,
-    option: MethodOptions = None,
+    data: opt.Data = None,
+    *,
+    method: opt.Method = None,
+    option: opt.MethodOptions = None,
     share: Annotated[
-        float | None, about("The largest share of attention to cut: 0.01 by default.", CHECKS)
+        float | None, opt.about("The largest share of attention to cut: 0.01 by default.", CHECKS)
     ] = None,
-    seed: Seed = 0,
+    seed: opt.Seed = 0,
     outputs: OutputFiles = None,
-    out: Out = None,
-    resume: Resume = None,
-    force: Force = False,
-    as_json: Json = False,
-    device: Device = "cpu",
-    processes: Processes = 0,
-    dask: Dask = None,
+    out: opt.Out = None,
+    resume: opt.Resume = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+    examples: opt.ExampleOptions,
+    processes: opt.Processes = 0,
+    dask: opt.Dask = None,
 ) -> None:
     """Flip predictions by cutting a small share of attention, the text left alone."""
     from keyhole.disrupt.registry import ATTACKERS
@@ -92,17 +63,15 @@ def disrupt(
     if task is not None and task not in get_args(Task):
         raise InputError(f"--task is one of {', '.join(get_args(Task))}, not {task[:40]!r}")
     name = method or "strongest"
-    options = method_options(ATTACKERS, name, option)
+    options = opt.method_options(ATTACKERS, name, option)
     if share is not None:
         options["share"] = share
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
-            model, data, method=name, **options, text=column or (), label=label,
-            classes=classes.split(",") if classes else (), examples=examples,
-            task=cast("Task | None", task),
-            max_length=max_length, device=device, allow_pickle=allow_pickle, processes=processes,
-            dask=dask, resume=resume, seed=seed, track=track,
+            model, data, method=name, **options, **examples.keywords(),
+            task=cast("Task | None", task), processes=processes, dask=dask, resume=resume,
+            seed=seed, track=track,
         )  # fmt: skip
         if out is not None:
             result.save(out)

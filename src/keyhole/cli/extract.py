@@ -7,22 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import answer, say
-from keyhole.cli.options import (
-    Authorized,
-    Force,
-    Json,
-    Ledger,
-    Method,
-    MethodOptions,
-    Out,
-    Seed,
-    about,
-    method_options,
-    with_options,
-)
 from keyhole.cli.outputs import and_tensors, expect_new
 from keyhole.core import Status, exit_code
 from keyhole.core.endpoint import EndpointOptions
@@ -34,18 +22,15 @@ if TYPE_CHECKING:
     from keyhole.extract.defences import DefencesTried
 
 
-@app.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors -o dim=32 -o rank=4",
-        "keyhole extract target.safetensors --method low-rank --ledger run.db --json",
-        "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
-        "keyhole extract rounded.safetensors --method tolerant -o answer_error=5e-4 -o max_norm=10",
-        "keyhole lab plant small.safetensors -o dim=8",
-        "keyhole extract small.safetensors --against-defences",
-        "keyhole extract ./language-model --method output-layer --reference ./language-model",
-    )
+@command(
+    "keyhole lab plant target.safetensors -o dim=32 -o rank=4",
+    "keyhole extract target.safetensors --method low-rank --ledger run.db --json",
+    "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
+    "keyhole extract rounded.safetensors --method tolerant -o answer_error=5e-4 -o max_norm=10",
+    "keyhole lab plant small.safetensors -o dim=8",
+    "keyhole extract small.safetensors --against-defences",
+    "keyhole extract ./language-model --method output-layer --reference ./language-model",
 )
-@with_options
 def extract(
     target: Annotated[
         str,
@@ -56,11 +41,11 @@ def extract(
             "a language model http://host:port, a folder, a .gguf file or a hub name.",
         ),
     ],
-    method: Method = None,
-    option: MethodOptions = None,
+    method: opt.Method = None,
+    option: opt.MethodOptions = None,
     against_defences: Annotated[
         bool,
-        about(
+        opt.about(
             "Put every defence in front of the target, attack each by the method that suits it "
             "best, and compare the attacker's copy with what an honest client gets.",
             CHECKS,
@@ -69,21 +54,21 @@ def extract(
     ] = False,
     reference: Annotated[
         Path | None,
-        about(
+        opt.about(
             "A .gguf file or a folder: compare the extracted last layer with its own.",
             CHECKS,
             metavar="MODEL",
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: opt.Seed = 0,
     *,
     endpoint: EndpointOptions,
-    authorized: Authorized = False,
-    budget: Annotated[int | None, about("Ask at most this many queries.", ENDPOINT)] = None,
-    ledger: Ledger = None,
-    out: Out = None,
-    force: Force = False,
-    as_json: Json = False,
+    authorized: opt.Authorized = False,
+    budget: Annotated[int | None, opt.about("Ask at most this many queries.", ENDPOINT)] = None,
+    ledger: opt.Ledger = None,
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Read the weights back from black-box answers.
 
@@ -115,7 +100,7 @@ def _extract(
     from keyhole.extract.registry import METHODS
     from keyhole.extract.run import run
 
-    options |= method_options(METHODS, options["method"], words)
+    options |= opt.method_options(METHODS, options["method"], words)
     with bars("extract", "queries, the judge's included", each=False) as track:
         result = run(target, **options, track=track)
     return result, [result.status]

@@ -7,27 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show
-from keyhole.cli.options import (
-    AllowPickle,
-    Classes,
-    Device,
-    Examples,
-    Force,
-    Json,
-    Label,
-    MaxLength,
-    Method,
-    MethodOptions,
-    ModelName,
-    Resume,
-    Seed,
-    TextColumns,
-    about,
-    option_types,
-)
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core import dump
 from keyhole.core.errors import InputError
@@ -44,55 +27,49 @@ TRAINING = {
 }  # fmt: skip
 
 
-@app.command(
-    epilog=example(
-        "keyhole harden ./my-classifier --data train.tsv --method strongest --epochs 1 "
-        "--dev dev.tsv --output html=hardened.html --out hardened",
-        "keyhole disrupt ./hardened --data dev.tsv",
-    )
+@command(
+    "keyhole harden ./my-classifier --data train.tsv --method strongest --epochs 1 "
+    "--dev dev.tsv --output html=hardened.html --out hardened",
+    "keyhole disrupt ./hardened --data dev.tsv",
 )
 def harden(
-    model: ModelName,
+    model: opt.ModelName,
     data: Annotated[
         str,
-        about(
+        opt.about(
             "Labelled examples: .tsv, .csv, .jsonl, .json, or a dataset's name on the hub.",
             DATA,
             metavar="FILE",
         ),
     ],
     out: Annotated[
-        Path,
-        about("Where to write the trained model and its card.", OUTPUT, metavar="FOLDER"),
+        Path, opt.about("Where to write the trained model and its card.", OUTPUT, metavar="FOLDER")
     ],
-    allow_pickle: AllowPickle = False,
-    column: TextColumns = None,
-    label: Label = None,
-    classes: Classes = None,
-    examples: Examples = None,
-    max_length: MaxLength = 128,
+    *,
     dev: Annotated[
         str | None,
-        about(
+        opt.about(
             "Measure accuracy and flips on these examples, before and after.", DATA, metavar="FILE"
         ),
     ] = None,
     flips: Annotated[
         int | None,
-        about("How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS),
+        opt.about(
+            "How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS
+        ),
     ] = None,
-    method: Method = None,
-    option: MethodOptions = None,
-    epochs: Annotated[int, about("How many times to go over all examples.", CHECKS)] = 3,
-    seed: Seed = 0,
+    method: opt.Method = None,
+    option: opt.MethodOptions = None,
+    epochs: Annotated[int, opt.about("How many times to go over all examples.", CHECKS)] = 3,
+    seed: opt.Seed = 0,
     seeds: Annotated[
-        int, about("Train this many models, and report the mean and the range.", CHECKS)
+        int, opt.about("Train this many models, and report the mean and the range.", CHECKS)
     ] = 1,
     outputs: OutputFiles = None,
-    resume: Resume = None,
-    force: Force = False,
-    as_json: Json = False,
-    device: Device = "cpu",
+    resume: opt.Resume = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+    examples: opt.ExampleOptions,
 ) -> None:
     """Train a model against the attack on attention, and measure whether it helped.
 
@@ -106,17 +83,16 @@ def harden(
     from keyhole.harden.run import run
 
     name = method or "strongest"
-    options = settings(option or (), {**option_types(DEFENCES[name]), **TRAINING}, name)
+    options = settings(option or (), {**opt.option_types(DEFENCES[name]), **TRAINING}, name)
+    given = examples.keywords()
+    given["label"] = given["label"] or "label"
     pages = Outputs.of(outputs, {"html": _page(out)}, force=force, as_json=as_json)
     if pages.asked - {""} and dev is None:
         raise InputError("the page shows what was measured: give --dev")
     with interruptible(lambda: _kept(resume)), bars("harden", "parts") as track:
         result = run(
-            model, data, out, method=name, **options, text=column or (), label=label or "label",
-            classes=classes.split(",") if classes else (), examples=examples,
-            epochs=epochs, max_length=max_length, dev=dev, flips=flips, checkpoint=resume,
-            device=device, allow_pickle=allow_pickle, seed=seed, seeds=seeds, force=force,
-            track=track,
+            model, data, out, method=name, **options, **given, epochs=epochs, dev=dev, flips=flips,
+            checkpoint=resume, seed=seed, seeds=seeds, force=force, track=track,
         )  # fmt: skip
         pages.write(result)
     if pages.printed(result):
@@ -142,6 +118,6 @@ def _kept(checkpoint: Path | None) -> str:
 def _page(folder: Path) -> Callable[[Hardening], str]:
     """The page that shows what was cut, before and after."""
     from keyhole import report
-    from keyhole.audit.hardened import audit_of
+    from keyhole.audit.flips import audit_of_hardening
 
-    return lambda result: report.render(audit_of(result, folder))
+    return lambda result: report.render(audit_of_hardening(result, folder))

@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keyhole.cli.app import INTERRUPTED, app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import INTERRUPTED, command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import answer, say
-from keyhole.cli.options import (
-    Device,
-    Force,
-    Json,
-    Method,
-    MethodOptions,
-    Out,
-    Seed,
-    about,
-    method_options,
-)
 from keyhole.cli.outputs import and_tensors, expect_new
 from keyhole.core import Status, exit_code
 from keyhole.core.options import CHECKS
@@ -36,19 +26,17 @@ ProblemFile = Annotated[
 ]
 
 
-@app.command(
-    epilog=example(
-        "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
-        "keyhole invert problem.safetensors --certify --out found.json",
-    )
+@command(
+    "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
+    "keyhole invert problem.safetensors --certify --out found.json",
 )
 def invert(
     problem: ProblemFile,
-    method: Method = None,
-    option: MethodOptions = None,
+    method: opt.Method = None,
+    option: opt.MethodOptions = None,
     start: Annotated[
         Path | None,
-        about(
+        opt.about(
             "Start from the tensor X of this .safetensors file, one input or several, with a "
             "method that searches from starts.",
             CHECKS,
@@ -56,13 +44,13 @@ def invert(
         ),
     ] = None,
     certify: Annotated[
-        bool, about("Prove how close an exact input is to the one found.", CHECKS, "--certify")
+        bool, opt.about("Prove how close an exact input is to the one found.", CHECKS, "--certify")
     ] = False,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    out: Out = None,
-    force: Force = False,
-    as_json: Json = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Read the input of an attention layer back from its weights and output.
 
@@ -74,7 +62,7 @@ def invert(
 
     expect_new(*and_tensors(out), force=force)
     name = method or "auto"
-    options = method_options(METHODS, name, option)
+    options = opt.method_options(METHODS, name, option)
     with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
 

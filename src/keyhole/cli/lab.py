@@ -8,31 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import Group, app, command, examples_of, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import answer, say, show
 from keyhole.cli.invert import ProblemFile
-from keyhole.cli.options import (
-    AllowPickle,
-    Classes,
-    Data,
-    Device,
-    Examples,
-    Force,
-    Json,
-    Label,
-    MaxLength,
-    Method,
-    MethodOptions,
-    ModelName,
-    Out,
-    Seed,
-    TextColumns,
-    about,
-    declared,
-    method_options,
-    option_types,
-)
 from keyhole.cli.outputs import and_tensors, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
@@ -44,15 +24,15 @@ if TYPE_CHECKING:
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
-lab = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+lab = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(
     lab,
     name="lab",
     help="Plant, capture, measure and prove: what researchers use.",
-    epilog=example("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
+    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
 )
 
-Columns = Annotated[str | None, declared("column")]
+Columns = Annotated[str | None, opt.declared("column")]
 
 
 @lab.callback()
@@ -60,14 +40,16 @@ def about_lab() -> None:
     """Plant, capture, measure and prove: what researchers use."""
 
 
-@lab.command(
-    epilog=example("keyhole lab methods", "keyhole lab methods low-rank"),
+@command(
+    "keyhole lab methods",
+    "keyhole lab methods low-rank",
+    group=lab,
 )
 def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A method; by default all are listed.")
     ] = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """List methods; of one, the hyperparameters that -o sets, with their defaults."""
     found = [
@@ -118,27 +100,24 @@ def _fields(entry: Any) -> list[dict[str, Any]]:
             "default": "…" if (default := parameters[name].default) is inspect.Parameter.empty
             else "" if default is None else str(default),
         }
-        for name in option_types(entry)
+        for name in opt.option_types(entry)
     ]  # fmt: skip
 
 
-@lab.command(
-    epilog=example(
-        'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 '
-        "--out leak.safetensors",
-        "keyhole lab capture ./my-model --data texts.txt --expose kv:1 --precision int8 "
-        "--out leaks",
-        'keyhole lab capture demo --text "one text" --text "another one" --expose gradient '
-        "--out gradients.safetensors",
-        'keyhole lab capture demo --text "in any order" --expose hidden:1 --degrade permuted '
-        "--out rows.safetensors",
-    )
+@command(
+    'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors',
+    "keyhole lab capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks",
+    'keyhole lab capture demo --text "one text" --text "another one" --expose gradient '
+    "--out gradients.safetensors",
+    'keyhole lab capture demo --text "in any order" --expose hidden:1 --degrade permuted '
+    "--out rows.safetensors",
+    group=lab,
 )
 def capture(
-    model: ModelName,
+    model: opt.ModelName,
     expose: Annotated[
         str,
-        about(
+        opt.about(
             "What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; logits "
             "are those of the next token, logits:4 those of the first 4 tokens after the text; "
             "gradient is what a client hands over for a batch of texts.",
@@ -146,21 +125,22 @@ def capture(
         ),
     ],
     text: Annotated[
-        list[str] | None, about("A text to run the model on; may be repeated.", DATA)
+        list[str] | None,
+        opt.about("A text to run the model on; may be repeated.", DATA, metavar="TEXT"),
     ] = None,
     data: Annotated[
         Path | None,
-        about(
+        opt.about(
             "A file of texts: .txt (one a line), or .tsv, .csv, .jsonl with a column of them.",
             DATA,
             metavar="FILE",
         ),
     ] = None,
     column: Columns = None,
-    examples: Examples = None,
+    examples: opt.Examples = None,
     precision: Annotated[
         str,
-        about(
+        opt.about(
             "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
             "scale for each row); a pooled embedding also to binary, its signs.",
             CHECKS,
@@ -168,7 +148,7 @@ def capture(
     ] = "float32",
     noise: Annotated[
         float,
-        about(
+        opt.about(
             "How much noise to add, in standard deviations of the leak; to a gradient, in units of "
             "clip.",
             CHECKS,
@@ -176,7 +156,7 @@ def capture(
     ] = 0.0,
     degrade: Annotated[
         list[str] | None,
-        about(
+        opt.about(
             "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
             "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
             "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
@@ -187,15 +167,17 @@ def capture(
             metavar="FORM",
         ),
     ] = None,
-    option: MethodOptions = None,
+    option: opt.MethodOptions = None,
     out: Annotated[
         Path,
-        about("The file to write the leak to, or a folder for several.", OUTPUT, metavar="PATH"),
+        opt.about(
+            "The file to write the leak to, or a folder for several.", OUTPUT, metavar="PATH"
+        ),
     ] = Path("leak.safetensors"),
-    force: Force = False,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    allow_pickle: AllowPickle = False,
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on.
 
@@ -277,33 +259,32 @@ def _kept(journal: Path, what: str, where: Path | None = None) -> str:
     )
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
-        'keyhole lab corpus ./language-model --begin "The film" --begin "This movie" --texts 20 '
-        "--out reviews.txt",
-    )
+@command(
+    "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
+    'keyhole lab corpus ./language-model --begin "The film" --begin "This movie" --texts 20 '
+    "--out reviews.txt",
+    group=lab,
 )
 def corpus(
-    model: ModelName,
-    texts: Annotated[int, about("How many sentences to draw.", CHECKS)] = 10_000,
+    model: opt.ModelName,
+    texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
     begin: Annotated[
         list[str] | None,
-        about(
+        opt.about(
             "Words that sentences begin with; may be repeated. By default the first words of "
             "sentences of the corpus that ships with Keyhole.",
             CHECKS,
             metavar="WORDS",
         ),
     ] = None,
-    max_length: Annotated[int, about("The most tokens of a sentence.", CHECKS)] = 40,
+    max_length: Annotated[int, opt.about("The most tokens of a sentence.", CHECKS)] = 40,
     out: Annotated[
-        Path, about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
+        Path, opt.about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
     ] = Path("corpus.txt"),
-    force: Force = False,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    allow_pickle: AllowPickle = False,
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
 ) -> None:
     """Draw sentences from a language model, to read embeddings with as a --corpus."""
     from keyhole.recover.embeddings.drawn import draw_texts
@@ -323,12 +304,11 @@ def corpus(
     show(f"{out}: {len(lines):,} sentences{short}")
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
-        "keyhole invert layer.safetensors -o starts=32 --out input.json",
-        "keyhole lab bounds layer.safetensors input.safetensors",
-    )
+@command(
+    "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
+    "keyhole invert layer.safetensors -o starts=32 --out input.json",
+    "keyhole lab bounds layer.safetensors input.safetensors",
+    group=lab,
 )
 def bounds(
     problem: ProblemFile,
@@ -340,9 +320,9 @@ def bounds(
             "keyhole invert --out writes.",
         ),
     ],
-    option: MethodOptions = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    option: opt.MethodOptions = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
 ) -> None:
     """Print the paper's bounds on the Hessian next to measured values, and what they assume.
 
@@ -357,12 +337,11 @@ def bounds(
     answer(found.to_dict(), found.summary(), as_json=as_json)
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant stack.safetensors --kind inversion -o layers=2 -o residual=true "
-        "-o dim=4 -o tokens=5",
-        "keyhole lab stacks stack.safetensors --out first.json",
-    )
+@command(
+    "keyhole lab plant stack.safetensors --kind inversion -o layers=2 -o residual=true "
+    "-o dim=4 -o tokens=5",
+    "keyhole lab stacks stack.safetensors --out first.json",
+    group=lab,
 )
 def stacks(
     stack: Annotated[
@@ -372,13 +351,13 @@ def stacks(
             help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
         ),
     ],
-    method: Method = None,
-    option: MethodOptions = None,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    out: Out = None,
-    force: Force = False,
-    as_json: Json = False,
+    method: opt.Method = None,
+    option: opt.MethodOptions = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Read the input of several layers back from their weights and the last output.
 
@@ -389,7 +368,7 @@ def stacks(
 
     expect_new(*and_tensors(out), force=force)
     name = method or "peel"
-    options = method_options(METHODS, name, option)
+    options = opt.method_options(METHODS, name, option)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     kept = interruptible(lambda: "" if journal is None else _kept(journal, "finished searches"))
     with kept, bars("invert layers", each=False) as track:
@@ -412,24 +391,20 @@ def stacks(
     raise typer.Exit(exit_code([result.status]))
 
 
-@lab.command(
-    epilog=example("keyhole lab certificates ./my-classifier 1 --data dev.tsv --examples 2")
-)  # fmt: skip
+@command(
+    "keyhole lab certificates ./my-classifier 1 --data dev.tsv --examples 2",
+    group=lab,
+)
 def certificates(
-    model: ModelName,
+    model: opt.ModelName,
     k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
-    data: Data = None,
-    column: TextColumns = None,
-    label: Label = None,
-    classes: Classes = None,
-    examples: Examples = None,
-    max_length: MaxLength = 128,
-    option: MethodOptions = None,
-    out: Out = None,
-    force: Force = False,
-    device: Device = "cpu",
-    allow_pickle: AllowPickle = False,
-    as_json: Json = False,
+    data: opt.Data = None,
+    *,
+    option: opt.MethodOptions = None,
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+    examples: opt.ExampleOptions,
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
@@ -440,11 +415,7 @@ def certificates(
     expect_new(out, force=force)
     spare = settings(option or (), {"spare": str}, "certificates").get("spare")
     with interruptible(), bars("disrupt", "examples") as track:
-        proofs = certify_all(
-            model, data, k, spare=spare, text=column or (), label=label,
-            classes=classes.split(",") if classes else (), examples=examples, max_length=max_length,
-            device=device, allow_pickle=allow_pickle, track=track,
-        )  # fmt: skip
+        proofs = certify_all(model, data, k, spare=spare, **examples.keywords(), track=track)
         if out is not None:
             proofs.save(out)
     units = "one unit" if k == 1 else f"up to {k} units"
@@ -454,19 +425,18 @@ def certificates(
     raise typer.Exit(exit_code([proofs.outcome]))
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab cost head -o width=64 -o rank=8 -o exposure=scores -o rate=50 -o price=0.01",
-        "keyhole lab cost layer -o width=576 -o exposure=log-probabilities -o vocabulary=49152",
-        "keyhole lab cost text -o tokens=12 -o texts=100000 -o price=2.5",
-    )
+@command(
+    "keyhole lab cost head -o width=64 -o rank=8 -o exposure=scores -o rate=50 -o price=0.01",
+    "keyhole lab cost layer -o width=576 -o exposure=log-probabilities -o vocabulary=49152",
+    "keyhole lab cost text -o tokens=12 -o texts=100000 -o price=2.5",
+    group=lab,
 )
 def cost(
     what: Annotated[
         str, typer.Argument(metavar="[head|layer|text]", help="What the attack would take.")
     ],
-    option: MethodOptions = None,
-    as_json: Json = False,
+    option: opt.MethodOptions = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Tell what an attack would cost: queries, tokens, hours and money.
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.cli.app import example
+from keyhole.cli import options as opt
+from keyhole.cli.app import command
 from keyhole.cli.console import answer, show
 from keyhole.cli.lab import lab
-from keyhole.cli.options import Force, Json, MethodOptions, Seed, about
 from keyhole.cli.outputs import expect_new
 from keyhole.core import dump
 from keyhole.core.errors import InputError, MissingExtra, expect_count
@@ -45,27 +45,26 @@ Heads = Annotated[
     Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
 ]
 Tolerance = Annotated[
-    float, about("What counts as equal, relative to the largest entry.", CHECKS)
+    float, opt.about("What counts as equal, relative to the largest entry.", CHECKS)
 ]  # fmt: skip
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors -o dim=32 -o rank=4 --seed 7",
-        "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
-        "keyhole lab plant subspaces.safetensors --kind orthogonal-heads -o dim=16 -o heads=4 "
-        "-o bases=bases.safetensors",
-        "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
-    )
+@command(
+    "keyhole lab plant target.safetensors -o dim=32 -o rank=4 --seed 7",
+    "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
+    "keyhole lab plant subspaces.safetensors --kind orthogonal-heads -o dim=16 -o heads=4 "
+    "-o bases=bases.safetensors",
+    "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
+    group=lab,
 )
 def plant(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
     kind: Annotated[
-        str, about(f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME")
+        str, opt.about(f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME")
     ] = "head",
-    option: MethodOptions = None,
-    force: Force = False,
-    seed: Seed = 0,
+    option: opt.MethodOptions = None,
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
@@ -124,24 +123,23 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
     return f"{path}: the output of {tokens} secret tokens, d = {problem.dim}"
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors",
-        "keyhole lab serve target.safetensors --port 8080 --name head",
-        "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
-        "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3 -o client_budget=1000",
-        "keyhole extract http://127.0.0.1:8080/v2/models/head",
-    )
+@command(
+    "keyhole lab plant target.safetensors",
+    "keyhole lab serve target.safetensors --port 8080 --name head",
+    "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
+    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3 -o client_budget=1000",
+    "keyhole extract http://127.0.0.1:8080/v2/models/head",
+    group=lab,
 )
 def serve(
     target: Annotated[
         Path, typer.Argument(metavar="FILE", help="A target written by keyhole lab plant.")
     ],
-    name: Annotated[str, about("The model's name on the server.", TARGET)] = "target",
-    port: Annotated[int, about("The port to listen on, at 127.0.0.1.", TARGET)] = 8080,
-    option: MethodOptions = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    name: Annotated[str, opt.about("The model's name on the server.", TARGET)] = "target",
+    port: Annotated[int, opt.about("The port to listen on, at 127.0.0.1.", TARGET)] = 8080,
+    option: opt.MethodOptions = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
 ) -> None:
     """Put a planted target behind a real inference server (MLServer).
 
@@ -176,20 +174,19 @@ def serve(
     run(target, name=name, port=port, degradation=degradation, **rations, begun=begun)
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
-        "keyhole lab canonical heads.safetensors --out merged.safetensors",
-    )
+@command(
+    "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
+    "keyhole lab canonical heads.safetensors --out merged.safetensors",
+    group=lab,
 )
 def canonical(
     file: Heads,
     out: Annotated[
-        Path | None, about("Write the canonical heads here.", OUTPUT, metavar="FILE")
+        Path | None, opt.about("Write the canonical heads here.", OUTPUT, metavar="FILE")
     ] = None,
     tolerance: Tolerance = 1e-12,
-    force: Force = False,
-    as_json: Json = False,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Reduce heads to what answers can show: equal W merged, invisible heads dropped."""
     from keyhole.extract.canonical import canonical as reduce
@@ -206,14 +203,15 @@ def canonical(
     answer(data, "\n".join([words, *remarks]), as_json=as_json)
 
 
-@lab.command(
-    epilog=example(
-        "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
-        "keyhole extract heads.safetensors --out found.json",
-        "keyhole lab same heads.safetensors found.safetensors --tolerance 1e-8",
-    )
+@command(
+    "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
+    "keyhole extract heads.safetensors --out found.json",
+    "keyhole lab same heads.safetensors found.safetensors --tolerance 1e-8",
+    group=lab,
 )
-def same(first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: Json = False) -> None:
+def same(
+    first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: opt.Json = False
+) -> None:
     """Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not."""
     from keyhole.extract.canonical import difference
 
@@ -234,5 +232,5 @@ def _read_heads(file: Path) -> MultiHead:
     if isinstance(target, Head):
         return MultiHead([target.W], [target.v])
     if not isinstance(target, MultiHead):
-        raise InputError(f"expected a head or several in {file}, got {target.kind}")
+        raise InputError(f"{file} holds {target.kind}, not heads: give a head or several")
     return target

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -27,6 +27,7 @@ from keyhole.core.options import (
     SCALE,
     TARGET,
     Declared,
+    option,
     options_of,
     settings,
     types_of,
@@ -50,6 +51,8 @@ _OPTION_HELP = (
     "or what the command's description names; may be repeated."
 )
 
+_AUDIT = options_of(AuditOptions)
+
 
 def about(
     help: str,  # noqa: A002 - as Typer calls it
@@ -66,17 +69,50 @@ def about(
 
 def declared(name: str) -> Any:
     """An option as the audit declares it."""
-    return _option(options_of(AuditOptions)[name])
+    return _option(_AUDIT[name])
 
 
-def _option(option: Declared) -> Any:
-    names = [f"--{option.name.replace('_', '-')}"] if option.type is bool else []
-    more: dict[str, Any] = {} if option.about.parse is None else {"parser": option.about.parse}
-    return about(
-        option.about.help, option.about.group, *names, metavar=option.about.metavar, **more
+def _option(declared: Declared) -> Any:
+    shown = declared.about
+    names = [f"--{declared.name.replace('_', '-')}"] if declared.type is bool else []
+    more: dict[str, Any] = {} if shown.parse is None else {"parser": shown.parse}
+    return about(shown.help, shown.group, *names, metavar=shown.metavar, **more)
+
+
+def _as_audit(name: str) -> Any:
+    """A field that is the same option as the audit's."""
+    return field(default=_AUDIT[name].default, metadata={"option": _AUDIT[name].about})
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """The examples that a classifier is attacked or trained with, and how it is loaded."""
+
+    column: tuple[str, ...] = option(
+        (), "The column that holds the text; give it twice for a pair of texts.", DATA,
+        metavar="NAME",
+    )  # fmt: skip
+    label: str | None = _as_audit("label")
+    classes: str | None = option(
+        None, "Names of the classes, such as no,yes, where the model does not name them.", DATA
     )
+    examples: int | None = option(None, "Take only this many examples, the first ones.", DATA)
+    max_length: int = option(128, "Cut texts off after this many tokens.", DATA)
+    allow_pickle: bool = option(
+        False, "Open pickled weights, which can run code: only where you trust their source.",
+        TARGET,
+    )  # fmt: skip
+    device: str = _as_audit("device")
+
+    def keywords(self) -> dict[str, Any]:
+        """As `disrupt.run`, `harden.run` and `certify_all` take them."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        given["text"] = given.pop("column") or ()
+        given["classes"] = self.classes.split(",") if self.classes else ()
+        return given
 
 
+_EXAMPLES = options_of(ExampleOptions)
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo.")
 ]
@@ -89,17 +125,6 @@ Data = Annotated[
         metavar="FILE",
     ),
 ]
-TextColumns = Annotated[
-    list[str] | None,
-    about("The column that holds the text; give it twice for a pair of texts.", DATA, "--column"),
-]
-Label = Annotated[str | None, declared("label")]
-Classes = Annotated[
-    str | None,
-    about("Names of the classes, such as no,yes, where the model does not name them.", DATA),
-]
-Examples = Annotated[int | None, about("Take only this many examples, the first ones.", DATA)]
-MaxLength = Annotated[int, about("Cut texts off after this many tokens.", DATA)]
 Corpus = Annotated[Path | None, declared("corpus")]
 Method = Annotated[
     str | None, about("The method; `keyhole lab methods` lists them.", CHECKS, metavar="NAME")
@@ -109,20 +134,13 @@ MethodOptions = Annotated[
 ]
 Seed = Annotated[int, declared("seed")]
 Device = Annotated[str, declared("device")]
-AllowPickle = Annotated[
-    bool,
-    about(
-        "Open pickled weights, which can run code: only where you trust their source.",
-        TARGET,
-        "--allow-pickle",
-    ),
-]
+AllowPickle = Annotated[bool, _option(_EXAMPLES["allow_pickle"])]
+Examples = Annotated[int | None, _option(_EXAMPLES["examples"])]
 Authorized = Annotated[bool, declared("authorized")]
 Ledger = Annotated[Path | None, declared("ledger")]
 Processes = Annotated[int, about("How many processes; 0 = in-process (use on a GPU).", SCALE)]
 Dask = Annotated[
-    str | None,
-    about("Work on a Dask cluster, such as tcp://host:8786.", SCALE, metavar="ADDRESS"),
+    str | None, about("Work on a Dask cluster, such as tcp://host:8786.", SCALE, metavar="ADDRESS")
 ]
 Resume = Annotated[
     Path | None,
@@ -169,44 +187,37 @@ def _parameters(options: type[Any]) -> list[inspect.Parameter]:
     """The options of a dataclass, and of the endpoint in it, as Typer reads them."""
     found = [
         _parameter(
-            option.name,
-            _typer_type(option),
-            option.default if option.default != () else None,
-            _option(option),
+            each.name, _typer_type(each), None if each.default == () else each.default,
+            _option(each),
         )
-        for option in options_of(options).values()
-    ]
+        for each in options_of(options).values()
+    ]  # fmt: skip
     if options is EndpointOptions:
-        found += [
-            _parameter(
-                "header",
-                list[str] | None,
-                None,
-                about(_HEADER_HELP, ENDPOINT, metavar="NAME=VARIABLE"),
-            ),
-            _parameter(
-                "endpoint",
-                list[str] | None,
-                None,
-                about(_ENDPOINT_HELP, ENDPOINT, metavar="NAME=VALUE"),
-            ),
-        ]
-    elif "endpoint" in (field.name for field in fields(options)):
+        several = list[str] | None
+        header = about(_HEADER_HELP, ENDPOINT, metavar="NAME=VARIABLE")
+        setting = about(_ENDPOINT_HELP, ENDPOINT, metavar="NAME=VALUE")
+        found.append(_parameter("header", several, None, header))
+        found.append(_parameter("endpoint", several, None, setting))
+    elif _has_endpoint(options):
         found += _parameters(EndpointOptions)
     return found
 
 
-def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+def _has_endpoint(options: type[Any]) -> bool:
+    return "endpoint" in (each.name for each in fields(options))
+
+
+def _parameter(name: str, kind: Any, default: Any, shown: Any) -> inspect.Parameter:
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
     )
 
 
-def _typer_type(option: Declared) -> Any:
+def _typer_type(declared: Declared) -> Any:
     """What Typer calls the type of a field: it knows lists, and a parser takes any word."""
-    if option.about.parse is not None:
+    if declared.about.parse is not None:
         return str | None
-    return list[str] | None if get_origin(option.type) is tuple else option.type
+    return list[str] | None if get_origin(declared.type) is tuple else declared.type
 
 
 def _built(options: type[Any], given: dict[str, Any]) -> Any:
@@ -217,10 +228,9 @@ def _built(options: type[Any], given: dict[str, Any]) -> Any:
         values["headers"] = headers_of(given.pop("header") or ())
         flags = (*options_of(options), "headers")
         values |= settings(words, types_of(EndpointOptions, hidden=flags), "--endpoint")
-    elif "endpoint" in (field.name for field in fields(options)):
+    elif _has_endpoint(options):
         values["endpoint"] = _built(EndpointOptions, given)
-    for name in options_of(options):
-        values[name] = given.pop(name)
+    values |= {name: given.pop(name) for name in options_of(options)}
     return options(**values)
 
 

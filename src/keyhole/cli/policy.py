@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.cli.app import app, example
+from keyhole.cli import options as opt
+from keyhole.cli.app import command
 from keyhole.cli.console import answer
-from keyhole.cli.options import Json, about
 from keyhole.core import Audit
 from keyhole.core.errors import InputError
 from keyhole.core.options import OUTPUT
@@ -27,7 +27,7 @@ AuditFile = Annotated[
 ]
 PolicyFile = Annotated[
     Path | None,
-    about(
+    opt.about(
         "What fails and what is ignored: a keyhole.toml, or a pyproject.toml with [tool.keyhole]. "
         "By default the one in this folder, if there is one.",
         OUTPUT,
@@ -36,13 +36,13 @@ PolicyFile = Annotated[
 ]
 Environment = Annotated[
     str | None,
-    about(
+    opt.about(
         "The environment of the policy, such as production.", OUTPUT, envvar="KEYHOLE_ENVIRONMENT"
     ),
 ]
 BaselineFile = Annotated[
     Path | None,
-    about(
+    opt.about(
         "An earlier audit of the same target: what is no worse than there does not fail (for a "
         "fleet: the folder of its results).",
         OUTPUT,
@@ -89,41 +89,30 @@ class Judge:
         return decided(assessment, self.policy)
 
 
-@app.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors -o dim=8",
-        "keyhole audit target.safetensors",
-        "keyhole policy keyhole-report.json",
-    )
+@command(
+    "keyhole lab plant target.safetensors -o dim=8",
+    "keyhole audit target.safetensors",
+    "keyhole policy keyhole-report.json",
 )
 def policy(
     findings: AuditFile,
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Tell whether an audit passes a policy, and which rule decided.
 
     Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could not be
     checked.
     """
+    from keyhole.report.json_form import decided
+
     judged = Judge.of(policy, environment, baseline)(Audit.load(findings))
     decision = judged.decision
     assert decision is not None  # noqa: S101 - a judge decides
-    answer(_data(decision), _words(judged, decision), as_json=as_json)
+    answer(decided(decision), _words(judged, decision), as_json=as_json)
     raise typer.Exit(decision.exit_code)
-
-
-def _data(decision: Decision) -> dict[str, Any]:
-    rulings = [
-        {"finding": ruled.name, "ruling": ruled.ruling.value, "rule": ruled.rule}
-        for ruled in decision.rulings
-    ]
-    return {
-        "exit_code": decision.exit_code, "rule": decision.rule, "policy": decision.source,
-        "rulings": rulings,
-    }  # fmt: skip
 
 
 def _words(judged: Assessment, decision: Decision) -> Group:

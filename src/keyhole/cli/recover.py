@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show, visible
-from keyhole.cli.options import AllowPickle, Corpus, Device, Json, Method, ModelName, about
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable
@@ -33,18 +33,15 @@ _MARKS = {
 }
 
 
-@app.command(
-    epilog=example(
-        'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 '
-        "--out leak.safetensors",
-        "keyhole recover demo leak.safetensors --json",
-        'keyhole lab capture demo --text "one of two" --text "texts of a batch" --expose gradient '
-        "--out gradients.safetensors",
-        "keyhole recover demo gradients.safetensors",
-    )
+@command(
+    'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors',
+    "keyhole recover demo leak.safetensors --json",
+    'keyhole lab capture demo --text "one of two" --text "texts of a batch" --expose gradient '
+    "--out gradients.safetensors",
+    "keyhole recover demo gradients.safetensors",
 )
 def recover(
-    model: ModelName,
+    model: opt.ModelName,
     leaks: Annotated[
         list[Path],
         typer.Argument(
@@ -55,25 +52,25 @@ def recover(
     ],
     expose: Annotated[
         str | None,
-        about(
+        opt.about(
             "What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. By "
             "default found out from names, shapes and numbers.",
             DATA,
         ),
     ] = None,
-    corpus: Corpus = None,
+    corpus: opt.Corpus = None,
     truth: Annotated[
         Path | None,
-        about(
+        opt.about(
             "The true texts, one for each leak in order: report how much of each came back.",
             DATA,
             metavar="FILE",
         ),
     ] = None,
-    method: Method = None,
+    method: opt.Method = None,
     noise: Annotated[
         float | None,
-        about(
+        opt.about(
             "The size of the noise in the leaks, if it is known, in standard deviations of the "
             "leak. With noise of unknown size less is verified, and nothing from one vector.",
             CHECKS,
@@ -81,16 +78,16 @@ def recover(
     ] = None,
     out: Annotated[
         Path | None,
-        about(
+        opt.about(
             "Write one JSON line for each leak as soon as it is read; the same command goes on "
             "from there.",
             OUTPUT,
             metavar="FILE",
         ),
     ] = None,
-    as_json: Json = False,
-    device: Device = "cpu",
-    allow_pickle: AllowPickle = False,
+    as_json: opt.Json = False,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
 ) -> None:
     """Read the text back from what a model exposed, verified by running the model on it.
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.app import app, example
+from keyhole.cli import options as opt
+from keyhole.cli.app import command
 from keyhole.cli.console import answer
-from keyhole.cli.options import Force, Json, about
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.cli.policy import AuditFile, BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit
@@ -24,13 +24,11 @@ def _print_schema(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors -o dim=8",
-        "keyhole audit target.safetensors",
-        "keyhole report keyhole-report.json --output html=again.html",
-        "keyhole report keyhole-report.json --output junit=keyhole.xml --output markdown=-",
-    )
+@command(
+    "keyhole lab plant target.safetensors -o dim=8",
+    "keyhole audit target.safetensors",
+    "keyhole report keyhole-report.json --output html=again.html",
+    "keyhole report keyhole-report.json --output junit=keyhole.xml --output markdown=-",
 )
 def report(
     findings: AuditFile,
@@ -40,7 +38,7 @@ def report(
     baseline: BaselineFile = None,
     schema: Annotated[
         bool,
-        about(
+        opt.about(
             "Print the JSON Schema of AUDIT.json, and nothing else.",
             OUTPUT,
             "--schema",
@@ -48,8 +46,8 @@ def report(
             is_eager=True,
         ),
     ] = False,
-    force: Force = False,
-    as_json: Json = False,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Make the page again from the findings, or the report in another format.
 

@@ -217,7 +217,7 @@ class _Builder:
 
     def _enter(self, event: Any, node: Items | Mapping) -> None:
         if len(self.open) >= DEEPEST:
-            raise yaml.YAMLError(f"expected at most {DEEPEST} levels, got more")
+            raise yaml.YAMLError(f"more than {DEEPEST} levels")
         self._add(event, node)
         self.open.append(node)
         self.keys.append(None)

@@ -228,4 +228,4 @@ def _json(source: Source) -> Any:
     try:
         return parse(source.text)
     except ValueError as error:
-        raise Unreadable(f"expected JSON, got {error}") from error
+        raise Unreadable(f"not JSON: {error}") from error

@@ -123,7 +123,7 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
     """
     ignored = set(ignore)
     if unknown := sorted(ignored - set(RULES)):
-        raise InputError(f"expected rules among {', '.join(RULES)}, got {unknown[0][:80]}")
+        raise InputError(f"there is no rule {unknown[0][:80]}: choose among {', '.join(RULES)}")
     if not paths:
         raise InputError("name the files or folders to look at")
     findings, unread, looked = list[Finding](), list[Unread](), 0
@@ -131,7 +131,7 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
         kind = kind_of(path)
         if kind is None:
             if named:
-                unread.append(Unread(str(path), "expected a configuration of a known kind"))
+                unread.append(Unread(str(path), "not a configuration of a known kind"))
             continue
         looked += 1
         try:
@@ -155,7 +155,7 @@ def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool
         if not folder and not is_file(path):
             reason = "it is a device or a pipe" if exists(path) else "there is no such file"
             shown = str(path).encode("utf-8", "replace").decode()
-            raise InputError(f"expected a file or a folder, got {shown}: {reason}")
+            raise InputError(f"cannot read {shown}: {reason}")
         for file in _inside(path, unread) if folder else [path]:
             if str(file) not in seen:
                 seen.add(str(file))
@@ -174,7 +174,7 @@ def _inside(folder: Path, unread: list[Unread]) -> Iterator[Path]:
             path = Path(place, name)
             count += 1
             if count > MOST:
-                unread.append(Unread(str(folder), f"expected at most {MOST:,} files, got more"))
+                unread.append(Unread(str(folder), f"more than {MOST:,} files"))
                 return
             if kind_of(path) is not None and path.is_file() and not path.is_symlink():
                 yield path

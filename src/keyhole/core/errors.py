@@ -67,4 +67,9 @@ def expect_among(name: str, value: object, known: Any) -> None:
     """`known` is a Literal type, or a collection of names."""
     names = get_args(known) or tuple(cast("Iterable[str]", known))
     if value not in names:
-        raise InputError(f"expected {name} among {', '.join(names)}, got {value}")
+        raise InputError(f"{name} must be one of {', '.join(names)}, not {value}")
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says went wrong, as much of it as fits into a line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from keyhole.core.errors import InputError, KeyholeError
-from keyhole.core.machine import expect_room
+from keyhole.core.errors import InputError, KeyholeError, first_line
+from keyhole.core.machine import expect_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def expect_file(path: str | Path, what: str) -> None:
     reason = "it is a device or a pipe" if mode else "there is no such file"
     if stat.S_ISDIR(mode):
         reason = "it is a folder"
-    raise InputError(f"expected {what}, got {path}: {reason}")
+    raise InputError(f"cannot read {path} as {what}: {reason}")
 
 
 def expect_writable(path: Path) -> None:
@@ -105,25 +105,23 @@ def expect_writable(path: Path) -> None:
     elif stat.S_ISFIFO(_mode(path)):
         reason = "it is a pipe"
     if reason:
-        raise InputError(f"expected a file to write, got {path}: {reason}")
+        raise InputError(f"cannot write {path}: {reason}")
     try:
         os.lstat(path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise trouble("a file to write", path, error) from error
+        raise unwritable(path, error) from error
 
 
 def read_text(path: str | Path, what: str) -> str:
     """The text of a plain file in UTF-8."""
     expect_file(path, what)
     try:
-        expect_room(_TEXT * Path(path).stat().st_size, f"the file {path}")
+        expect_memory(_TEXT * Path(path).stat().st_size, f"the file {path}")
         return Path(path).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"expected {what}, got {path}: {error}") from error
-    except OSError as error:
-        raise trouble(what, path, error) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(what, path, error) from error
 
 
 def read_tensors(
@@ -131,23 +129,32 @@ def read_tensors(
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a .safetensors file; `what` is what the reader expected."""
     expect_file(path, what)
-    expect_room(Path(path).stat().st_size, f"the file {path}")
+    expect_memory(Path(path).stat().st_size, f"the file {path}")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return file.metadata() or {}, tensors
     except (OSError, SafetensorError) as error:
-        raise trouble(what, path, error) from error
+        raise unreadable(what, path, error) from error
 
 
-def trouble(what: str, path: str | Path, error: BaseException) -> KeyholeError:
-    """What to raise where `what` was expected: a wrong name, or a machine that cannot."""
-    number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+def unreadable(what: str, path: str | Path, error: BaseException) -> KeyholeError:
+    return _failure(f"cannot read {path} as {what}", error)
+
+
+def unwritable(path: str | Path, error: BaseException) -> KeyholeError:
+    return _failure(f"cannot write {path}", error)
+
+
+def _failure(message: str, error: BaseException) -> KeyholeError:
+    """A wrong name is the caller's fault (InputError), a full disk is not."""
+    number = getattr(error, "errno", None)
+    why = getattr(error, "strerror", None) or first_line(error)
     if number is None:  # safetensors is written in Rust, and tells the number in words
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = int(found[1]) if found else None
     kind = KeyholeError if number in _MACHINE else InputError
-    return kind(f"expected {what}, got {path}: {why}")
+    return kind(f"{message}: {why}")
 
 
 def private(path: Path) -> None:
@@ -178,7 +185,7 @@ def _whole(path: str | Path, write: Callable[[Path], object], content: Callable[
         finally:
             partial.unlink(missing_ok=True)
     except (OSError, ValueError, SafetensorError) as error:
-        raise trouble("a file to write", path, error) from error
+        raise unwritable(path, error) from error
 
 
 def _through(path: Path, content: bytes) -> None:

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, TypeVar, cast
 
 from keyhole.core.errors import InputError
-from keyhole.core.files import exists, parse, private, read_text, trouble
+from keyhole.core.files import exists, parse, private, read_text, unwritable
 
 Run = Mapping[str, Any]
 T = TypeVar("T")
@@ -50,10 +50,8 @@ def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX
     there = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
     for name in (*here, *(name for name in there if name not in here)):
         if here.get(name) != there.get(name):
-            wanted, got = _apart(name, here.get(name), there.get(name))
-            raise AnotherRun(
-                f"expected {path} to remember a run with {wanted}, got one with {got}: {fix}"
-            )
+            ours, others = _apart(name, here.get(name), there.get(name))
+            raise AnotherRun(f"this run has {ours}, that of {path} has {others}: {fix}")
 
 
 def _apart(name: str, here: Any, there: Any) -> tuple[str, str]:
@@ -144,7 +142,7 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:  # what stands there stays; half a line is dropped next time
-            raise trouble("a file that remembers", str(self.path), error) from error
+            raise unwritable(str(self.path), error) from error
 
     def recall(self, key: str, read: Callable[[dict[str, Any]], T]) -> T:
         """What is remembered under a key, as `read` makes it of the record."""
@@ -169,7 +167,7 @@ class Journal:
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise trouble("a file to resume from", path, error) from error
+            raise unwritable(path, error) from error
         return file
 
     def _recalls(self, path: Path, whole: str, run: Run) -> bool:
@@ -184,7 +182,7 @@ class Journal:
         for number, text in enumerate(lines[1:], 2):
             record = _line(path, number, text)
             if not isinstance(record.get("key"), str):
-                raise InputError(f"expected a key in {path}:{number}, got {text[:40]!r}")
+                raise InputError(f"{path}:{number} has no key: {text[:40]!r}")
             self.records[str(record.pop("key"))] = record
         return True
 

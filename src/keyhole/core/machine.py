@@ -11,8 +11,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import psutil
-
 from keyhole.core.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs none of it
@@ -24,16 +22,16 @@ _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 def available() -> int:
     """Bytes that can be had without swapping."""
+    import psutil  # on demand: `keyhole --help` needs none of it
+
     return psutil.virtual_memory().available
 
 
-def expect_room(needed: int, what: str) -> None:
+def expect_memory(needed: int, what: str) -> None:
     """Refuse `what` where it needs more bytes than there are."""
     free = int(_SHARE * available())
     if needed > free:
-        raise InputError(
-            f"expected what fits into {_shown(free)} of memory, got {what}: {_shown(needed)} needed"
-        )
+        raise InputError(f"{what} needs {_shown(needed)} of memory, and {_shown(free)} are free")
 
 
 def _shown(size: int) -> str:
@@ -54,7 +52,7 @@ def expect_device(name: str | torch.device) -> None:
     import torch
 
     known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-    refusal = InputError(f"expected a device of this machine ({known}), got {name}")
+    refusal = InputError(f"{name} is not a device of this machine: choose {known}")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()

@@ -77,7 +77,7 @@ class Registry(Mapping[str, Entry[Method, Row]]):
     def add(self, entry: Entry[Method, Row]) -> None:
         """One more method, from another package or a test; names are not taken twice."""
         if entry.name in self._entries:
-            raise InputError(f"expected a new name for a {self.what}, got {entry.name}")
+            raise InputError(f"there is already a {self.what} {entry.name}: choose another name")
         self._entries[entry.name] = entry
 
     def remove(self, name: str) -> None:

@@ -126,7 +126,7 @@ def environment() -> dict[str, str]:
     return {
         "keyhole": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
@@ -178,7 +178,7 @@ def restored(
     unknown = [] if more else [key for key in given if key not in known]
     if unknown:
         raise InputError(
-            f"expected {', '.join(known)} in {where or kind.__name__}, got {unknown[0]}"
+            f"{where or kind.__name__} has no field {unknown[0]}: it has {', '.join(known)}"
         )
     hints, values = get_type_hints(kind), dict[str, Any](made)
     for name, field in known.items():
@@ -188,7 +188,7 @@ def restored(
         if name in given:
             values[name] = typed(hints[name], given[name], place)
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise InputError(f"expected {place}, got none")
+            raise InputError(f"{place} is missing")
     return kind(**values)
 
 
@@ -208,6 +208,9 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return _collection(origin, inner, value, where)
     if is_dataclass(kind):
         return restored(cast("type[Any]", kind), value, where)
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple: a list in JSON
+        named = cast("Any", kind)
+        return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
     if isinstance(kind, type) and issubclass(kind, Enum):
         words = [str(member.value) for member in kind]
         if value not in words:

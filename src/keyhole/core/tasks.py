@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from keyhole.core.errors import InputError, KeyholeError, MissingExtra
+from keyhole.core.errors import InputError, KeyholeError, MissingExtra, first_line
 
 MOST_PROCESSES = 1024
 _POLL = 0.5  # seconds between looks at which workers are there
@@ -74,9 +74,9 @@ class WorkersLost(KeyholeError):
     """Workers died, and the task cannot be run again."""
 
     def __init__(self, reason: BaseException | str) -> None:
-        first = (f"{reason}" or type(reason).__name__).splitlines()[0]
+        why = reason if isinstance(reason, str) else first_line(reason)
         super().__init__(
-            f"workers were lost ({first}); finished work is kept: run the same command again"
+            f"workers were lost ({why}); finished work is kept: run the same command again"
         )
 
 
@@ -332,9 +332,8 @@ def cluster_at(address: str) -> Generator[Cluster]:
     try:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = KeyholeError if isinstance(error, OSError) else InputError  # else: no address
-        raise kind(f"no Dask scheduler answers at {address}: {first}") from error
+        raise kind(f"no Dask scheduler answers at {address}: {first_line(error)}") from error
     with client:
         yield Cluster(address, client)
 

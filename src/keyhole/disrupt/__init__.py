@@ -11,17 +11,6 @@ from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.disrupt.units import Unit
 
 __all__ = [
-    "ATTACKERS",
-    "RANKINGS",
-    "Attacker",
-    "Control",
-    "Disruption",
-    "Greedy",
-    "HackAttend",
-    "ModelSource",
-    "Outcome",
-    "Rerank",
-    "Unit",
-    "run",
-    "sweep",
-]
+    "ATTACKERS", "RANKINGS", "Attacker", "Control", "Disruption", "Greedy", "HackAttend",
+    "ModelSource", "Outcome", "Rerank", "Unit", "run", "sweep",
+]  # fmt: skip

@@ -7,14 +7,13 @@ head that lost most of its own; `perturbation` is the paper's figure, over the a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, is_dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from keyhole.core import Result, Status, environment
-from keyhole.core.result import restored, typed
 from keyhole.core.text import percent
 from keyhole.data import Batch, Example
 from keyhole.disrupt.units import Unit
@@ -49,15 +48,6 @@ class Outcome:
     def share(self) -> float:
         """Units masked over all units of the model."""
         return self.masked / self.units if self.units else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "cut": [list(astuple(unit)) for unit in self.cut]}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        """What `to_dict` wrote; data may be anybody's."""
-        units = typed(tuple[tuple[int, int, int, int, int], ...], data.get("cut", ()), "cut")
-        return replace(restored(cls, {**data, "cut": ()}), cut=tuple(Unit(*unit) for unit in units))
 
 
 @dataclass(frozen=True)
@@ -176,27 +166,10 @@ class Disruption(Result):
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "control": asdict(self.control),
-            "failed": [list(failure) for failure in self.failed],
-            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
-            "success": self.success,
-            "accuracy": None if self.own_answers else self.accuracy,
-            "own_answers": self.own_answers,
-            "share": self.share,
-        }
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        return cls(
-            outcomes=tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"]),
-            control=restored(Control, data["control"], "control"),
-            failed=tuple((name, reason) for name, reason in data["failed"]),
-            own_answers=typed(bool, data.get("own_answers", False), "own_answers"),
-            **{name: data[name] for name in _PLAIN},
-        )
+        data = asdict(replace(self, examples=()))
+        del data["examples"]
+        accuracy = None if self.own_answers else self.accuracy
+        return {**data, "success": self.success, "accuracy": accuracy, "share": self.share}
 
 
 def status_of(flips: int, right: int) -> Status:
@@ -204,10 +177,6 @@ def status_of(flips: int, right: int) -> Status:
     if flips == right:
         return Status.RECOVERED
     return Status.INEXACT if flips else Status.UNSOLVED
-
-
-_PLAIN = ("method", "seconds", "model", "device", "dtype", "identity", "task", "data",
-          "environment")  # fmt: skip
 
 
 def joined(parts: list[Disruption]) -> Disruption:

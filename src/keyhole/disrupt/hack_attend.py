@@ -9,8 +9,8 @@ model gets wrong are skipped and counted; the judge decides what is a flip (judg
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -21,8 +21,8 @@ from keyhole.data import Batch
 from keyhole.disrupt.budget import Budget, budget
 from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
 from keyhole.disrupt.greedy import Greedy, Order, Scale
-from keyhole.disrupt.judge import Verdict, judge, run_control
-from keyhole.disrupt.masked_queries import MaskedQueries, Proposal, Search
+from keyhole.disrupt.judge import judge, run_control
+from keyhole.disrupt.masked_queries import MaskedQueries, Search
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.rerank import Rerank
 from keyhole.disrupt.tasks import Question, ask
@@ -79,42 +79,29 @@ class HackAttend:
 
     @classmethod
     def as_released(
-        cls, share: float = 0.01, scale: Scale = "full", ranking: str = "gradient",
-        order: Order = "importance", *, scope: Scope = "head", head_units: HeadUnits = "paper",
-        least: int = 1, loss: Loss = "cross-entropy", target: int | None = None,
-        continuation: int = 1, spare: Spare = "first token", batch: int = 64,
-        one_at_a_time: bool = False, seed: int = 0,
+        cls, share: float = 0.01, scale: Scale = "full", *, order: Order = "importance",
+        **changes: Any,
     ) -> HackAttend:  # fmt: skip
         """The released code's: greedy.py. `ranking="magnitude"` is what the paper's text says."""
-        return cls(
-            share, ranking, Greedy(order, scale), scope, head_units, least, loss, target,
-            continuation, spare, batch, one_at_a_time, seed,
-        )  # fmt: skip
+        released: dict[str, Any] = {
+            "ranking": "gradient", "least": 1, "loss": "cross-entropy", "spare": "first token",
+        }  # fmt: skip
+        return cls(share, schedule=Greedy(order, scale), **{**released, **changes})
 
     @classmethod
     def strongest(
         cls, share: float = 0.01, scope: Scope = "head", *, rounds: int = 16, prefixes: int = 2,
-        refine: int = 24, restarts: int = 1, ranking: str = "removal",
-        head_units: HeadUnits = "paper", least: int = 0, loss: Loss = "margin",
-        target: int | None = None, continuation: int = 1, spare: Spare = "special",
-        batch: int = 64, one_at_a_time: bool = False, seed: int = 0,
+        refine: int = 24, restarts: int = 1, **changes: Any,
     ) -> HackAttend:  # fmt: skip
         """Many rankings and many swaps, few prefixes of each: success first, queries second."""
-        return cls(
-            share, ranking, Rerank(rounds, prefixes, refine, restarts), scope, head_units, least,
-            loss, target, continuation, spare, batch, one_at_a_time, seed,
-        )  # fmt: skip
+        schedule = Rerank(rounds, prefixes, refine, restarts)
+        return cls(share, schedule=schedule, scope=scope, **changes)
 
     @classmethod
-    def random(
-        cls, share: float = 0.01, *, scope: Scope = "head", target: int | None = None,
-        continuation: int = 1, spare: Spare = "special", batch: int = 64, seed: int = 0,
-    ) -> HackAttend:  # fmt: skip
+    def random(cls, share: float = 0.01, **changes: Any) -> HackAttend:
         """The control: heads and units in a random order, as many of them as released."""
-        return cls.as_released(
-            share, ranking="random", order="random", scope=scope, target=target,
-            continuation=continuation, spare=spare, batch=batch, seed=seed,
-        )  # fmt: skip
+        usual: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
+        return cls.as_released(share, **{**usual, **changes})
 
     @classmethod
     def from_dict(cls, method: Mapping[str, Any]) -> HackAttend:
@@ -182,7 +169,7 @@ class HackAttend:
         question = ask(model, batch, labels, target=target, continuation=self.continuation)
         names = list(ids) or [str(number) for number in range(question.size)]
         if len(names) != question.size:
-            raise InputError(f"expected {question.size} ids, got {len(names)}")
+            raise InputError(f"ids must name {question.size} examples: {len(names)} were given")
         rows = torch.arange(question.size, device=question.labels.device)
         parts = [
             self._attack(model, question.part(part), [names[i] for i in part.tolist()], started)
@@ -206,13 +193,8 @@ class HackAttend:
         ]
         if len(chosen):
             attacked = question.part(chosen), units.part(chosen), limits.part(chosen)
-            proposal, queries = self._search(model, *attacked)
-            verdict = judge(model, attacked[0], attacked[1], proposal.cut, attacked[2], self.batch)
-            counted = _count(attacked[1], verdict.masked, self.head_units)
-            for place, number in enumerate(chosen.tolist()):
-                outcomes[number] = _outcome(
-                    outcomes[number], verdict, counted, proposal, queries, attacked[1], place
-                )
+            for number, found in zip(chosen.tolist(), self._found(model, *attacked), strict=True):
+                outcomes[number] = replace(outcomes[number], **found)
         seconds = time.perf_counter() - started
         parameter = next(model.parameters())
         return Disruption(
@@ -220,19 +202,31 @@ class HackAttend:
             str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=question.task,
         )  # fmt: skip
 
-    def _size(self, question: Question) -> int:
-        """Examples, or masks of one, in a pass."""
-        return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
-
-    def _search(
+    def _found(
         self, model: Any, question: Question, units: Units, limits: Budget
-    ) -> tuple[Proposal, MaskedQueries]:
+    ) -> Iterator[dict[str, Any]]:
+        """Search and judge; for each example, the fields of `Outcome` that the attack decides."""
         queries = MaskedQueries(
             model, question, units, self._size(question), singly=self.one_at_a_time
         )
         noise = _noise(question, units, self.seed)
-        search = Search(queries, limits, self.ranking, self.loss, noise)
-        return self.schedule(search), queries
+        proposal = self.schedule(Search(queries, limits, self.ranking, self.loss, noise))
+        verdict = judge(model, question, units, proposal.cut, limits, self.batch)
+        columns = {
+            "flipped": verdict.flipped, "confidence_after": verdict.confidence,
+            "queries": queries.asked, "steps": proposal.steps,
+            **_counts(units, verdict.masked, self.head_units),
+        }  # fmt: skip
+        for row in range(question.size):
+            yield {
+                **{name: values[row].item() for name, values in columns.items()},
+                "after": tuple(verdict.predicted[row].tolist()),
+                "cut": units.named(verdict.masked[row]),
+            }
+
+    def _size(self, question: Question) -> int:
+        """Examples, or masks of one example, in a pass."""
+        return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
 
 
 def _noise(question: Question, units: Units, seed: int) -> Tensor:
@@ -246,52 +240,20 @@ def _noise(question: Question, units: Units, seed: int) -> Tensor:
     return torch.stack(rows).to(units.free.device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Counted:
-    """Units really masked: in all, over all units, and head by head."""
-
-    masked: Tensor
-    units: Tensor
-    heads: Tensor
-    worst: Tensor
-    perturbation: Tensor
-
-
-def _count(units: Units, masked: Tensor, count: str) -> _Counted:
-    per_head, of_head = units.per_head(masked), units.head_units(count)
-    hit = per_head > 0
-    share = per_head / of_head.clamp(min=1)
-    attacked = (of_head * hit).sum(1)
-    return _Counted(
-        masked.sum(1), units.exists.sum(1), hit.sum(1), share.amax(1),
-        masked.sum(1) / attacked.clamp(min=1),
-    )  # fmt: skip
-
-
 def _untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:
     answer = tuple(question.predicted(clean)[number].tolist())
     confidence = float(question.confidence(clean)[number])
     return Outcome(name, right, False, answer, answer, confidence, confidence)
 
 
-def _outcome(
-    before: Outcome, verdict: Verdict, counted: _Counted, proposal: Proposal,
-    queries: MaskedQueries, units: Units, place: int,
-) -> Outcome:  # fmt: skip
-    return Outcome(
-        id=before.id,
-        right=True,
-        flipped=bool(verdict.flipped[place]),
-        before=before.before,
-        after=tuple(verdict.predicted[place].tolist()),
-        confidence_before=before.confidence_before,
-        confidence_after=float(verdict.confidence[place]),
-        queries=int(queries.asked[place]),
-        steps=int(proposal.steps[place]),
-        masked=int(counted.masked[place]),
-        units=int(counted.units[place]),
-        heads=int(counted.heads[place]),
-        worst_head=float(counted.worst[place]),
-        perturbation=float(counted.perturbation[place]),
-        cut=units.named(verdict.masked[place]),
-    )
+def _counts(units: Units, masked: Tensor, head_units: str) -> dict[str, Tensor]:
+    """Fields of `Outcome`, (b,) each: the units that were really masked, in all and by head."""
+    per_head, of_head = units.per_head(masked), units.head_units(head_units)
+    hit = per_head > 0
+    return {
+        "masked": masked.sum(1),
+        "units": units.exists.sum(1),
+        "heads": hit.sum(1),
+        "worst_head": (per_head / of_head.clamp(min=1)).amax(1),
+        "perturbation": masked.sum(1) / (of_head * hit).sum(1).clamp(min=1),
+    }

@@ -8,7 +8,7 @@ holds more than `batch` examples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class Slopes(Cuts):
 class Silenced(Untouched):
     """Whole heads without output: site s, head h of each query; head −1 is the whole layer."""
 
-    def __init__(self, rows: int, sites: Tensor, heads: Tensor) -> None:
-        self.rows, self.sites, self.heads = rows, sites, heads
+    def __init__(self, sites: Tensor, heads: Tensor) -> None:
+        self.sites, self.heads = sites, heads
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor:
         numbers = torch.arange(shape[1], device=self.heads.device)
@@ -117,19 +117,18 @@ class MaskedQueries:
         `rows` says which row of the ordering is whose, where it does not hold all examples.
         """
         rows = indices if rows is None else rows
-        answers: list[Tensor] = []
-        for part, _, question in self._chunks(indices):
-            cuts = Cuts(self.units, ordering, rows[part], steps[part])
-            with torch.no_grad(), rewriting(self.model, cuts):
-                answers.append(question.logits(self.model))
-        return torch.cat(answers)
+        return self._answers(
+            indices, lambda part: Cuts(self.units, ordering, rows[part], steps[part])
+        )
 
     def silenced(self, indices: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
         """Logits with a whole head, or a whole layer, gone."""
+        return self._answers(indices, lambda part: Silenced(sites[part], heads[part]))
+
+    def _answers(self, indices: Tensor, rewrite: Callable[[slice], Untouched]) -> Tensor:
         answers: list[Tensor] = []
         for part, _, question in self._chunks(indices):
-            silence = Silenced(self.question.rows, sites[part], heads[part])
-            with torch.no_grad(), rewriting(self.model, silence):
+            with torch.no_grad(), rewriting(self.model, rewrite(part)):
                 answers.append(question.logits(self.model))
         return torch.cat(answers)
 

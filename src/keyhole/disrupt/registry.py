@@ -5,14 +5,15 @@ To add one, write the attacker in its own module and add one entry to ATTACKERS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.disrupt.disruption import Attacker
-from keyhole.disrupt.hack_attend import HackAttend, Scope, Spare
+from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.rerank import Rerank
 
 
@@ -24,18 +25,31 @@ class Row:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def rerank(
-    share: float = 0.01, scope: Scope = "head", *, ranking: str = "removal", rounds: int = 8,
-    prefixes: int = 16, refine: int = 8, restarts: int = 0, target: int | None = None,
-    continuation: int = 1, spare: Spare = "special", seed: int = 0,
-) -> HackAttend:  # fmt: skip
-    """The stronger schedule at its usual length: fewer queries than the strongest."""
-    return HackAttend(
-        share, ranking, Rerank(rounds, prefixes, refine, restarts), scope, target=target,
-        continuation=continuation, spare=spare, seed=seed,
-    )  # fmt: skip
+def _preset(
+    make: Callable[..., HackAttend], *hidden: str, **changes: Any
+) -> Callable[..., HackAttend]:
+    """`make` with keywords that can be listed: the fields of HackAttend and of its schedule.
+
+    Their defaults are what `make(**changes)` sets; `hidden` ones cannot be set.
+    """
+    usual = make(**changes)
+    fields = {**vars(usual), **vars(usual.schedule)}
+    options = {name: fields[name] for name in fields if name not in ("schedule", *hidden)}
+
+    def made(**given: Any) -> HackAttend:
+        return make(**{**changes, **given})
+
+    hints = get_type_hints(HackAttend) | get_type_hints(type(usual.schedule))
+    made.__annotations__ = {name: hints[name] for name in options}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        for name, value in options.items()
+    ]
+    cast("Any", made).__signature__ = inspect.Signature(parameters)
+    return made
 
 
+_USUAL = vars(Rerank())  # the schedule at its usual length
 _BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
 
 _STRONGEST = "Ours: ranked by the effect of removal, re-ranked often, with swaps and a restart."
@@ -49,15 +63,15 @@ _RANDOM = "The control: heads and units in a random order."
 
 ATTACKERS: Registry[Attacker, Row] = Registry(
     "method",
-    Entry("strongest", HackAttend.strongest, method=HackAttend, note=_STRONGEST),
-    Entry("rerank", rerank, (
+    Entry("strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST),
+    Entry("rerank", _preset(HackAttend.strongest, **_USUAL), (
         Row(Exposure(_CUTS, "head"), _BRIEF),
         Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
     ), HackAttend, _RERANK),
-    Entry("as-released", HackAttend.as_released, (
+    Entry("as-released", _preset(HackAttend.as_released), (
         Row(Exposure(_CUTS, "head-released")),
     ), HackAttend, _RELEASED),
-    Entry("random", HackAttend.random, (
+    Entry("random", _preset(HackAttend.random, "ranking", "order"), (
         Row(Exposure(_CUTS, "head-random")),
     ), HackAttend, _RANDOM),
 )  # fmt: skip

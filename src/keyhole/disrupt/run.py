@@ -50,12 +50,10 @@ def run(
     column of right classes (by default the one of that name, if there is one, or else the model's
     own answers count as right), `classes` their names. `method` is a name of the registry, or an
     attacker with hyperparameters of your own; `options` are the hyperparameters of a named method,
-    such as share=0.02. `processes` of 0 works in this one, as a GPU wants; `dask` is
+    such as share=0.02. `processes` of 0 works in-process (use on a GPU); `dask` is
     the address of a cluster. `resume` is the file that remembers outcomes, from which a run that
     was stopped goes on.
     """
-    if processes < 0:
-        raise InputError(f"--processes must be 0 or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     expect_count("--max-length", max_length)
     expect_count("target", options.get("target"), 0)
@@ -91,8 +89,7 @@ def source_of(
     head = task_of(name) if task is None else task
     if head == "base":
         raise InputError(
-            f"expected a model with a head, got {model}: name its --task, or train one with "
-            "keyhole harden"
+            f"{model} has no head for a task: name its --task, or train one with keyhole harden"
         )
     return ModelSource(name, head, device, max_length, allow_pickle)
 
@@ -112,19 +109,19 @@ def examples_of(
             raise InputError("--data is needed: a file of examples")
         for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
             if value:
-                raise InputError(f"expected --data with {option}, got none")
+                raise InputError(f"{option} needs --data: a file of examples")
         return list(EXAMPLES[:limit])
     config = load_config(source.name)
     expect_names(classes, config)
     generates = source.task in GENERATES
     if generates and label is not None:
-        raise InputError(f"expected --label with a classifier, got it for {source.task}")
+        raise InputError(f"--label is for classifiers, not for {source.task}")
     examples = read_examples(
         data, text=text, label="" if generates else label or "label",
         names=classes or class_names(config), limit=limit, labelled=label is not None,
     )  # fmt: skip
     choice, first = source.task == "choice", examples[0]
     if choice != bool(first.choices):
-        wanted = "choices" if choice else "texts"
-        raise InputError(f"expected {wanted} in {data} for {source.task}, got {first.text[:40]}")
+        wanted = "choices" if choice else "texts without choices"
+        raise InputError(f"{data} must hold {wanted} for {source.task}: see {first.text[:40]!r}")
     return examples

@@ -145,7 +145,7 @@ def key_of(example: Example) -> str:
 class _Record:
     """One example in the journal; the seconds of a batch stand with its first."""
 
-    outcome: dict[str, Any]
+    outcome: Outcome
     control: Control
     seconds: float
 
@@ -159,7 +159,7 @@ class _Outcomes:
         self.control, self.seconds = Control(0.0, 0.0, 0), 0.0
         for key in journal.records:
             record = journal.recall(key, partial(restored, _Record))
-            self.known[key] = journal.recall(key, lambda found: Outcome.from_dict(found["outcome"]))
+            self.known[key] = record.outcome
             self.control = self.control.joined(record.control)
             self.seconds += record.seconds
 
@@ -169,7 +169,7 @@ class _Outcomes:
         self.known |= outcomes
         self.control = self.control.joined(result.control)
         self.seconds += result.seconds
-        records = [_Record(outcome.to_dict(), result.control, 0.0) for outcome in outcomes.values()]
+        records = [_Record(outcome, result.control, 0.0) for outcome in outcomes.values()]
         records[0] = replace(records[0], seconds=result.seconds)
         self._journal.add(dict(zip(outcomes, map(asdict, records), strict=True)))
 

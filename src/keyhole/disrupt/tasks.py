@@ -208,11 +208,11 @@ def _continued(
     most, length = positions(model), inputs["input_ids"].shape[-1]
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(
-            f"expected a continuation that the model has positions for, got {count:,} tokens "
-            f"behind {length} of {most}: try a smaller --max_length"
+            f"the model has {most:,} positions, too few for {length:,} tokens and a continuation "
+            f"of {count:,}: try a smaller --max-length"
         )
     if count > _MAX_TOKENS:
-        raise InputError(f"expected a continuation of at most {_MAX_TOKENS:,} tokens, got {count}")
+        raise InputError(f"a continuation must have at most {_MAX_TOKENS:,} tokens, got {count}")
     if task == "seq2seq":
         inputs, own = _decoded(model, inputs, labels, count)
         return inputs, special, own
@@ -237,7 +237,7 @@ def _continued(
 
 
 def _positioned(model: Any, inputs: Batch) -> Batch:
-    """Left padding shifts positions; models number them from the left end unless told."""
+    """Left padding shifts positions; models number them from the left end by default."""
     mask = inputs.get("attention_mask")
     if mask is None or "position_ids" in inputs or bool(mask[:, 0].all()):
         return inputs
@@ -307,7 +307,7 @@ def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None)
     with torch.no_grad():
         logits = model(**inputs).logits
     classes = logits.shape[-1]
-    for what, number in (("labels", int(labels.max())), ("a target", target)):
+    for what, number in (("labels", int(labels.max())), ("the target", target)):
         if number is not None and not NO_LABEL <= number < classes:
-            raise InputError(f"expected {what} from 0 to {classes - 1}, got {number}")
+            raise InputError(f"{what} must be from 0 to {classes - 1} for this model, got {number}")
     return torch.where(labels == NO_LABEL, logits.argmax(-1).to(labels.device), labels)

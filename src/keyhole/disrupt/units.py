@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -52,9 +52,8 @@ class Place:
         return self.start + rows * heads * queries * keys
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One unit in words: `sequence` is the choice or window that it lies in, 0 for most models."""
+class Unit(NamedTuple):
+    """One unit; `sequence` is the choice or window that it lies in, 0 for most models."""
 
     layer: int
     head: int
@@ -134,11 +133,11 @@ class Units:
 
     def named(self, mask: Tensor) -> tuple[Unit, ...]:
         """The units of one example's mask (units,)."""
-        names: list[Unit] = []
-        for place in self.places:
-            for row, head, query, key in self.at(mask, place).nonzero().tolist():
-                names.append(Unit(place.site.index, head, query, key, row))
-        return tuple(names)
+        return tuple(
+            Unit(place.site.index, head, query, key, row)
+            for place in self.places
+            for row, head, query, key in self.at(mask, place).nonzero().tolist()
+        )
 
 
 class Look(Untouched):
@@ -191,7 +190,7 @@ def _of_first(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
 def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
     if len(probabilities) % size:
         raise InputError(
-            f"expected a batch of {size} examples at {site.name}, got {len(probabilities)} rows"
+            f"{site.name} has {len(probabilities)} rows, which is no multiple of {size} examples"
         )
     return probabilities.unflatten(0, (size, -1))
 

@@ -1,7 +1,9 @@
 """Chooses the method that applies from the target's answers to a few dozen queries.
 
-First what the server does to its scores is undone (`find_link`), and how precise the answers are is
-read off their digits. Then each kind of target leaves a mark that a few answers show:
+First it is found out how exact the answers are (arithmetic.py), and what the server does to its
+scores is undone (`find_link`). Answers in less than float64 are fitted within their own error
+(fitted.py), and so are those to tokens behind a norm. In exact answers each kind of target leaves a
+mark that a few of them show:
 
     vectors                                       an attention layer        FullOutput
     nothing but 0 and 1                           a threshold               SignOnly
@@ -28,7 +30,8 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.arithmetic import EXACT, digits, measured_precision, within_own_error
+from keyhole.extract.arithmetic import EXACT, digits, measured_precision
+from keyhole.extract.bilinear import random_units
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
@@ -37,6 +40,7 @@ from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
@@ -46,8 +50,8 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
 _FAR = 1e6  # length of tokens that are asked where shorter ones all have one answer
-_NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
+_NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
 _WIDEST = 128  # tokens that a fit is tried for
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
@@ -67,35 +71,72 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
+class Arithmetic:
+    """How exact the answers are, and what may then be expected of a method and its result.
+
+    `precision` is the relative error of an answer; `plain` says that no link had to be undone.
+    """
+
+    precision: float = torch.finfo(torch.float64).eps
+    plain: bool = True
+
+    @property
+    def exact(self) -> bool:
+        return self.plain and self.precision <= EXACT
+
+    @property
+    def accepted(self) -> float:
+        """The error on fresh queries up to which a model counts as recovered."""
+        return 1e-8 if self.exact else min(NEARLY, max(1e-6, 100 * self.precision))
+
+    @property
+    def same(self) -> float:
+        """How far two answers that should agree may differ, relative to the largest."""
+        return max(_SAME if self.exact else 1e-6, 64 * self.precision)
+
+    @property
+    def repeated(self) -> float:
+        """The same for one question asked twice."""
+        return max(1e-6, 100 * self.precision)
+
+    @property
+    def linear(self) -> float:
+        """How far from a linear piece answers may lie that are on it."""
+        return 1e-12 if self.exact else max(1e-9, 16 * self.precision)
+
+    @property
+    def rank(self) -> float:
+        """What counts as rounding in a column of W."""
+        return 1e-11 if self.exact else 100 * max(self.precision, 1e-11)
+
+
+@dataclass(frozen=True)
 class Choice:
     """A method, and what in the answers speaks for it; `fallback` where that turns out wrong.
 
-    `link` is what the server does to its scores, `precision` the relative error of an answer.
+    `link` is what the server does to its scores.
     """
 
     kind: Kind
     method: Method
     why: str
     link: Link | None = None
-    precision: float = torch.finfo(torch.float64).eps
+    arithmetic: Arithmetic = Arithmetic()
     fallback: Method | None = None
 
     def view(self, oracle: Oracle) -> Oracle:
         """The oracle with its link undone."""
         if self.link is None:
             return oracle
-        return Undone(oracle, self.link, precision=self.precision)
+        return Undone(oracle, self.link, precision=self.arithmetic.precision)
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Method):
     """Chooses a method by looking at a few answers, and runs it."""
 
     seed: int = 0
     tolerance: float = 1e-8
-
-    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
-        return None
 
     def __call__(self, oracle: Oracle) -> Extraction:
         counted = Counted(oracle)
@@ -104,9 +145,11 @@ class Auto:
             choice = choose(early, self.seed)
         except BudgetExhausted:
             reason = f"stopped after {counted.queries:,} queries; nothing is known"
-            return self._failed(Status.BUDGET, reason, counted.queries)
+            return Extraction(Status.BUDGET, reason, repr(self), None, counted.queries, 0.0)
         except (OracleError, InputError) as error:
-            return self._failed(Status.ORACLE_FAILED, str(error), counted.queries)
+            return Extraction(
+                Status.ORACLE_FAILED, str(error), repr(self), None, counted.queries, 0.0
+            )
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
@@ -134,13 +177,8 @@ class Auto:
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
-
-        def steady(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
-            return within(given, answers, error) or within_own_error(
-                early.inner, sequences, given, answers, choice.precision
-            )
-
-        changed = early.contradicted(steady, max(1e-6, 100 * choice.precision))
+        arithmetic = choice.arithmetic
+        changed = early.contradicted(within, arithmetic.repeated, arithmetic.precision)
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
@@ -154,15 +192,11 @@ class Auto:
         choice = choose(oracle, self.seed)
         yield from choice.method.steps(choice.view(oracle))
 
-    def _failed(self, status: Status, reason: str, queries: int) -> Extraction:
-        return Extraction(status, reason, repr(self), None, queries, seconds=0.0)
-
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
     """Look at a few dozen answers and name the method that fits them."""
     stream = torch.Generator().manual_seed(seed)
-    raw = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
-    a, b, x, y = raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
+    a, b, x, y = random_units(4, oracle.dim, stream)
     first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
     pairs = ask(oracle, first)
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
@@ -175,7 +209,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision = measured_precision(oracle, first, pairs, seen)
-    decimals = _decimals(seen) if digits(seen) <= EXACT else None
+    decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
@@ -185,65 +219,59 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
                 OneLayerTransformer(seed=seed, tolerance=NEARLY, resolution=error),
                 f"{why} and {_NOT_ODD}",
             )
-        fallback = Fitted(answer_error=error, seed=seed) if _small(oracle) else None
+        fallback = Fitted(answer_error=error, seed=seed) if oracle.dim <= _WIDEST else None
         return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b, x]), alone):
         fit = Fitted(precision=max(precision, 1e-14), seed=seed)
-        return Choice(Kind.HEAD, fit, "answers do not grow with a token", precision=precision)
+        why = "answers do not grow with a token"
+        return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     link = find_link(oracle, seed, precision)
     plain = link.name == "identity" and not bool(link.offset.any())
-    choice = _choice(
-        oracle if plain else Undone(oracle, link), pairs, (a, b, x), alone, seed, precision,
-        exact=plain and precision <= EXACT, link=None if plain else link,
-    )  # fmt: skip
-    return choice if plain else replace(choice, why=f"behind {link} {choice.why}")
+    arithmetic = Arithmetic(precision, plain)
+    if plain:
+        return _choice(oracle, pairs, (a, b, x), alone, seed, arithmetic)
+    scores = link.scores(pairs), (a, b, x), link.scores(alone)
+    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
+    least = 1e-14 if link.name == "identity" else 1e-8
+    choice = _choice(Undone(oracle, link), *scores, seed, arithmetic, least)
+    return replace(choice, link=link, why=f"behind {link} {choice.why}")
 
 
 def _choice(
     view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], alone: Tensor, seed: int,
-    precision: float, exact: bool, link: Link | None,
+    arithmetic: Arithmetic, least: float = 1e-14,
 ) -> Choice:  # fmt: skip
-    """The choice among kinds, once the link is undone."""
-    if link is not None:
-        pairs, alone = link.scores(pairs), link.scores(alone)
-    accepted = 1e-8 if exact else min(NEARLY, max(1e-6, 100 * precision))
-    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
-    least = 1e-8 if link is not None and link.name != "identity" else 1e-14
-    fit = Fitted(precision=max(precision, least), seed=seed) if _small(view) else None
+    """The choice among kinds, once the link is undone; `least` is the least error of a score."""
+    accepted = arithmetic.accepted
 
-    def chosen(kind: Kind, method: Method, why: str) -> Choice:
-        return Choice(kind, method, why, link, precision, None if method is fit else fit)
+    def refined(method: Method) -> Method:
+        return method if arithmetic.exact else Refined(method)
 
     if pairs.ndim > 1:
-        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        method: Method = FullOutput(seed=seed, tolerance=accepted)
-        method = method if exact else Refined(method)
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
-        fallback = AttentionSubLayer(seed=seed, tolerance=accepted)
-        return replace(chosen(kind, method, "the answers are vectors"), fallback=fallback)
-    scale = float(alone.abs().max())
-    same = max(_SAME, 64 * precision) if exact else max(1e-6, 64 * precision)
-    if float((alone[0::2] + alone[1::2]).abs().max()) > same * scale:
-        resolution = 1e-12 if exact else max(1e-9, 16 * precision)
-        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
-        method = method if exact else Refined(method)
-        return replace(chosen(Kind.LAYER, method, _NOT_ODD), fallback=None)
-    if precision > EXACT and fit is not None:
-        return chosen(Kind.HEAD, fit, f"the answers are exact to {precision:.0e}")
-    if _one_head(view, *tokens, same):
-        resolution = 1e-11 if exact else 100 * max(precision, 1e-11)
-        method = LowRank(seed=seed, tolerance=accepted, resolution=resolution)
-        return chosen(Kind.HEAD, method, "its logits add up as one head's do")
-    method = MultiHead(seed=seed, tolerance=accepted) if exact or fit is None else fit
-    return chosen(Kind.HEADS, method, "its logits do not add up as one head's would")
-
-
-def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
-    """Is a token eight times as long the same to the target, as behind a norm?"""
-    signs = alone.view(-1, 2)
-    off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
-    flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
-    return flat and find_norm(oracle, torch.Generator().manual_seed(0)).normed
+        return Choice(
+            Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
+            refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
+            arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
+        )  # fmt: skip
+    if float((alone[0::2] + alone[1::2]).abs().max()) > arithmetic.same * float(alone.abs().max()):
+        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
+        return Choice(Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic)
+    fit = None
+    if view.dim <= _WIDEST:
+        fit = Fitted(precision=max(arithmetic.precision, least), seed=seed)
+        if arithmetic.precision > EXACT:
+            why = f"the answers are exact to {arithmetic.precision:.0e}"
+            return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
+    if _one_head(view, *tokens, arithmetic.same):
+        kind, why = Kind.HEAD, "its logits add up as one head's do"
+        method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
+    else:
+        kind, why = Kind.HEADS, "its logits do not add up as one head's would"
+        method = MultiHead(seed=seed, tolerance=accepted)
+        if fit is not None and not arithmetic.exact:
+            method, fit = fit, None
+    return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -254,18 +282,12 @@ def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
         return seen
 
 
-def _small(oracle: Oracle) -> bool:
-    """Is a fit affordable?"""
-    return oracle.dim <= _WIDEST
-
-
-def _decimals(answers: Tensor) -> int | None:
-    """The fewest decimals that all answers share, if few enough to be no accident."""
-    for decimals in range(_DECIMALS + 1):
-        shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
-            return decimals
-    return None
+def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
+    """Is a token eight times as long the same to the target, as behind a norm?"""
+    signs = alone.view(-1, 2)
+    off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
+    flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
+    return flat and find_norm(oracle, torch.Generator().manual_seed(0)).normed
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
@@ -304,8 +326,7 @@ _ORDER = ("softmax", "identity", "sigmoid", "tanh")
 def find_link(oracle: Oracle, seed: int, error: float) -> Link:
     """The link that makes answers along a ray add up; `error` is that of an answer, relative."""
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
-    direction = torch.randn(oracle.dim, generator=stream, dtype=torch.float64)
-    ray = _STEPS[:, None, None] * (direction / torch.linalg.vector_norm(direction))
+    ray = _STEPS[:, None, None] * random_units(1, oracle.dim, stream)
     scale = 1.0
     answers = ask(oracle, ray)
     names = _names(answers)

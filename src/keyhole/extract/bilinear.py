@@ -20,6 +20,7 @@ Departures, all for precision:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +72,36 @@ def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     return torch.cat(answers)
 
 
+def ask_through(
+    oracle: Oracle,
+    sequences: Tensor,
+    answer: Callable[[Tensor], Tensor],
+    put: Callable[[Oracle, Tensor], Tensor] = ask,
+) -> Tensor:
+    """`answer` of the oracle's answers, also of those that were paid for when a budget ended."""
+    try:
+        return answer(put(oracle, sequences))
+    except BudgetExhausted as end:
+        answers = None if end.answers is None else answer(end.answers)
+        raise BudgetExhausted(end.budget, answers) from end
+
+
+def in_batches(
+    oracle: Oracle, count: int, questions: Callable[[slice], Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores of pairs of tokens by batch; if the budget ends, those that were paid for as well."""
+    size = batch_rows(2, oracle.dim)
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        try:
+            answers = scalar(ask(oracle, questions(rows)))
+        except BudgetExhausted as end:
+            if end.answers is not None:
+                yield slice(start, start + len(end.answers)), scalar(end.answers)
+            raise
+        yield rows, answers
+
+
 def batch_rows(length: int, dim: int) -> int:
     """How many sequences to send at once: enough for matrix speed, small in memory."""
     return max(1, min(4096, _BATCH_BYTES // (8 * length * dim)))
@@ -109,7 +140,6 @@ class ProbeBasis:
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """The lengths of vectors (…, d)."""
     return torch.linalg.vector_norm(rows, dim=-1)
 
 

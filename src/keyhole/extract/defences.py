@@ -81,7 +81,6 @@ def expect_one_head(oracle: Oracle, seed: int) -> None:
 def try_defence(
     trial: Trial, target: Oracle, client: HonestClient, seed: int, progress: Progress = silent
 ) -> Tried:
-    """One defence, from both sides."""
     change = trial.change
     defended = Counted(change.applied(target), trial.queries(target.dim), progress)
     attack = Adapted(change, seed=seed)
@@ -219,7 +218,6 @@ class Trial:
     rate: float | None = None
 
     def queries(self, dim: int) -> int | None:
-        """What the budget comes to."""
         return None if self.budget is None else int(self.budget * (dim * dim + dim))
 
 
@@ -303,7 +301,6 @@ class HonestClient:
         return Service(error, refused / len(given))
 
     def error_of(self, copy: Oracle) -> float:
-        """How far an attacker's copy is off."""
         return self._error(torch.cat([ask(copy, part) for part in self.questions]))
 
     def _error(self, given: Tensor) -> float:

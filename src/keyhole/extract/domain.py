@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.extract.arithmetic import within_own_error
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
 
 _STREAM = 0x444F4D41  # keeps these questions apart from every attack's
@@ -36,8 +36,8 @@ _COARSE = 0.1  # of the answers: a model that may be further off cannot contradi
 _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
 
 CHANGED = "had other answers: the target changes, or answers at random"
-# Questions, the model's answers, the target's, an error: are the answers the same?
-Same = Callable[[Tensor, Tensor, Tensor, float], bool]
+Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
+Same = Callable[[Tensor, Tensor, Tensor, float], bool]  # the same, with the questions first
 
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -189,8 +189,8 @@ class Witness:
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
         return answers
 
-    def contradicted(self, same: Same, error: float) -> int:
-        """How many of the kept questions have another answer now."""
+    def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
+        """How many of the kept questions have another answer now, beyond its own error."""
         changed = 0
         sizes = [float(answers.abs().max()) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
@@ -203,26 +203,8 @@ class Witness:
                 largest = max(float(now.abs().max()), float(answers.abs().max()))
                 if largest <= _FAINT * gain * norm:  # answers that cancel are all rounding
                     continue
-                changed += now.shape != answers.shape or not same(sequences, now, answers, error)
+                changed += now.shape != answers.shape or not (
+                    agrees(now, answers, error)
+                    or within_own_error(self.inner, sequences, now, answers, precision)
+                )
         return changed
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Where a result holds: its domain, whether the target differs beyond, and over time."""
-
-    domain: Domain
-    differs: bool
-    changed: int
-    kept: int
-
-    def applied(self, status: Status, reason: str) -> tuple[Status, str]:
-        if self.changed:
-            return Status.MISMATCH, (
-                f"asked again, {self.changed} of {self.kept} questions {CHANGED}"
-            )
-        reason = f"{reason}, tried on {self.domain}"
-        if not self.differs:
-            return status, reason
-        within = Status.WITHIN if status is Status.RECOVERED else status
-        return within, f"{reason}; beyond that the target answers differently"

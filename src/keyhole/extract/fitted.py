@@ -39,9 +39,9 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import answered, own_error, precision_of, rounding
 from keyhole.extract.bilinear import random_orthogonal, scalar
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.gauss_newton import refined
-from keyhole.extract.judge import NEARLY, Exam, Method, settle
+from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -62,7 +62,7 @@ UNKNOWNS = 1500  # up to which all are fitted at once
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Method):
     """All weights of one or several heads from inexact answers."""
 
     heads: int | None = setting(None, "how many there are, if that is known")
@@ -81,11 +81,11 @@ class Fitted:
         expect_number("precision", self.precision, above=0)
         expect_number("oversampling", self.oversampling, above=1)
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        accepted = max(self.tolerance, 4 * self.precision)
-        return settle(self, oracle, examine=self._examine, accepted=accepted)
+    @property
+    def accepted(self) -> float:
+        return max(self.tolerance, 4 * self.precision)
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
     def expected_queries(self, dim: int) -> int | None:
@@ -430,27 +430,19 @@ def _scores(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Refined:
+class Refined(Method):
     """A method for exact answers, with its result fitted to inexact ones.
 
     Parameters read one by one inherit rounding; fitted to a few answers each, they average it.
     """
 
     method: Method
+    seed: int = 0
+    tolerance: float = 1e-8
 
-    @property
-    def seed(self) -> int:
-        return self.method.seed
-
-    @property
-    def tolerance(self) -> float:
-        return self.method.tolerance
-
-    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
-        return None
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
+    def __post_init__(self) -> None:
+        for name in ("seed", "tolerance"):
+            object.__setattr__(self, name, getattr(self.method, name))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         step: Step | None = None

@@ -13,7 +13,7 @@ are bilinear forms of W, as many per answer as V has rank r. In queries:
 
 For the last token d + d²/r is also the number of unknowns over the numbers per answer. Which of
 these an oracle is, and whether it is causal, shows in the answers themselves. Several heads are
-told apart in the far field (vector_answers.py), for d queries more if every token answers and
+separated in the far field (vector_answers.py), for d queries more if every token answers and
 (H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
 
 The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
@@ -24,7 +24,7 @@ computation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Method
 from keyhole.extract.vector_answers import Panel, open_panel, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle
@@ -45,7 +45,7 @@ _EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free w
 
 
 @dataclass(frozen=True)
-class FullOutput:
+class FullOutput(Method):
     """Exact extraction of a layer that returns vectors: one head or several."""
 
     seed: int = 0
@@ -53,9 +53,6 @@ class FullOutput:
     resolution: float = setting(
         1e-6, "singular values of V below this, relative to the largest, are none"
     )
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         """The most that one head with invertible values takes; less if every token answers."""
@@ -191,7 +188,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
     else:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"the values of the {len(V)} heads depend on each other: W_h cannot be told apart",
+            f"the values of the {len(V)} heads depend on each other: W_h cannot be separated",
         )
     Z, errors = LayerForms(panel, V, blocks).measure(X)
     _require_known(errors)
@@ -249,6 +246,9 @@ _SQUARES = (2.0**-80, 2.0**80)
 _SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
 
 
+_Measured = tuple[Tensor, Tensor]  # forms and bounds on their errors
+
+
 class LayerForms:
     """Measures `xᵀ W_h δ` for all keys δ in `blocks`; the keys of a block share a sequence."""
 
@@ -269,12 +269,13 @@ class LayerForms:
 
     def _block(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
         if self._panel.every_token:
-            return self._climb(block, xs)
+            ends = float(_RUNGS[0]), float(_RUNGS[-1])
+            return self._fitting(lambda: self._ladder(block, xs), *ends)
         if not self._settled:
-            forms, errors = self._scout(block, xs[:1])
-            if len(xs) > 1:
-                rest = self._at(self._square, block, xs[1:])
-                forms, errors = torch.cat([forms, rest[0]]), torch.cat([errors, rest[1]])
+            self._settled = True
+            first = self._fitting(lambda: self._at(self._square, block, xs[:1]), 1.0, 1.0)
+            measured = [first, *([self._at(self._square, block, xs[1:])] if len(xs) > 1 else [])]
+            forms, errors = (torch.cat(parts) for parts in zip(*measured, strict=True))
         else:
             forms, errors = self._at(self._square, block, xs)
         self._asked += len(xs)
@@ -289,14 +290,13 @@ class LayerForms:
         z, errors = solve_scores(answers, block @ self._V, references)
         return z / square, errors / square
 
-    def _climb(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """The best rung of the ladder for each form; another ladder if W lies beyond it."""
-        forms, errors = self._ladder(block, xs)
+    def _fitting(self, measure: Callable[[], _Measured], low: float, high: float) -> _Measured:
+        """Measured again until the scale, times `low` to `high`, fits."""
+        forms, errors = measure()
         for _ in range(_TRIES):
-            low, high = self._square * float(_RUNGS[0]), self._square * float(_RUNGS[-1])
-            if not self._move(forms, errors, low, high):
+            if not self._move(forms, errors, low * self._square, high * self._square):
                 break
-            forms, errors = self._ladder(block, xs)
+            forms, errors = measure()
         return forms, errors
 
     def _ladder(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,16 +306,6 @@ class LayerForms:
         errors = errors.unflatten(0, (-1, len(xs))) / lengths.unsqueeze(3)
         best = errors.argmin(0, keepdim=True)
         return forms.gather(0, best)[0], errors.gather(0, best)[0]
-
-    def _scout(self, block: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """One question, repeated until its scale fits."""
-        self._settled = True
-        forms, errors = self._at(self._square, block, x)
-        for _ in range(_TRIES):
-            if not self._move(forms, errors, self._square, self._square):
-                break
-            forms, errors = self._at(self._square, block, x)
-        return forms, errors
 
     def _move(self, forms: Tensor, errors: Tensor, low: float, high: float) -> bool:
         """Shift the scale if the forms do not fit between `low` and `high`; False if they do."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import batch_rows, scalar
+from keyhole.extract.bilinear import in_batches
 from keyhole.extract.gauss_newton import Pairs
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import Oracle
 
 _SCOUTS = 8
 _MARGIN = 2.0  # how much larger than the scouts' the largest form may be without loss
@@ -190,22 +190,10 @@ class Forms:
             self._ask(rows, self._short(sizes[rows]))
 
     def _ask(self, indices: Tensor, xi: Tensor) -> None:
-        if not len(indices):  # in few dimensions the scouts have asked for everything
-            return
-        rows = batch_rows(2, self.X.shape[1])
-        for part, short in zip(indices.split(rows), xi.split(rows), strict=True):
-            i, j = part // len(self.X), part % len(self.X)
-            g = self._reach - short
-            last = short.unsqueeze(1) * self.X[j]
-            first = last + g.unsqueeze(1) * self.deltas[i]
-            try:
-                answers = scalar(ask(self._oracle, torch.stack([first, last], dim=1)))
-            except BudgetExhausted as end:
-                if end.answers is not None:
-                    n = len(end.answers)
-                    self._note(part[:n], short[:n], g[:n], scalar(end.answers))
-                raise
-            self._note(part, short, g, answers)
+        i, j, g = indices // len(self.X), indices % len(self.X), self._reach - xi
+        pairs = Pairs(self.deltas, self.X, i, j, xi, g, torch.empty_like(xi))
+        for part, answers in in_batches(self._oracle, len(indices), pairs.questions):
+            self._note(indices[part], xi[part], g[part], answers)
 
     def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
         """Narrow the intervals of these forms by what was answered."""

@@ -25,13 +25,13 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_count
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Method):
     """Exact extraction of one head of low rank; finds the rank if it is not given."""
 
     rank: int | None = setting(None, "rank of W; found if not given")
@@ -46,7 +46,7 @@ class LowRank:
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)  # before anything is paid for
-        return settle(self, oracle)
+        return super().__call__(oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         expect_rank(self.rank, dim)
@@ -85,7 +85,6 @@ class LowRank:
 
 
 def expect_rank(rank: int | None, d: int) -> None:
-    """Refuse a rank that no d×d matrix has."""
     if rank is not None and rank > d:
         raise InputError(f"the rank must not exceed the dimension, {d}: got {rank}")
 

@@ -23,9 +23,9 @@ Limits. Heads with equal W act as one and heads with v = 0 are invisible (Propos
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
-1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/multi_head.py
+1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
 prints the worst of its related cases. Of heads with positively proportional W at most three are
-told apart.
+separated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
@@ -53,7 +53,7 @@ from keyhole.extract.heads.masks import (
     starting_with,
 )
 from keyhole.extract.heads.rays import find_rays
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Exam, Method
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -65,7 +65,7 @@ _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes thro
 
 
 @dataclass(frozen=True)
-class MultiHead:
+class MultiHead(Method):
     """Exact extraction of any number of heads."""
 
     heads: int | None = setting(None, "how many there are; checked, not needed")
@@ -74,9 +74,6 @@ class MultiHead:
 
     def __post_init__(self) -> None:
         expect_count("heads", self.heads)
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         if self.heads is None:
@@ -111,15 +108,13 @@ class MultiHead:
             caution *= _CAUTION if miss > _WRONG else 1
         if best is not None:
             yield best
-            self._count(len(best.model.tensors()["v"]))
-
-    def _count(self, heads: int) -> None:
-        if self.heads is not None and heads != self.heads:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads with "
-                "v = 0 are invisible",
-            )
+            heads = len(best.model.tensors()["v"])
+            if self.heads not in (None, heads):
+                raise Unsuccessful(
+                    Status.MISMATCH,
+                    f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads "
+                    "with v = 0 are invisible",
+                )
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
@@ -156,7 +151,9 @@ def _attempt(
     """One extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
     if not len(rays):
-        return _only_zero(rays)
+        if not bool(rays.v0.any()):
+            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
+        return _step(rays, None)
     columns: Columns | None = None
     half = False
     try:
@@ -170,14 +167,6 @@ def _attempt(
         yield _step(rays, columns)
         raise
     return _step(rays, columns)
-
-
-def _only_zero(rays: Rays) -> Step:
-    d = len(rays.x)
-    if not bool(rays.v0.any()):
-        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
-    model = planted.MultiHead([torch.zeros(d, d, dtype=torch.float64)], [rays.v0])
-    return Step(model, d, d, remark="1 head, with W = 0")
 
 
 def _step(rays: Rays, columns: Columns | None) -> Step:
@@ -221,18 +210,14 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     if proportional:
         parts.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
     if bool(rays.v0.any()):
-        parts.append("one with W = 0")
+        parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
 
 
 def _miss(oracle: Oracle, model: Oracle, stream: torch.Generator) -> float:
     """Eight answers tell whether another x_0 is worth its price; the judge decides the rest."""
-    tokens = torch.randn(2, 4, 4, oracle.dim, generator=stream, dtype=torch.float64)
-    tokens[0] /= math.sqrt(oracle.dim)
-    tokens = tokens.flatten(0, 1)
-    answers = ask_scores(oracle, tokens)
-    miss = (answers - ask_scores(model, tokens)).abs().view(2, 4).amax(1)
-    return float((miss / answers.abs().view(2, 4).amax(1).clamp(min=1e-300)).max())
+    seed = int(torch.randint(2**31, (), generator=stream))
+    return Exam.draw(oracle, seed, lengths=(4,)).grade(model).worst
 
 
 # W of every ray on all of space, full rank or low, from isolated gates.

@@ -31,14 +31,14 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import MissingExtra, expect_count, expect_number
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import degrees_of_freedom, expect_rank
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 
 
 @dataclass(frozen=True)
-class NuclearNorm:
+class NuclearNorm(Method):
     """Low-rank extraction as in the paper: `oversampling · rank · d` random measurements."""
 
     rank: int = field(metadata={"help": "rank of W"})
@@ -54,7 +54,7 @@ class NuclearNorm:
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)
         _cvxpy()  # before anything is paid for
-        return settle(self, oracle)
+        return super().__call__(oracle)
 
     def expected_queries(self, dim: int) -> int:
         expect_rank(self.rank, dim)
@@ -75,7 +75,6 @@ class NuclearNorm:
         yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
     def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
-        """`m` independent pairs of standard Gaussian vectors."""
         stream = torch.Generator().manual_seed(self.seed)
         deltas, xs = torch.randn(2, m, d, generator=stream, dtype=torch.float64)
         return deltas, xs

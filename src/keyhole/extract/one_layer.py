@@ -38,15 +38,15 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import scalar
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import Method, settle
+from keyhole.extract.bilinear import ask_through, scalar
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Method
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import Oracle, ask
 
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
 _MARGIN = 1.01  # how much farther than x + δ the region's nearest wall has to be
@@ -55,7 +55,7 @@ _SAMPLE = 8  # answers that show whether there is an odd part
 
 
 @dataclass(frozen=True)
-class OneLayerTransformer:
+class OneLayerTransformer(Method):
     """Exact extraction of attention and network from scores (Section 4.1).
 
     `attention` is any method for one head, or `MultiHead()` for several.
@@ -71,9 +71,6 @@ class OneLayerTransformer:
 
     def __post_init__(self) -> None:
         self._network()  # refuses what it cannot use
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def _network(self) -> ReluNetwork:
         return ReluNetwork(
@@ -235,21 +232,16 @@ def _ask_pairs(
     oracle: Oracle, first: Tensor, second: Tensor, answer: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """`answer` of the pairs (n, 2) of scores; if the budget ends, whole pairs are kept."""
-    try:
-        return answer(
-            ask(oracle, torch.stack([first, second], 1).flatten(0, 1)).unflatten(0, (-1, 2))
-        )
-    except BudgetExhausted as end:
-        if end.answers is None:
-            raise
-        pairs = end.answers[: len(end.answers) // 2 * 2].unflatten(0, (-1, 2))
-        raise BudgetExhausted(end.budget, answer(pairs)) from end
+
+    def paired(scores: Tensor) -> Tensor:
+        return answer(scores[: len(scores) // 2 * 2].unflatten(0, (-1, 2)))
+
+    return ask_through(oracle, torch.stack([first, second], 1).flatten(0, 1), paired)
 
 
 # Known heads, each made to attend to a token of its own: one network of all their outputs.
 #
-# Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) learns a one-layer
-# Transformer with one head. With H heads whose W_h are known it is a ReLU network of Hd inputs,
+# With H heads whose W_h are known, a one-layer Transformer is a ReLU network of Hd inputs,
 #
 #     F(X) = wᵀ ReLU(Σ_h A_h u_h),   u_h = attn_h(X) = Σ_i softmax_i(x_iᵀ W_h x_N) x_i,
 #
@@ -309,12 +301,7 @@ class Steered:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens, rho = self.tokens(sequences[:, -1].unflatten(1, self._W.shape[:2]))
-        try:
-            return _divide(ask(self._inner, tokens), rho)
-        except BudgetExhausted as end:
-            if end.answers is None:
-                raise
-            raise BudgetExhausted(end.budget, _divide(end.answers, rho)) from end
+        return ask_through(self._inner, tokens, lambda F: F / rho[: len(F)])
 
     def tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (n, H+1, d) that bring the heads to ρu for u (n, H, d), and ρ (n,)."""
@@ -386,8 +373,3 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
     _, exponent = torch.frexp(x.abs().amax(1, keepdim=True))
     grain = 2.0 ** (exponent - bits).double()
     return (x / grain).round() * grain
-
-
-def _divide(answers: Tensor, rho: Tensor) -> Tensor:
-    rho = rho[: len(answers)]
-    return answers / rho.reshape(-1, *[1] * (answers.ndim - 1))

@@ -25,8 +25,8 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.extraction import Check, Extraction, Step, setting
-from keyhole.extract.judge import Exam, settle
+from keyhole.extract.extraction import Check, Step, setting
+from keyhole.extract.judge import Exam, Method
 from keyhole.extract.ordinary_questions import are_ordinary, usual_norm_of
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
@@ -45,7 +45,7 @@ _DOUBT = 0.1  # of the largest answer: closer to 0 a label may be wrong
 
 
 @dataclass(frozen=True)
-class OrdinaryLabels:
+class OrdinaryLabels(Method):
     """Extraction of one head from labels (1 or 0) of random tokens of norm `usual_norm`."""
 
     usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
@@ -60,14 +60,11 @@ class OrdinaryLabels:
         expect_count("min_tokens", self.min_tokens)
         expect_count("rounds", self.rounds)
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine)
-
     def expected_queries(self, dim: int) -> int:
         unknowns = dim * dim + dim
         return int(_OPENING * unknowns) + (self.rounds - 1) * int(_EACH * unknowns)
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
         questions = self._draw(_TESTED, oracle.dim, 1.0, stream)
         return LabelExam(((questions, ask_scores(oracle, questions)),))

@@ -38,9 +38,9 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import within_reach
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.gauss_newton import Linear, SingleTokens, Theta, levenberg
-from keyhole.extract.judge import NEARLY, Exam, settle
+from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -55,7 +55,7 @@ _EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's er
 
 
 @dataclass(frozen=True)
-class OrdinaryQuestions:
+class OrdinaryQuestions(Method):
     """Extraction of one head by random tokens of an ordinary norm, `min_tokens` or more of them."""
 
     usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
@@ -71,9 +71,6 @@ class OrdinaryQuestions:
         expect_count("min_tokens", self.min_tokens)
         expect_number("oversampling", self.oversampling, least=1)
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine)
-
     def expected_queries(self, dim: int) -> int:
         values = self.count(dim) if self.min_tokens == 1 else self.count(2 * dim) + 1
         return values + dim * (self.count(dim) + 1)
@@ -85,7 +82,7 @@ class OrdinaryQuestions:
     def norm(self, dim: int) -> float:
         return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Fresh questions of the ordinary kind: others are not answered."""
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
         sets: list[tuple[Tensor, Tensor]] = []
@@ -237,7 +234,6 @@ class WithContext:
 
     @classmethod
     def joined(cls, parts: Sequence[WithContext]) -> WithContext:
-        """Several of the same sizes as one."""
         columns = zip(*((p.tokens, p.others, p.answers) for p in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
@@ -348,7 +344,6 @@ def are_ordinary(units: Tensor) -> Tensor:
 
 
 def ordinary_sequence(length: int, dim: int, stream: torch.Generator) -> Tensor:
-    """A sequence (length, d) of such tokens."""
     tokens = torch.empty(0, dim, dtype=torch.float64)
     for _ in range(length):
         tokens = torch.cat([tokens, ordinary_tokens(1, tokens, stream)])

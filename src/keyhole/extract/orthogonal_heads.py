@@ -38,7 +38,7 @@ from keyhole.extract.bilinear import (
     read_values,
 )
 from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -47,7 +47,7 @@ _SILENT = 1e-13  # a v_h shorter than this, next to the whole of v, is rounding
 
 
 @dataclass(frozen=True)
-class OrthogonalHeads:
+class OrthogonalHeads(Method):
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
     `bases` holds one d×k matrix with orthonormal columns per head; the fields after `tolerance` are
@@ -78,7 +78,7 @@ class OrthogonalHeads:
                 f"bases must have as many rows as the target has dimensions, {oracle.dim}: got "
                 f"{self.bases[0].shape[0]}"
             )
-        return settle(self, oracle)
+        return super().__call__(oracle)
 
     def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
         if self.bases is None:
@@ -308,7 +308,7 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
 
 # Orthogonal subspaces from Hessians: the route that Appendix C conjectures.
 #
-# *Provably Learning Attention with Queries* (arXiv 2601.16873), C.1. With `g_h = W_h x`,
+# With `g_h = W_h x`,
 #
 #     φ_x(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ,    ∇²φ_x(0) = ¼ Σ_h (g_h v_hᵀ + v_h g_hᵀ).
 #

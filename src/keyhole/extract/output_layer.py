@@ -38,7 +38,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
-from keyhole.extract.judge import JUDGE_STREAM, Exam, settle
+from keyhole.extract.judge import JUDGE_STREAM, Exam, Method
 from keyhole.extract.token_answers import (
     Answers,
     ChosenTokens,
@@ -57,7 +57,7 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 
 
 @dataclass(frozen=True)
-class OutputLayer:
+class OutputLayer(Method):
     """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
     top: int | None = setting(None, "log-probabilities that the target gives at a time, if not all")
@@ -77,17 +77,13 @@ class OutputLayer:
 
     def __call__(self, oracle: Oracle | Callable[[Tensor], Tensor]) -> Extraction:
         asked = oracle if isinstance(oracle, Oracle) else Logits(oracle)
-        return settle(self, asked, examine=self._examine)
+        return super().__call__(asked)
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         if not isinstance(step, LayerStep) or step.layer is None:
             raise AssertionError  # `steps` yields nothing else
         stream = torch.Generator().manual_seed(self.seed ^ JUDGE_STREAM)
         return LayerExam.fresh(step, step.layer, Prompts(self.length, stream))
-
-    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
-        """Nobody knows the width before."""
-        return None
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         if oracle.dim != DIM:
@@ -312,17 +308,17 @@ def decimals_of(answers: Tensor) -> int | None:
         shifted = answers * 10.0**decimals
         allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
         if float(allowed.max()) > 0.05:  # there anything is nearly a whole number
-            return _exact_decimals(answers, decimals)
+            return exact_decimals(answers, decimals)
         if bool(((shifted - shifted.round()).abs() <= allowed).all()):
             return decimals
     return None
 
 
-def _exact_decimals(answers: Tensor, least: int) -> int | None:
-    """The same for numbers that kept float64."""
-    for decimals in range(least, _DECIMALS + 1):
+def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
+    """The same for numbers that kept float64: the fewest decimals that all of them share."""
+    for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-7).all()):
+        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
             return decimals
     return None
 

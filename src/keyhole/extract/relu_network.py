@@ -37,9 +37,9 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import Exam, settle
+from keyhole.extract.bilinear import ask_scores, ask_through, random_orthogonal, random_units
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -60,7 +60,7 @@ _LENGTHS = (1, 1, 1, 1, 1)  # the judge's sequences: other lengths may say somet
 
 
 @dataclass(frozen=True)
-class ReluNetwork:
+class ReluNetwork(Method):
     """Exact extraction of a ReLU network from the answers to sequences of length one."""
 
     width: int | None = setting(None, "the largest number of neurons, if it is known")
@@ -75,10 +75,7 @@ class ReluNetwork:
         if not 0 < self.resolution < 1:
             raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine)
-
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return Exam.draw(oracle, self.seed, _LENGTHS)
 
     def expected_queries(self, dim: int) -> int | None:
@@ -182,15 +179,13 @@ class _Target:
     def remainder(self, x: Tensor) -> Tensor:
         """What the answers at (…, d) leave. If the budget ends, the exception holds a part."""
         points = x.reshape(-1, x.shape[-1])
-        try:
-            answers = ask_scores(self.oracle, points.unsqueeze(1))
-        except BudgetExhausted as end:
-            done = points[:0, 0] if end.answers is None else end.answers
-            raise BudgetExhausted(end.budget, self._even(points[: len(done)], done)) from end
-        return self._even(points, answers).reshape(x.shape[:-1])
 
-    def _even(self, points: Tensor, answers: Tensor) -> Tensor:
-        return answers / self.unit - points @ self.linear - self.folds(points)
+        def even(answers: Tensor) -> Tensor:
+            at = points[: len(answers)]
+            return answers / self.unit - at @ self.linear - self.folds(at)
+
+        rest = ask_through(self.oracle, points.unsqueeze(1), even, ask_scores)
+        return rest.reshape(x.shape[:-1])
 
     def tolerance(self, values: Tensor) -> float:
         """Rounding; and once folds are known, their errors, which are not to be taken for kinks."""
@@ -420,7 +415,6 @@ class _Search:
 
 
 def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
-    """Least squares for each piece on its points."""
     m = len(kinks)
     ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
     middles, reach = (kinks + ends) / 2, torch.sin((ends - kinks) / 2)

@@ -38,9 +38,9 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.exams import SignMethod, labels_again
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.halfspace import EPSILON, Ratios, bisect, centre, signs
-from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -52,7 +52,7 @@ _BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie 
 
 
 @dataclass(frozen=True)
-class SignOnly:
+class SignOnly(SignMethod):
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
     The oracle answers 1.0 where the score is positive and else 0.0; the model answers with scores,
@@ -65,17 +65,6 @@ class SignOnly:
     def __post_init__(self) -> None:
         if not 1e-12 <= self.accuracy < 1:
             raise InputError(f"the accuracy must lie between 1e-12 and 1: got {self.accuracy}")
-
-    @property
-    def tolerance(self) -> float:
-        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
-        return min(100 * self.accuracy, 1e-2)
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine)
-
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:
-        return SignExam.near(oracle, self.seed, step, self.tolerance)
 
     def expected_queries(self, dim: int) -> int:
         bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1

@@ -35,6 +35,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.text import percent
+from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Extraction, Statement, Step, setting
 from keyhole.extract.halfspace import (
     CHANCE,
@@ -45,7 +46,6 @@ from keyhole.extract.halfspace import (
     signs,
 )
 from keyhole.extract.intervals import Interval
-from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -83,7 +83,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class SignOnlyAsPublished:
+class SignOnlyAsPublished(SignMethod):
     """Extraction of one head from signs, as Theorem B.1 does it; its v has length about 1."""
 
     bound: float = field(metadata={"help": "B: the norm of W is at most this"})
@@ -101,21 +101,17 @@ class SignOnlyAsPublished:
             if not 0 < value < 1:
                 raise InputError(f"{name} must lie between 0 and 1: got {value}")
 
-    @property
-    def tolerance(self) -> float:
-        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
-        return min(100 * self.accuracy, 1e-2)
-
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):
             raise InputError(
                 f"the margin must not exceed 1/√d = {1 / math.sqrt(oracle.dim):.3g}, since "
                 f"‖v‖ = 1: got {self.margin}"
             )
-        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+        return super().__call__(oracle)
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:
-        return SignExam.near(oracle, self.seed, step, self.tolerance)
+    @property
+    def accepted(self) -> float:
+        return _EXACT
 
     def plan(self, dim: int) -> Plan:
         return Plan.of(self.accuracy, self.bound, self.margin, dim, self.chance)
@@ -124,7 +120,6 @@ class SignOnlyAsPublished:
         return self.plan(dim).queries(dim)
 
     def stated(self, dim: int) -> Statement:
-        """The theorem, with these numbers in it."""
         return Statement(
             "Theorem B.1",
             self.accuracy,

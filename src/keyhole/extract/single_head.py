@@ -20,21 +20,18 @@ from dataclasses import dataclass
 import torch
 
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.judge import settle
+from keyhole.extract.extraction import Step
+from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 
 @dataclass(frozen=True)
-class SingleHead:
+class SingleHead(Method):
     """Exact extraction of one head from its scores (Theorem 4.1)."""
 
     seed: int = 0
     tolerance: float = 1e-8
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int:
         return dim * dim + dim

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.judge import settle
+from keyhole.extract.extraction import Step
+from keyhole.extract.judge import Method
 from keyhole.extract.sub_layers.scores import Factors, Reader, read_factors
 from keyhole.extract.sub_layers.surroundings import (
     Surroundings,
@@ -73,14 +73,11 @@ _SCORES = 0.7  # where logarithms of weights lose least
 
 
 @dataclass(frozen=True)
-class AttentionSubLayer:
+class AttentionSubLayer(Method):
     """Exact extraction of a checkpoint's attention sub-layer that returns vectors."""
 
     seed: int = 0
     tolerance: float = 1e-8
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         """For heads that fill the width and share nothing."""

@@ -18,14 +18,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.extract.extraction import Extraction
 from keyhole.models.demo import open_model
 from keyhole.models.next_token import unembedding
@@ -53,28 +52,6 @@ class Prompts:
         return torch.randint(0, vocabulary, (self.length,), generator=self._stream)
 
 
-class Answers(Protocol):
-    """Rows of answers, and the tokens that their numbers are about."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-
-    @property
-    def vocabulary(self) -> int | None: ...
-
-    def rows(self, count: int) -> Tensor:
-        """The first so many usable rows (count, tokens), asked for where they are missing."""
-        ...
-
-    def complete(self) -> Tensor:
-        """The rows that are there without asking."""
-        ...
-
-    def fresh(self, prompts: Prompts) -> Tensor:
-        """One more row, of another prompt, that is not kept."""
-        ...
-
-
 class WholeVectors:
     """A number for every token of the vocabulary from each question."""
 
@@ -89,17 +66,20 @@ class WholeVectors:
         return torch.arange(self.vocabulary or 0)
 
     def rows(self, count: int) -> Tensor:
+        """The first so many usable rows (count, tokens), asked for where they are missing."""
         # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
         size = self.vocabulary or 0
-        expect_room(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
+        expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
             self._rows.append(self.fresh(self._prompts))
         return torch.stack(self._rows[:count])
 
     def complete(self) -> Tensor:
+        """The rows that are there without asking."""
         return torch.stack(self._rows) if self._rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
+        """One more row, of another prompt, that is not kept."""
         for _ in range(_SET_ASIDE):
             answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
             self.vocabulary = len(answer)
@@ -219,6 +199,7 @@ class ChosenTokens:
 
 
 _NONE = torch.empty(0, dtype=torch.float64)
+Answers = WholeVectors | ChosenTokens  # rows of answers, and the tokens that they are about
 
 
 def is_normalised(answers: Tensor) -> bool:

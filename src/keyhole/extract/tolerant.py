@@ -39,10 +39,11 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.exams import AmplifiedExam, asked_again
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Forms, Interval, weights_named
-from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
+from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -51,7 +52,7 @@ _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
 
 
 @dataclass(frozen=True)
-class Tolerant:
+class Tolerant(Method):
     """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1)."""
 
     tolerance: float = setting(1e-4, "how far an answer may be off")
@@ -71,10 +72,11 @@ class Tolerant:
             expect_number(name, getattr(self, name), above=0)
         expect_count("repeats", self.repeats)
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+    @property
+    def accepted(self) -> float:
+        return _EXACT
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(
             oracle, self.seed, self.tolerance, self.reach(), self.max_norm
         )

@@ -38,13 +38,14 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
-from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
-from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.bilinear import ask_scores, in_batches
+from keyhole.extract.exams import AmplifiedExam, asked_again
+from keyhole.extract.extraction import Statement, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Interval
-from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
+from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _EPSILON = torch.finfo(torch.float64).eps
@@ -64,7 +65,7 @@ def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> flo
 
 
 @dataclass(frozen=True)
-class TolerantAsPublished:
+class TolerantAsPublished(Method):
     """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it."""
 
     tolerance: float = field(metadata={"help": "how far an answer may be off"})
@@ -88,17 +89,17 @@ class TolerantAsPublished:
                 f"zeros of v to be recognised: got ±{self.tolerance:g}"
             )
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+    @property
+    def accepted(self) -> float:
+        return _EXACT
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(oracle, self.seed, self.tolerance, reach=1.0, max_norm=None)
 
     def expected_queries(self, dim: int) -> int:
         return dim * dim + dim
 
     def stated(self, dim: int) -> Statement:
-        """The theorem, with these numbers in it."""
         known = self.bound, self.margin, dim
         needs = ""
         if self.accuracy is not None:
@@ -178,15 +179,8 @@ class _Probes:
         self.asked = Pairs(u, tokens, index // d, index % d, xi, g, answers)
 
     def ask(self, oracle: Oracle) -> None:
-        rows, answers = batch_rows(2, oracle.dim), self.asked.answers
-        for start in range(0, len(answers), rows):
-            part = slice(start, start + rows)
-            try:
-                answers[part] = scalar(ask(oracle, self.asked.questions(part)))
-            except BudgetExhausted as end:
-                if end.answers is not None:
-                    answers[start : start + len(end.answers)] = scalar(end.answers)
-                raise
+        for rows, answers in in_batches(oracle, len(self.asked.answers), self.asked.questions):
+            self.asked.answers[rows] = answers
 
     def solve(self) -> tuple[Tensor, Interval]:
         """Ŵ as the theorem has it, and what the answers prove."""

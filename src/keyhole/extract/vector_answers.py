@@ -153,7 +153,7 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
     return z, torch.where((weights > 0) & (rest > 0), errors, torch.inf)
 
 
-# The values of several heads, told apart in the far field.
+# The values of several heads, separated in the far field.
 #
 # The far field again (heads/far_field.py); vector answers make it algebra instead of a search. One
 # key δ and a query x (see above), both far out: every gate is 0 or 1, so
@@ -308,11 +308,11 @@ def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
     for step in _STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
         while len(weights) < heads and bool(left.any()):
-            here = _pivots(gates.open * left.unsqueeze(1), heads - len(weights), weights)
-            if not here:
+            wanted = _pivots(gates.open * left.unsqueeze(1), heads - len(weights), weights)
+            if not wanted:
                 break
             # Queries next to each other cost nothing where every token answers.
-            rows = left.nonzero()[:, 0] if around.panel.every_token else torch.tensor(here)
+            rows = left.nonzero()[:, 0] if around.panel.every_token else torch.tensor(wanted)
             left[rows] = False
             fresh, patterns = around.linear_maps(xs, rows, step)
             best = _pivots(patterns, heads - len(weights), weights)

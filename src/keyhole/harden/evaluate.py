@@ -197,7 +197,7 @@ def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
         inside = (unit.sequence, unit.head, unit.query, unit.key)
         shape = () if place is None else place.shape
         if place is None or any(index >= size for index, size in zip(inside, shape, strict=True)):
-            raise InputError(f"expected a donor with the same layers and heads, got {unit}")
+            raise InputError(f"the donor must have the same layers and heads: {unit} is not here")
         units.at(mask, place)[inside] = True
     return mask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 
 from keyhole.core import Result, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
-from keyhole.core.files import exists, is_folder, trouble
+from keyhole.core.files import exists, is_folder, unwritable
 from keyhole.core.journal import expect_same_run
 from keyhole.core.machine import expect_device, largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, untracked
@@ -71,8 +72,8 @@ def run(
     its hyperparameters as `options`, or a defence of your own; before it the
     model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
     model is a running mean of the weights, of which each step keeps so much. `dev` is a file
-    on which accuracy is measured, and the flips of its first `flips` examples (50, if it is not
-    said), before and after.
+    on which accuracy is measured, and the flips of its first `flips` examples (50 by default),
+    before and after.
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
@@ -108,9 +109,8 @@ def run(
         "amp": amp, "average": average,
     }  # fmt: skip
     course = _Course(
-        str(model), chosen, method, settings, Path(out), device, allow_pickle,
-        None if checkpoint is None else Path(checkpoint),
-        _Measure(held_out, flips or _FLIPS, max_length, seed, track), track,
+        str(model), chosen, held_out, flips or _FLIPS, method, settings, Path(out), device,
+        allow_pickle, None if checkpoint is None else Path(checkpoint), track,
     )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
@@ -136,7 +136,7 @@ def expect_folder(folder: Path) -> None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise trouble("a folder to write", folder, error) from error
+        raise unwritable(folder, error) from error
     else:
         if not is_folder(folder):
             raise InputError(f"{folder} is not a folder")
@@ -163,79 +163,46 @@ def _run_of(card: Hardening) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Measure:
-    """Accuracy over all examples held out; every kind of mask on the first few."""
-
-    held_out: list[Example]
-    flips: int
-    max_length: int
-    seed: int
-    track: Track
-
-    def __call__(
-        self, loaded: Loaded, when: str, before: Evaluation | None = None
-    ) -> Evaluation | None:
-        """Once trained, also with masks that the model did not help to choose."""
-        if not self.held_out:
-            return None
-        attacks = standard(seed=self.seed)
-        more: dict[str, Any] = {}
-        if when != "before":
-            more["wrong_label"] = HackAttend(attacks["stronger"].share, seed=self.seed)
-        if before is not None and loaded.tokenizer.padding_side == "right":
-            more["donors"] = {"the model before": before.disruptions["stronger"]}
-
-        def track(name: str, total: int | None = None) -> Progress:
-            return self.track(f"{when}: {name}", total)
-
-        return evaluate(
-            loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=self.seed, batch_size=_BATCH_SIZE, max_length=self.max_length, track=track, **more,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class _Course:
-    """One model's training, with as many seeds as wanted."""
+    """One model's training with each seed, and what is measured before and after it."""
 
     model: str
     examples: list[Example]
+    held_out: list[Example]
+    flips: int
     defence: Defence
     settings: dict[str, Any]
     out: Path
     device: str
     allow_pickle: bool
     checkpoint: Path | None
-    measure: _Measure
     track: Track
 
     def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
         loaded, has_head = self._loaded(seeds[0])
+        parts = len(seeds) + (len(seeds) + has_head if self.held_out else 0)
+        overall, done = self.track("harden", parts), itertools.count(1)
+        overall(0)
         with threads_for(largest_matrix(loaded.model)):
-            return self._run(loaded, has_head, seeds, card)
-
-    def _run(
-        self, loaded: Loaded, has_head: bool, seeds: Sequence[int], card: Hardening
-    ) -> Hardening:
-        parts = _Parts(self, len(seeds), has_head)
-        before = self.measure(loaded, "before") if has_head else None
-        if has_head:
-            parts.measured("before")
-        card = replace(card, identity=loaded.identity, before=before)
-        for seed in seeds:
-            part = "" if len(seeds) == 1 else f"seed-{seed}"
-            if seed != seeds[0]:
-                loaded, _ = self._loaded(seed)
-            trained = Trained(seed, part or ".", self._trained(loaded, seed, part, parts))
-            parts.trained()
-            # First: whoever is stopped from here on may come again.
-            self._write(replace(card, runs=(*card.runs, trained)))
-            save(loaded, self.out / part)
-            after = self.measure(loaded, f"after {part}".strip(), before)
-            parts.measured(f"after {part}".strip())
-            card = replace(card, runs=(*card.runs, replace(trained, after=after)))
-            self._write(card)
+            before = self._measured(loaded, "before", card.seed) if has_head else None
+            if before is not None:
+                overall(next(done))
+            card = replace(card, identity=loaded.identity, before=before)
+            for seed in seeds:
+                part = "" if len(seeds) == 1 else f"seed-{seed}"
+                if seed != seeds[0]:
+                    loaded, _ = self._loaded(seed)
+                trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
+                overall(next(done))
+                # First: whoever is stopped from here on may come again.
+                self._write(replace(card, runs=(*card.runs, trained)))
+                save(loaded, self.out / part)
+                after = self._measured(loaded, f"after {part}".strip(), card.seed, before)
+                if after is not None:
+                    overall(next(done))
+                card = replace(card, runs=(*card.runs, replace(trained, after=after)))
+                self._write(card)
         card = replace(card, finished=True)
         self._write(card)
         return card
@@ -256,56 +223,53 @@ class _Course:
             )  # fmt: skip
         classes = loaded.model.config.num_labels
         if task == "classification" and count > classes:
-            raise InputError(f"expected labels from 0 to {classes - 1}, got {count - 1}")
+            raise InputError(
+                f"labels must be from 0 to {classes - 1} for this model: the data has {count - 1}"
+            )
         return loaded, has_head
 
-    def _trained(self, loaded: Loaded, seed: int, part: str, parts: _Parts) -> Training:
-        steps = self.track(f"training {part}".strip())
-
-        def progress(done: int, total: int | None = None, note: str = "") -> None:
-            steps(done, total, note)
-            parts.training(done, total, note)
-
+    def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
         training = train(
             loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
             device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
-            progress=progress, **self.settings,
+            progress=self.track(f"training {part}".strip()), **self.settings,
         )  # fmt: skip
         loaded.model.requires_grad_(False)
         if training.reason:
             raise KeyholeError(training.reason)
         return training
 
+    def _measured(
+        self, loaded: Loaded, when: str, seed: int, before: Evaluation | None = None
+    ) -> Evaluation | None:
+        """Accuracy over all examples held out, and every kind of mask on the first few.
+
+        Once trained, also with masks that the model did not help to choose.
+        """
+        if not self.held_out:
+            return None
+        attacks = standard(seed=seed)
+        more: dict[str, Any] = {}
+        if when != "before":
+            more["wrong_label"] = HackAttend(attacks["stronger"].share, seed=seed)
+        if before is not None and loaded.tokenizer.padding_side == "right":
+            more["donors"] = {"the model before": before.disruptions["stronger"]}
+
+        def track(name: str, total: int | None = None) -> Progress:
+            return self.track(f"{when}: {name}", total)
+
+        return evaluate(
+            loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
+            seed=seed, batch_size=_BATCH_SIZE, max_length=self.settings["max_length"],
+            track=track, **more,
+        )  # fmt: skip
+
     def _write(self, card: Hardening) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise trouble("a folder to write", self.out, error) from error
+            raise unwritable(self.out, error) from error
         card.save(self.out / CARD)
-
-
-class _Parts:
-    """How far all of it is, counted in epochs of every seed and evaluations."""
-
-    def __init__(self, course: _Course, seeds: int, has_head: bool) -> None:
-        self._epochs: int = course.settings["epochs"]
-        self._evaluation = int(bool(course.measure.held_out))
-        total = self._evaluation * (seeds + has_head) + self._epochs * seeds
-        self._progress, self._done = course.track("harden", total), 0
-        self._progress(0)
-
-    def training(self, step: int, steps: int | None, note: str) -> None:
-        """Whole epochs of the training under way, a resumed one's included."""
-        epochs = 0 if steps is None else step * self._epochs // steps
-        self._progress(self._done + epochs, note=note)
-
-    def trained(self) -> None:
-        self._done += self._epochs
-        self._progress(self._done)
-
-    def measured(self, when: str) -> None:
-        self._done += self._evaluation
-        self._progress(self._done, note=f"measured {when}" if self._evaluation else "")
 
 
 @dataclass(frozen=True)
@@ -362,14 +326,10 @@ class Hardening(Result):
 
     def summary(self) -> str:
         lines = [f"{self.model}: {self.method}, {self.examples} examples"]
-        several = len(self.runs) > 1
-        lines += [
-            f"{f'seed {trained.seed}: ' if several else ''}{trained.training.summary()}"
-            for trained in self.runs
-        ]
-        lines += [
-            f"{name}: {evaluation.summary()}" for name, evaluation in self.evaluations().items()
-        ]
+        for trained in self.runs:
+            seed = f"seed {trained.seed}: " if len(self.runs) > 1 else ""
+            lines.append(f"{seed}{trained.training.summary()}")
+        lines += [f"{name}: {found.summary()}" for name, found in self.evaluations().items()]
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from keyhole.core import FORMAT, Result, dump, read
 from keyhole.core.errors import InputError
-from keyhole.core.files import trouble
+from keyhole.core.files import unwritable
 from keyhole.core.journal import digest, expect_same_run
 from keyhole.core.progress import Progress, silent
 from keyhole.core.result import typed
@@ -232,7 +232,7 @@ def _check(run: Run) -> None:
         if getattr(run, name) < 1:
             raise InputError(f"{name} must be 1 or more, not {getattr(run, name)}")
     if not run.rate > 0:
-        raise InputError(f"a rate must be above 0, not {run.rate}")
+        raise InputError(f"rate must be above 0, not {run.rate}")
     if not 0 <= run.average < 1:
         raise InputError(f"average must be at least 0 and below 1, got {run.average}")
 
@@ -302,7 +302,7 @@ def save(folder: Path, run: Run, state: State, epoch: int) -> None:
         partial.rename(whole)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells it as the second
         shutil.rmtree(partial, ignore_errors=True)
-        raise trouble("a folder to write", folder, error) from error
+        raise unwritable(folder, error) from error
     for old in _saved(folder)[:-1]:
         shutil.rmtree(folder / f"epoch-{old}", ignore_errors=True)
 
@@ -321,7 +321,7 @@ def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
     record = read(place / "run.json")
     expect_same_run(folder, asdict(run), record.get("run"))
     if saved[-1] > run.epochs:
-        raise InputError(f"expected at most {run.epochs} epochs in {folder}, got {saved[-1]}")
+        raise InputError(f"{folder} holds {saved[-1]} epochs: more than the {run.epochs} asked for")
     try:
         losses = typed(list[float], record.get("losses"), "losses")
         state.step = typed(int, record.get("step"), "step")
@@ -332,8 +332,7 @@ def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
     except Exception as error:  # whatever torch and pickle make of a damaged file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"expected a whole checkpoint in {place}, got {first}: remove it, to train that epoch "
-            "again"
+            f"the checkpoint {place} is damaged ({first}): remove it to train that epoch again"
         ) from error
     state.losses = losses
     return saved[-1]

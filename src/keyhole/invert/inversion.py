@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -80,23 +80,15 @@ class Inversion(Result):
         return {**data, **more}
 
     def tensors(self) -> dict[str, Tensor]:
-        return inputs_of(self.X, self.solutions)
+        if self.X is None:
+            return {}
+        found = {"solutions": torch.stack(list(self.solutions))} if self.solutions else {}
+        return {"X": self.X, **found}
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        X, solutions = inputs_in(tensors)
         proof = data["certificate"]
-        certificate = None if proof is None else Certificate.from_dict(proof)
-        return restored(cls, data, more=True, X=X, solutions=solutions, certificate=certificate)
-
-
-def inputs_of(X: Tensor | None, solutions: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a saved inversion, of one layer or of a stack."""
-    if X is None:
-        return {}
-    return {"X": X, "solutions": torch.stack(list(solutions))} if solutions else {"X": X}
-
-
-def inputs_in(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """X and the solutions, as `inputs_of` wrote them."""
-    return tensors.get("X"), tuple(tensors.get("solutions", ()))
+        return restored(
+            cls, data, more=True, X=tensors.get("X"), solutions=tuple(tensors.get("solutions", ())),
+            certificate=None if proof is None else Certificate.from_dict(proof),
+        )  # fmt: skip

@@ -69,8 +69,8 @@ def _determined(problem: Problem, X: Tensor) -> tuple[float | None, int]:
     unknowns = problem.length * problem.dim
     if unknowns > DENSE:
         return None, 0
-    equations = Equations.of([problem], X.device)
-    J = equations.linearised(X.unsqueeze(0)).jacobian()[0]
+    equations = Equations.of(problem, X.device)
+    J = equations.jacobian(X.unsqueeze(0))[0]
     if problem.known is not None:
         J = J[:, problem.known.isnan().flatten()]
     if J.shape[1] == 0:

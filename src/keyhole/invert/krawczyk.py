@@ -154,7 +154,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
 
 
 def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
-    J = Equations.of([problem], "cpu").linearised(X.unsqueeze(0)).jacobian()[0]
+    J = Equations.of(problem, "cpu").jacobian(X.unsqueeze(0))[0]
     J = J[:, unknown(problem).cpu().flatten()]
     if not J.isfinite().all():
         return replace(blank, reason="does not apply: the layer overflows float64 at this X")

@@ -27,7 +27,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 
 _TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known", "maps")
 _NUMBERS = ("tolerance", "gamma")
@@ -38,7 +38,7 @@ _FLAGS = ("causal", "residual")
 class Problem:
     """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
 
-    `known` (n×d) holds the entries of `X` that the attacker has already, NaN elsewhere; `maps`
+    `known` (n×d) holds the entries of `X` that the attacker has already, NaN for the others; `maps`
     (n×n, or H×n×n) the attention maps, where they leaked as well. The output is known within
     ±`tolerance`. `gamma` is the paper's regulariser.
     """
@@ -213,7 +213,7 @@ def plant(
     expect_seed(seed)
     # X, W, V and M, and the scores and maps of the output.
     numbers = 4 * length * dim + 4 * heads * dim * dim + 3 * heads * length * length
-    expect_room(8 * numbers, f"{length:,} tokens of d = {dim:,} with {heads:,} heads")
+    expect_memory(8 * numbers, f"{length:,} tokens of d = {dim:,} with {heads:,} heads")
     stream = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

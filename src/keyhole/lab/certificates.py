@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,7 +29,7 @@ from keyhole.core import Outcome, Result, environment
 from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
-from keyhole.core.result import restored, typed
+from keyhole.core.result import restored
 from keyhole.data import Batch, encode
 from keyhole.disrupt.hack_attend import Spare
 from keyhole.disrupt.run import SHIPPED, examples_of, source_of
@@ -268,10 +268,9 @@ class Certification(Result):
 
     def contents(self) -> dict[str, Any]:
         proofs = [
-            {**asdict(proof), "unit": list(astuple(proof.unit)) if proof.unit else None,
-             "holds": proof.holds, "flipped": proof.flipped}
+            {**asdict(proof), "holds": proof.holds, "flipped": proof.flipped}
             for proof in self.certificates
-        ]  # fmt: skip
+        ]
         data = asdict(replace(self, certificates=()))
         counts = {"certified": self.certified, "flipped": self.flipped}
         return {**data, **counts, "certificates": proofs}
@@ -279,14 +278,9 @@ class Certification(Result):
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         del tensors
-        proofs = tuple(_restored(proof) for proof in data["certificates"])
+        # more: `holds` and `flipped`
+        proofs = tuple(restored(Certificate, proof, more=True) for proof in data["certificates"])
         return restored(cls, data, more=True, certificates=proofs)
-
-
-def _restored(data: dict[str, Any]) -> Certificate:
-    unit = typed(tuple[int, int, int, int, int] | None, data.get("unit"), "unit")
-    made = None if unit is None else Unit(*unit)
-    return restored(Certificate, data, more=True, unit=made)  # more: `holds` and `flipped`
 
 
 def certify_all(

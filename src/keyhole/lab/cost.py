@@ -88,15 +88,11 @@ class Estimate:
     high: int | None = None
     source: str = ""
 
-    @property
-    def exact(self) -> bool:
-        return self.low is None and self.high is None
-
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
         low, high = data.pop("low"), data.pop("high")
         return {
-            **data, "exact": self.exact, "queries_low": self.queries if low is None else low,
+            **data, "exact": low is None, "queries_low": self.queries if low is None else low,
             "queries_high": self.queries if high is None else high,
         }  # fmt: skip
 
@@ -173,7 +169,11 @@ class Cost:
             ("method", asked.method),
             ("source", asked.source),
         ]
-        return "\n".join([asked.what, *(f"  {name:8} {words}" for name, words in rows if words)])
+        return _table(asked.what, rows)
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join([title, *(f"  {name:8} {words}" for name, words in rows if words)])
 
 
 def head(
@@ -192,19 +192,17 @@ def head(
         )
     d, known = width, unknowns_of(width)
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
-    if exposure == "scores":
-        queries = (
-            SingleHead().expected_queries(d)
-            if rank is None
-            else LowRank(rank=rank).expected_queries(d) or 0
-        )
-        lower_bound = known if rank is None else degrees_of_freedom(d, rank)
-        name = "single-head" if rank is None else "low-rank"
-        extra = 0 if rank is None else 2 * d
+    if exposure == "scores" and rank is None:
+        queries = SingleHead().expected_queries(d)
         return Estimate(
-            f"{what}, from scores", name, queries, lower_bound, *_sent(d, d, queries - d),
-            low=queries if extra else None, high=queries + extra if extra else None,
-            source="at most 2d more where the rank is unknown" if extra else "",
+            f"{what}, from scores", "single-head", queries, known, *_sent(d, d, queries - d)
+        )
+    if exposure == "scores" and rank is not None:
+        queries = LowRank(rank=rank).expected_queries(d) or 0
+        return Estimate(
+            f"{what}, from scores", "low-rank", queries, degrees_of_freedom(d, rank),
+            *_sent(d, d, queries - d), low=queries, high=queries + 2 * d,
+            source="at most 2d more where the rank is unknown",
         )  # fmt: skip
     if exposure == "rounded":
         queries = Tolerant(10.0**-_DECIMALS / 2).expected_queries(d)
@@ -396,8 +394,7 @@ class TextCost:
             ),
             ("source", figure.source),
         ]
-        title = f"texts from {figure['exposure']} of {figure['model']}"
-        return "\n".join([title, *(f"  {name:8} {words}" for name, words in rows)])
+        return _table(f"texts from {figure['exposure']} of {figure['model']}", rows)
 
 
 def text(tokens: int, *, exposure: str = "embedding", processor: str = "gpu") -> TextEstimate:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -31,19 +31,19 @@ from keyhole.core import Status, environment
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
-from keyhole.core.result import Result, restored, typed
+from keyhole.core.result import typed
 from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.inversion import inputs_in, inputs_of
+from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
 from keyhole.invert.problem import Problem, number_in
 from keyhole.invert.problem import plant as plant_layer
 from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
-from keyhole.invert.solvers.starts import SMALL, newton
+from keyhole.invert.solvers.starts import SMALL, continued, newton
 
 _MOVED = 1e-8  # relative, when amplification is measured
 _STARTS_AT_ONCE = 8  # that advance side by side; what they found is kept before the next begin
@@ -175,7 +175,7 @@ def plant(
 ) -> tuple[Stack, Tensor]:  # fmt: skip
     """A stack and its input; V is as small as it is in deep models, 1/√(d·depth)."""
     expect_count("layers", depth)
-    expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
+    expect_memory(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
     first, X = plant_layer(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
     others = (plant_layer(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
     size = math.sqrt(dim * depth)
@@ -196,7 +196,7 @@ class Amplification:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StackInversion(Result):
+class StackInversion(Inversion):
     """The input of a stack, or how far down the search came.
 
     `residual` is of the last layer's output, recomputed from X through all layers. `layers` go
@@ -204,23 +204,10 @@ class StackInversion(Result):
     the product of their conditions. Where a layer could not be solved, `layers` is empty.
     """
 
-    status: Status
-    reason: str
-    method: str
-    X: Tensor | None
-    residual: float | None
-    seconds: float
-    solutions: tuple[Tensor, ...] = ()
     layers: tuple[Amplification, ...] = ()
     amplification: float | None = None
-    environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "layers inversion"
-    tensors_key: ClassVar[str] = "inputs"
-
-    @property
-    def solved(self) -> bool:
-        return self.status is Status.RECOVERED
 
     @property
     def bound(self) -> float | None:
@@ -237,17 +224,7 @@ class StackInversion(Result):
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:
-        data = asdict(replace(self, X=None, solutions=()))
-        del data["X"]
-        return {**data, "solutions": len(self.solutions), "bound": self.bound}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return inputs_of(self.X, self.solutions)
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        X, solutions = inputs_in(tensors)
-        return restored(cls, data, more=True, X=X, solutions=solutions)
+        return {**super().contents(), "bound": self.bound}
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +241,7 @@ class Composed:
         # With B = 0 the residuals of a layer are its output.
         zeros = [stack.B.new_zeros(len(stack.B), layer.V.shape[-1]) for layer in stack.layers]
         problems = [layer.problem(B) for layer, B in zip(stack.layers, zeros, strict=True)]
-        return cls(tuple(Equations.of([problem]) for problem in problems), stack.B.unsqueeze(0))
+        return cls(tuple(Equations.of(problem) for problem in problems), stack.B.unsqueeze(0))
 
     def select(self, rows: Tensor) -> Composed:  # noqa: ARG002 - one stack serves every row
         return self
@@ -277,21 +254,12 @@ class Composed:
     def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - there is no γ
         return r.square().sum((-2, -1))
 
-    def linearised(self, X: Tensor) -> ComposedJacobian:
-        return ComposedJacobian(self, X)
-
-
-@dataclass(frozen=True, eq=False)
-class ComposedJacobian:
-    equations: Composed
-    X: Tensor
-
-    def jacobian(self) -> Tensor:
+    def jacobian(self, X: Tensor) -> Tensor:
         """J_L ⋯ J_1: (R, n·m, n·d)."""
-        first, *others = self.equations.layers
-        X, J = first.residuals(self.X), first.linearised(self.X).jacobian()
+        first, *others = self.layers
+        J, X = first.jacobian(X), first.residuals(X)
         for layer in others:
-            X, J = layer.residuals(X), layer.linearised(X).jacobian() @ J
+            J, X = layer.jacobian(X) @ J, layer.residuals(X)
         return J
 
 
@@ -309,7 +277,7 @@ def judged(
         nearly = least is not None and least <= NEARLY
         reason = otherwise if least is None else f"{otherwise}; residual {least:.1e}"
         status = Status.INEXACT if nearly else Status.UNSOLVED
-        return StackInversion(status, reason, method, X, least, seconds)
+        return StackInversion(status, reason, method, X, least, seconds=seconds)
     X, residual = exact[0], _residual(stack, exact[0])
     layers, undetermined = _amplifications(stack, X)
     reason = f"residual {residual:.1e}"
@@ -319,8 +287,9 @@ def judged(
         reason += f"; {len(exact)} different inputs have this output"
     status = Status.NOT_IDENTIFIABLE if undetermined else Status.RECOVERED
     return StackInversion(
-        status, reason, method, X, residual, seconds, tuple(exact), layers, _moved(composed, X)
-    )
+        status, reason, method, X, residual, seconds=seconds, solutions=tuple(exact), layers=layers,
+        amplification=_moved(composed, X),
+    )  # fmt: skip
 
 
 def _residual(stack: Stack, X: Tensor) -> float:
@@ -339,7 +308,7 @@ def _amplifications(stack: Stack, X: Tensor) -> tuple[tuple[Amplification, ...],
         verdict = judge(problem, flow[number])
         if verdict.status is Status.NOT_IDENTIFIABLE:
             undetermined = number + 1
-        measured = _moved(Equations.of([problem]), flow[number])
+        measured = _moved(Equations.of(problem), flow[number])
         layers.append(Amplification(verdict.condition, measured))
     return tuple(layers), undetermined
 
@@ -430,7 +399,7 @@ class Peel:
         self, stack: Stack, *, progress: Progress = silent, memory: Searches | None = None
     ) -> StackInversion:
         if stack.fault:
-            return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, 0.0)
+            return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self))
         searches = Searches() if memory is None else memory
         inputs, reason = self._inputs(stack, progress, searches)
         return judged(stack, inputs, repr(self), searches.seconds, reason)
@@ -476,7 +445,7 @@ class EndToEnd:
         self, stack: Stack, *, progress: Progress = silent, memory: Searches | None = None
     ) -> StackInversion:
         if stack.fault:
-            return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, 0.0)
+            return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self))
         searches = Searches() if memory is None else memory
         starts, inputs = self._starts(stack), list[Tensor]()
         for first in range(0, len(starts), _STARTS_AT_ONCE):
@@ -508,16 +477,12 @@ class EndToEnd:
 def _grown(stack: Stack) -> Tensor:
     """B carried to t = 1 by Newton steps, as far as that goes without turning."""
     composed = Composed.of(stack)
-    X, t, stride = stack.B.unsqueeze(0), 0.0, 0.1
-    while t < 1 and stride > 1e-3:
-        ahead = min(1.0, t + stride)
-        layers = tuple(replace(e, V=ahead * e.V, B=ahead * e.B) for e in composed.layers)
-        moved = newton(replace(composed, layers=layers), X)
-        if moved is None:
-            stride /= 2
-        else:
-            X, t, stride = moved, ahead, 1.5 * stride
-    return X.squeeze(0)
+
+    def solved(t: float, X: Tensor) -> Tensor | None:
+        layers = tuple(replace(e, V=t * e.V, B=t * e.B) for e in composed.layers)
+        return newton(replace(composed, layers=layers), X)
+
+    return continued(solved, stack.B.unsqueeze(0))[0].squeeze(0)
 
 
 def _peel(

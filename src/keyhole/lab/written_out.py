@@ -217,7 +217,7 @@ def quadratic(weights: Tensor, rows: Tensor) -> Tensor:
 class Sizes:
     """One layer's sizes; heads come first, then rows (queries), then columns (keys).
 
-    `odds` a/(1−a); `reach` |O(v_j − o_i)|, and `landed` the same behind the token's Jacobian;
+    `odds` a/(1−a); `reach` |O(v_j − o_i)|;
     `attention` and `whole` the norms of ∂y_i/∂x_j and ∂x'_i/∂x_j; `by_key`, `by_query` and
     `by_both` bound the change of a score by α·r_j, β·r_i and γ·r_i·r_j; `values` ‖O V‖.
     """
@@ -225,7 +225,6 @@ class Sizes:
     a: Tensor
     odds: Tensor
     reach: Tensor
-    landed: Tensor
     attention: Tensor
     whole: Tensor
     by_key: Tensor
@@ -266,7 +265,7 @@ def sizes(layer: Layer, trace: Trace, *, from_input: bool, rows: int) -> Sizes:
         attention[i], whole[i] = spectral(block), spectral(token[i] @ block)
     return Sizes(
         a=trace.a, odds=trace.a / (1 - trace.a), reach=moved.norm(dim=-1),
-        landed=(moved @ token.mT).norm(dim=-1), attention=attention, whole=whole,
+        attention=attention, whole=whole,
         by_key=(trace.q @ K).norm(dim=-1) / width,
         by_query=((trace.k.unsqueeze(-3) - centre) @ Q.unsqueeze(1)).norm(dim=-1) / width,
         by_both=spectral(Q.mT @ K) / width, values=spectral(O @ V), token=spectral(token),

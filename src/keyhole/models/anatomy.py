@@ -143,7 +143,7 @@ def anatomy(model: nn.Module) -> Anatomy:
     config = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", type(model).__name__))
     if kind not in _ALIASES:
-        raise InputError(f"expected a model among {', '.join(sorted(_ALIASES))}, got {kind}")
+        raise InputError(f"{kind} is not a known family: {', '.join(sorted(_ALIASES))} are")
     base: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
     names, config = _FAMILIES[_ALIASES[kind]], base.config
     blocks = tuple(base.get_submodule(names.blocks))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.next_token import continued, last_states, unembedding
 
@@ -54,10 +54,8 @@ class Exposure:
 
     def __post_init__(self) -> None:
         expect_count("steps", self.steps)
-        if self.kind not in KINDS:
-            raise InputError(f"expected an exposure among {', '.join(KINDS)}, got {self.kind}")
-        if self.pooling not in POOLINGS:
-            raise InputError(f"expected pooling among {', '.join(POOLINGS)}, got {self.pooling}")
+        expect_among("an exposure", self.kind, KINDS)
+        expect_among("pooling", self.pooling, POOLINGS)
 
     @classmethod
     def parse(cls, text: str) -> Exposure:
@@ -66,7 +64,7 @@ class Exposure:
         if kind in ("pooled", "logits") and not colon:
             return cls(kind)
         if kind == "pooled" or not (number.isascii() and number.isdecimal() and len(number) < 10):
-            raise InputError(f"expected an exposure such as hidden:3, pooled or logits, got {text}")
+            raise InputError(f"{text} is not an exposure such as hidden:3, pooled or logits")
         return cls(kind, steps=int(number)) if kind == "logits" else cls(kind, int(number))
 
     def __str__(self) -> str:
@@ -78,14 +76,12 @@ class Exposure:
         """The number (from 1) of the block that makes it; 0 for the embeddings."""
         first = 0 if self.kind == "hidden" or (self.kind == "kv" and parts.causal) else 1
         if self.kind == "logits" and not parts.causal:
-            raise InputError(f"expected a causal model for {self}, got {parts.family}")
+            raise InputError(f"{self} needs a causal model, and {parts.family} is none")
         if self.kind in ("pooled", "logits"):
             return parts.layers
         last = parts.layers - (self.kind == "kv" and parts.causal)
         if not first <= self.layer <= last:
-            raise InputError(
-                f"expected a layer from {first} to {last} for {self}, got {self.layer}"
-            )
+            raise InputError(f"the layer of {self} must be from {first} to {last}")
         return self.layer + (self.kind == "kv" and parts.causal)
 
 
@@ -278,7 +274,7 @@ def pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None
 def _pooler(parts: Anatomy, states: Tensor) -> Tensor:
     base = cast("Any", parts.base)
     if getattr(base, "pooler", None) is None:
-        raise InputError(f"expected a model with a pooler, got {type(parts.base).__name__}")
+        raise InputError(f"{type(parts.base).__name__} has no pooler: choose another pooling")
     if parts.family == "albert":
         return base.pooler_activation(base.pooler(states[:, 0]))
     return base.pooler(states)

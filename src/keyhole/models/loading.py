@@ -27,9 +27,9 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from keyhole.core.errors import InputError, MissingExtra
-from keyhole.core.files import exists, expect_file, is_folder, trouble
-from keyhole.core.machine import expect_device, expect_room
+from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
+from keyhole.core.files import exists, expect_file, is_folder, unwritable
+from keyhole.core.machine import expect_device, expect_memory
 
 T = TypeVar("T")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -101,8 +101,7 @@ def load_model(
     that the checkpoint does not hold would be random, so it is refused; `new_head` asks for one,
     with so many classes, to be trained.
     """
-    if task not in AUTO_CLASSES:
-        raise InputError(f"expected a task among {', '.join(AUTO_CLASSES)}, got {task}")
+    expect_among("the task", task, AUTO_CLASSES)
     where, options = _source(str(name), allow_pickle)
     library = transformers()
     arguments = {**options, "trust_remote_code": False}
@@ -116,18 +115,18 @@ def load_model(
             output_loading_info=True,
         )  # fmt: skip
 
-    _expect_room(name)
-    model, report = _quietly(load_weights, f"a model in {name}")
+    _expect_memory(name)
+    model, report = _quietly(load_weights, f"the model {name}")
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
-        raise InputError(f"expected a trained head for {task} in {name}, got no {absent[0]}")
+        raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
     model = _placed(model.eval().requires_grad_(False), device)
     words = load_tokenizer(name) if tokenizer else None
     return Loaded(model, words, identity(model), str(name))
 
 
-def _expect_room(name: str | Path) -> None:
+def _expect_memory(name: str | Path) -> None:
     """What the configuration promises must fit, whatever the file of weights holds."""
     if not is_folder(name):
         return
@@ -138,7 +137,7 @@ def _expect_room(name: str | Path) -> None:
             raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
     words, width, layers, inner = sizes.values()
     numbers = words * width + layers * (4 * width * width + 2 * width * inner)
-    expect_room(4 * numbers, f"the configuration of {name}")
+    expect_memory(4 * numbers, f"the configuration of {name}")
 
 
 def task_of(name: str | Path) -> Task:
@@ -160,7 +159,7 @@ def load_config(name: str | Path) -> Any:
     where, options = _source(str(name), allow_pickle=True)  # it is no pickle
     make = transformers().AutoConfig.from_pretrained
     return _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"a configuration in {name}"
+        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
     )
 
 
@@ -173,9 +172,9 @@ def expect_names(given: Sequence[str], config: Any) -> None:
     """Classes that people name: each once, as many as the model has where that is known."""
     known = class_names(config)
     if len(set(given)) < len(given):
-        raise InputError(f"expected every class once in --classes, got {','.join(given)}")
+        raise InputError(f"--classes names a class twice: {','.join(given)}")
     if given and len(known) > 1 and len(given) != len(known):
-        raise InputError(f"expected {len(known)} names in --classes, got {len(given)}")
+        raise InputError(f"--classes must name {len(known)} classes, not {len(given)}")
 
 
 def _placed(model: Any, device: str | torch.device) -> Any:
@@ -184,8 +183,7 @@ def _placed(model: Any, device: str | torch.device) -> Any:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
         # No such device, or no memory left on it; a torch without CUDA asserts.
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected a device with enough memory, got {device}: {first}") from error
+        raise InputError(f"the model does not fit on {device}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -205,17 +203,17 @@ def save(loaded: Loaded, folder: str | Path) -> None:
         loaded.tokenizer.save_pretrained(folder)
 
     try:
-        _quietly(write, f"a folder to write in {folder}")
+        _quietly(write, f"a model to write to {folder}")
     except InputError as error:
-        raise trouble("a folder to write", folder, error.__cause__ or error) from error
+        raise unwritable(folder, error.__cause__ or error) from error
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
     make = transformers().AutoTokenizer.from_pretrained
-    words = _quietly(lambda: make(where, **arguments), f"a tokenizer in {name}")
+    words = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
     if len(words) <= len(words.all_special_ids):
         # The library makes an empty one where a known family's files are missing.
-        raise InputError(f"expected a tokenizer in {name}, got none with words")
+        raise InputError(f"{name} has no tokenizer with words")
     return words
 
 
@@ -228,20 +226,20 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
         expect_file(path, "a GGUF file")
         return str(path.parent), {"gguf_file": path.name}
     if exists(path, links=True) and not is_folder(path):
-        raise InputError(f"expected a folder, a .gguf file or a hub name, got the file {name}")
+        raise InputError(f"{name} is a file: give a folder, a .gguf file or a hub name")
     if not is_folder(path):
         if not _HUB_NAME.fullmatch(name):
-            raise InputError(f"expected a model's folder, got {name}: there is no such folder")
+            raise InputError(f"there is no model {name}: no such folder")
         return name, {} if _reached() else {"local_files_only": True}
     if not (path / "config.json").is_file():
-        raise InputError(f"expected a folder with a config.json, got {name}")
+        raise InputError(f"{name} is not a model's folder: it has no config.json")
     for file in path.iterdir():  # the library would wait for ever at a pipe
         if not (file.is_file() or file.is_dir()):
-            raise InputError(f"expected files in {name}, got {file.name}, which is none")
+            raise InputError(f"{file.name} in {name} is neither a file nor a folder: remove it")
     pickled = any(path.glob("*.bin"))
     if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
-        got = "pickled weights: pass allow_pickle=True if you trust them" if pickled else "none"
-        raise InputError(f"expected weights as .safetensors in {name}, got {got}")
+        rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
+        raise InputError(f"{name} has no weights as .safetensors{rest}")
     return str(path), {"local_files_only": True}
 
 
@@ -273,8 +271,8 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
         return load()
     except Exception as error:
         # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected {what}, got {type(error).__name__}: {first}") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"cannot load {what}: {why}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.set_verbosity(level)

@@ -309,8 +309,8 @@ class Watch:
         self.sites.forwards += 1
         if not self.sites.calls:
             raise InputError(
-                "expected a model whose attention goes through transformers' AttentionInterface, "
-                f"got {type(self.model).__name__}, which computes it on its own"
+                f"{type(self.model).__name__} computes attention on its own, not through "
+                "transformers' AttentionInterface"
             )
 
     def site(self, module: nn.Module, shape: torch.Size) -> Site:
@@ -327,9 +327,8 @@ class Watch:
         """The site of a call in the backward pass: unknown where one module has many."""
         if self._counts.get(module) != 1:
             raise InputError(
-                "expected attention inside the model's forward pass, got a call outside of it to "
-                f"{self.names[module]} (gradient checkpointing of a module that is called "
-                f"{self._counts.get(module, 0)} times?)"
+                f"{self.names[module]} was called outside of the model's forward pass (gradient "
+                f"checkpointing of a module called {self._counts.get(module, 0)} times?)"
             )
         return self._last[module]
 

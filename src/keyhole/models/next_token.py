@@ -22,8 +22,7 @@ def unembedding(model: nn.Module) -> nn.Linear:
     head = cast("Any", model).get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise InputError(
-            f"expected a causal language model with its head, got {type(model).__name__}: "
-            "load it with task causal"
+            f"{type(model).__name__} has no head for the next token: load it with task causal"
         )
     return head
 

@@ -28,10 +28,9 @@ def sub_layer(
     """
     parts = anatomy(model)
     if parts.family not in _FAMILIES:
-        wanted = ", ".join(_FAMILIES)
-        raise InputError(f"expected a model of the families {wanted}, got {parts.family}")
+        raise InputError(f"{parts.family} is not supported: {', '.join(_FAMILIES)} are")
     if not 0 <= layer < parts.layers:
-        raise InputError(f"expected a layer from 0 to {parts.layers - 1}, got {layer}")
+        raise InputError(f"the layer must be from 0 to {parts.layers - 1}, not {layer}")
     attention = parts.attentions[layer]
     if parts.rotary and _bias(attention.key) is not None:
         raise InputError("rotary positions are read where keys have no bias, and these have one")
@@ -85,7 +84,7 @@ def _frequencies(parts: Anatomy) -> Tensor:
     config = cast("Any", parts.base.config)
     kind = config.rope_parameters["rope_type"]
     if kind != "default":
-        raise InputError(f"expected rotary positions of the default kind, got {kind}")
+        raise InputError(f"rotary positions of the kind {kind} are not supported: default is")
     planes = torch.arange(0, parts.head_dim, 2, dtype=torch.float64) / parts.head_dim
     turns = float(config.rope_parameters["rope_theta"]) ** -planes
     return turns.repeat(parts.key_heads, 1)

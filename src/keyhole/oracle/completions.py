@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.connection import without_password
 from keyhole.oracle.http import Http, Refused
 from keyhole.oracle.probe import LIMITS, Server, server_http
@@ -62,8 +62,7 @@ class Completions:
         vocabulary: int | None = None, width: int | None = None,
         options: EndpointOptions | None = None,
     ) -> None:  # fmt: skip
-        if route not in ROUTES:
-            raise InputError(f"expected a route among {', '.join(ROUTES)}, got {route}")
+        expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
         self.route = route
@@ -120,8 +119,8 @@ class Completions:
             return torch.full((size,), ABSENT, dtype=torch.float64)
         if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
             raise OracleError(
-                f"expected log-probabilities of {size:,} tokens from {self.url}{self.route}, got "
-                f"{len(ids):,}: give --top, to raise tokens by a bias"
+                f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens and not of "
+                f"all {size:,}: give --top, to raise tokens by a bias"
             )
         self.vocabulary = size
         if self._whole_token is None:  # the likeliest, which was sampled

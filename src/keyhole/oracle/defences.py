@@ -63,9 +63,9 @@ class LengthLimited(Wrapper):
     def __call__(self, sequences: Tensor) -> Tensor:
         length = sequences.shape[1]
         if length < self.min_tokens:
-            raise Refused(f"expected {self.min_tokens} tokens or more, got {length}", _UNFIT)
+            raise Refused(f"sequences need {self.min_tokens} tokens or more, not {length}", _UNFIT)
         if self.max_tokens is not None and length > self.max_tokens:
-            raise Refused(f"expected at most {self.max_tokens} tokens, got {length}", _UNFIT)
+            raise Refused(f"sequences have at most {self.max_tokens} tokens, not {length}", _UNFIT)
         return ask(self.inner, sequences)
 
 
@@ -95,7 +95,7 @@ class UsualOnly(Wrapper):
     def __call__(self, sequences: Tensor) -> Tensor:
         reason = self.unusual(sequences)
         if reason:
-            raise Refused(f"expected inputs like honest ones, got {reason}", _UNFIT)
+            raise Refused(f"unusual input: {reason}", _UNFIT)
         return ask(self.inner, sequences)
 
     def unusual(self, sequences: Tensor) -> str:
@@ -289,9 +289,7 @@ class TooFast(Refused):
     """Come back in `wait` seconds."""
 
     def __init__(self, rate: float, wait: float) -> None:
-        super().__init__(
-            f"expected at most {rate:g} queries a second, got more: wait {wait:.3g} s", _TOO_FAST
-        )
+        super().__init__(f"more than {rate:g} queries a second: wait {wait:.3g} s", _TOO_FAST)
         self.wait = wait
 
 
@@ -341,8 +339,7 @@ class Rationed(Wrapper):
         if self.budget is not None and self._spent.get(payer, 0) + count > self.budget:
             left = self.budget - self._spent.get(payer, 0)
             raise Refused(
-                f"expected at most {self.budget:,} queries from a client, got {count:,} more where "
-                f"{left:,} are left",
+                f"a client has {self.budget:,} queries: {count:,} more exceed the {left:,} left",
                 _SPENT,
             )
         return payer

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.core.files import exists, expect_file, is_folder, private, trouble
+from keyhole.core.files import exists, expect_file, is_folder, private, unreadable, unwritable
 from keyhole.core.journal import expect_same_run
 from keyhole.oracle.protocol import (
     BudgetExhausted,
@@ -262,7 +262,7 @@ class Ledger:
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
         except sqlite3.DatabaseError as error:
-            raise InputError(f"expected a Keyhole ledger, got {self.path}: {error}") from error
+            raise unreadable("a Keyhole ledger", self.path, error) from error
         expect_same_run(self.path, mine, theirs)
 
     @contextmanager
@@ -290,19 +290,19 @@ def answers_in(path: Path) -> int:
 
 def _open(path: Path) -> sqlite3.Connection:
     if not is_folder(path.parent):
-        raise InputError(f"expected a folder for the ledger, got {path.parent}: it does not exist")
+        raise InputError(f"cannot write the ledger {path}: there is no such folder")
+    _expect_ledger(path)
     try:
-        _expect_ledger(path)
         private(path)
         db = sqlite3.connect(path, timeout=_TURN_SECONDS, isolation_level=None)
     except (sqlite3.OperationalError, OSError, ValueError) as error:
-        raise trouble("a file for the ledger", path, error) from error
+        raise unwritable(path, error) from error
     try:
         db.execute("PRAGMA journal_mode = WAL")  # readers never wait for the one who asks
         db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
     except sqlite3.DatabaseError as error:
         db.close()
-        raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
+        raise unreadable("a Keyhole ledger", path, error) from error
     return db
 
 
@@ -317,9 +317,9 @@ def _expect_ledger(path: Path) -> None:
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             mark = db.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.DatabaseError as error:
-        raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
+        raise unreadable("a Keyhole ledger", path, error) from error
     if tables and mark != _APPLICATION_ID:
-        raise InputError(f"not a Keyhole ledger but another SQLite file: {path}")
+        raise InputError(f"{path} is not a Keyhole ledger but another SQLite file")
 
 
 def _keys(sequences: Tensor) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.defences import Wrapper
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -33,8 +33,7 @@ class Link:
     offset: Tensor
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise InputError(f"expected a link among {', '.join(NAMES)}, got {self.name}")
+        expect_among("a link", self.name, NAMES)
         if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
             got = f"shape {tuple(self.offset.shape)}" if self.offset.ndim > 1 else "NaN or infinity"
             raise InputError(f"expected an offset that is a number, or one a score, got {got}")

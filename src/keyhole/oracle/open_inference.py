@@ -151,7 +151,7 @@ class OpenInference:
 
     def _dimension(self, dim: int | None, served: int | None) -> int:
         if dim is not None and served is not None and dim != served:
-            raise InputError(f"expected dimension {dim}, got {shown(served)} from {self.url}")
+            raise InputError(f"{self.url} has dimension {shown(served)}, not {dim}")
         known = dim if dim is not None else served
         if known is None:
             raise InputError(
@@ -194,8 +194,7 @@ class OpenInference:
         length = self.input.length
         if length is not None and sequences.shape[1] != length:
             raise InputError(
-                f"expected sequences of {length} tokens, the only length that {self.url} "
-                f"states to take, got {sequences.shape[1]}"
+                f"{self.url} takes sequences of {length} tokens only, not of {sequences.shape[1]}"
             )
         parts = sequences.split(self._rows(sequences))
         answers, failure = self._answered(parts)
@@ -440,8 +439,7 @@ def chosen_input(inputs: Sequence[Stated], name: str | None, url: str) -> Stated
     if len(several) > 1:
         names = ", ".join(tensor.name for tensor in several[:5])
         raise InputError(
-            f"expected one input of vectors at {url}, got {shown(names, 200)}: give "
-            "--endpoint input=NAME"
+            f"{url} has several inputs of vectors ({shown(names, 200)}): give --endpoint input=NAME"
         )
     return several[0]
 
@@ -451,7 +449,7 @@ def named(tensors: Sequence[Stated], name: str, url: str) -> Stated:
         if tensor.name == name:
             return tensor
     names = ", ".join(tensor.name for tensor in tensors[:5])
-    raise InputError(f"expected a tensor of {url} ({shown(names, 200)}), got {shown(name)}")
+    raise InputError(f"{url} has no tensor {shown(name)}: choose among {shown(names, 200)}")
 
 
 def most_at_once(metadata: dict[str, Any], tensor: Stated) -> int | None:

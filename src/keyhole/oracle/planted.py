@@ -67,7 +67,7 @@ class Parametric(ABC):
         if tensor.dtype != torch.float64:
             raise InputError(f"expected {name} in float64, got {tensor.dtype}: use .double()")
         if not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"expected finite entries in {name}, got NaN or infinity")
+            raise InputError(f"{name} holds NaN or infinity")
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.errors import (
+    InputError,
+    expect_among,
+    expect_count,
+    expect_number,
+    expect_seed,
+)
 from keyhole.core.files import read_tensors, write_tensors
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import (
@@ -63,19 +69,18 @@ def plant(
 
     `plant_orthogonal` gives the bases of orthogonal heads as well.
     """
-    if kind not in KINDS:
-        raise InputError(f"expected a kind among {', '.join(KINDS)}, got {kind}")
+    expect_among("kind", kind, KINDS)
     for name, size in {"dim": dim, "heads": heads, "width": width}.items():
         expect_count(name, size)
     if rank is not None and not 1 <= rank <= dim:
-        raise InputError(f"expected a rank from 1 to dim = {dim}, got {rank}")
+        raise InputError(f"rank must be from 1 to dim = {dim}, not {rank}")
     expect_number("scale", scale, least=0)
     numbers = {
         "relu": width * dim,
         "one-layer": heads * (dim + width) * dim,
         "attention": heads * (dim + (outputs or dim)) * dim,
     }.get(kind, heads * dim * dim)
-    expect_room(16 * numbers, f"{kind} of d = {dim:,}")
+    expect_memory(16 * numbers, f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
         if rank is not None:
             raise InputError("orthogonal-heads takes no rank: its subspaces set it")
@@ -167,7 +172,7 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
         )
     target = from_tensors(metadata, tensors, path)
     if target.dim < 1:
-        raise InputError(f"expected tokens of one dimension or more in {path}, got none")
+        raise InputError(f"the tokens of {path} must have one dimension or more")
     try:
         return target, Degradation.of(metadata)
     except InputError as error:
@@ -194,7 +199,7 @@ def from_tensors(
         return made(**given)
     except KeyError as missing:
         got = ", ".join(sorted(tensors)) or "nothing"
-        raise InputError(f"expected the tensor {missing} in {origin}, got {got}") from missing
+        raise InputError(f"{origin} has no tensor {missing}, only {got}") from missing
     except InputError as error:
         raise InputError(f"{error} in {origin}") from error
 

@@ -57,7 +57,7 @@ class SubLayer(Parametric):
         self._require("b", self.b, self.O.shape[2])
         self._require("frequencies", self.frequencies, groups, None)
         if not groups or heads % groups:
-            raise InputError(f"expected keys for every so many heads, got {groups} for {heads}")
+            raise InputError(f"{heads} heads cannot share {groups} keys evenly")
         if self.frequencies.shape[1] not in (0, k / 2):
             got = self.frequencies.shape[1]
             raise InputError(f"expected {k / 2:g} frequencies or none for each K, got {got}")

@@ -67,7 +67,7 @@ class TextEndpoint:
             if not tensor.masks and not any(word in tensor.name.lower() for word in _NO_IDS)
         ]  # fmt: skip
         if not plain:
-            raise InputError(f"expected an input of texts or tokens at {self.identity}, got none")
+            raise InputError(f"{self.identity} has no input of texts or tokens")
         return plain[0]
 
     @property
@@ -96,9 +96,7 @@ class TextEndpoint:
         """The ids, filled up with zeros that a mask leaves out where the length is fixed."""
         length = self.length or len(ids)
         if len(ids) > length:
-            raise InputError(
-                f"expected at most {length} tokens for {self.identity}, got {len(ids)}"
-            )
+            raise InputError(f"{self.identity} takes at most {length} tokens, not {len(ids)}")
         padded = torch.zeros(1, length, dtype=torch.int64)
         padded[0, : len(ids)] = torch.tensor(ids)
         counts = (torch.arange(length) < len(ids)).long().unsqueeze(0)

@@ -6,10 +6,11 @@ the leak. It proposes ids and says what that cost; whether they are right is the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,12 @@ from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import capture
 from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
+
+_TOKENS = 4096  # in one pass of the model
+_KEPT: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+Made = TypeVar("Made")
 
 
 class TokenCount:
@@ -98,10 +105,53 @@ class Target:
         ]
         return [int(token) for token in dict.fromkeys(given) if token is not None] or [0]
 
-    def expose(self, leak: Leak, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """What this model would have leaked for `ids` (b, n), without gradients."""
-        with torch.no_grad():
-            return capture(self.model, leak.exposure, ids=ids, mask=mask)
+    @torch.no_grad()
+    def rows(
+        self,
+        leak: Leak,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        each: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> Tensor:
+        """What this model would have leaked for `ids` (b, n), as rows (b, n, f).
+
+        `mask` (n,) or (b, n) is 1 on text. `each` is applied to the rows of one pass at a time.
+        """
+        masks = torch.ones_like(ids) if mask is None else mask.to(ids).expand_as(ids)
+        size = max(1, _TOKENS // ids.shape[1])
+        return torch.cat([
+            each(leak.rows(capture(
+                self.model, leak.exposure, ids=part, mask=None if mask is None else text
+            )))
+            for part, text in zip(ids.split(size), masks.split(size), strict=True)
+        ])  # fmt: skip
+
+    def nearest_tokens(
+        self, misfit: Callable[[Tensor], Tensor], count: int, batch_size: int = _TOKENS
+    ) -> Tensor:
+        """The `count` tokens (…, count) of the vocabulary that fit best, the best first.
+
+        `misfit` gives (…, c) for c tokens, of which there are `batch_size` at a time.
+        """
+        near, names = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+        for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(batch_size):
+            far = misfit(tokens)
+            each = tokens.expand(far.shape)
+            if len(near):
+                far, each = torch.cat([near, far], -1), torch.cat([names, each], -1)
+            near, kept = far.topk(min(count, far.shape[-1]), largest=False)
+            names = each.gather(-1, kept)
+        return names
+
+    def remembered(self, what: str, key: Any, make: Callable[[], Made]) -> Made:
+        """What was made of this model for `key` last time, or else is made now.
+
+        Of every `what` the latest value is kept, as long as the model lives.
+        """
+        kept, key = _KEPT.setdefault(self.parts.base, {}), (key, self.parts.device)
+        if what not in kept or kept[what][0] != key:
+            kept[what] = (key, make())
+        return kept[what][1]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decoded(self.tokenizer, list(ids))

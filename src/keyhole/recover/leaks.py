@@ -27,6 +27,14 @@ _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
 _CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 
 
+def rows_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Rows (…, positions, numbers): of keys and values all heads side by side."""
+    if "keys" not in tensors:
+        return tensors["values"]
+    both = torch.cat([tensors["keys"], tensors["values"]], -1)
+    return both.transpose(-3, -2).flatten(-2)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class About:
     """What is known about a leak except its numbers; every field may be left out.
@@ -82,7 +90,7 @@ class BaseLeak(About):
                 raise InputError("the mask must hold only 0 and 1")
             mask = self.mask.reshape(-1).to(torch.long)
             if self.length is not None and len(mask) != self.length:
-                raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
+                raise InputError(f"the mask must have {self.length} positions, not {len(mask)}")
             object.__setattr__(self, "mask", mask)
 
     def _take_tensor(self, name: str) -> None:
@@ -222,8 +230,7 @@ class KeyValues(BaseLeak):
     rank: ClassVar[int] = 3
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        both = torch.cat([tensors["keys"], tensors["values"]], -1)
-        return both.transpose(-3, -2).flatten(-2)
+        return rows_of(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,12 +283,11 @@ class Pooled(BaseLeak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("normalised must be true or false")
-        self._check_rounding(len(self.values), self.steps, self.ends, self.codebook)
+        self._check_rounding()
 
-    def _check_rounding(
-        self, count: int, steps: Tensor | None, ends: Tensor | None, codebook: Tensor | None
-    ) -> None:
-        """Refuse a description of how the `count` numbers were rounded that does not fit them."""
+    def _check_rounding(self) -> None:
+        """Refuse a description of how the numbers were rounded that does not fit them."""
+        count, steps, ends, codebook = len(self.values), self.steps, self.ends, self.codebook
         if self.width not in (None, count):
             raise InputError(f"width is {self.width}, but the vector has {count} numbers")
         if steps is not None and codebook is not None:
@@ -290,7 +296,7 @@ class Pooled(BaseLeak):
             if tensor is not None and not bool(tensor.isfinite().all()):
                 raise InputError(f"{name} must be finite")
         if steps is not None and steps.shape != (count,):
-            raise InputError(f"expected {count} steps, got {tuple(steps.shape)}")
+            raise InputError(f"{count} numbers need {count} steps, not {tuple(steps.shape)}")
         if steps is not None and bool((steps < 0).any()):
             raise InputError("steps must not be negative")
         if ends is not None and (steps is None or ends.shape != (2, count)):
@@ -299,8 +305,8 @@ class Pooled(BaseLeak):
             codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != count
         ):
             raise InputError(
-                f"expected a codebook of (blocks, codes, numbers) for {count} numbers, "
-                f"got {tuple(codebook.shape)}"
+                "a codebook must have shape (blocks, codes, numbers), blocks × numbers being "
+                f"{count}, not {tuple(codebook.shape)}"
             )
 
     @property

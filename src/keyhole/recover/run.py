@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,26 +140,17 @@ def run(
         if attack is None and all(file.ids is not None for file in opened):
             attack = WrittenIds([file.ids or () for n, file in enumerate(opened) if n not in done])
         fresh = {number: text for number, text in enumerate(texts) if number not in done}
-        for number, recovery in _reading(target, fresh, attack, track):
+        tokens = sum(leak.length or 0 for leak in fresh.values())
+        progress = track(f"tokens from {texts[0].exposure}", tokens or None) if fresh else silent
+        numbers = list(fresh)
+        for place, recovery in _recovering(target, list(fresh.values()), attack, progress, track):
+            number = numbers[place]
             file = opened[number]
             read = LeakRead(number, file.name, file.leak.digest, recovery)
             journal.add({read.digest: read.to_dict()})
             finish(number, recovery)
             overall(len(done), note=Path(file.name).name)
     return [done[number] for number in range(len(opened))]
-
-
-def _reading(
-    target: Target, leaks: Mapping[int, Leak], attack: Attack | None, track: Track
-) -> Iterator[tuple[int, TextRecovery]]:
-    """The texts of leaks by their numbers, as they come."""
-    numbers, texts = list(leaks), list(leaks.values())
-    if not texts:
-        return
-    tokens = sum(leak.length or 0 for leak in texts)
-    progress = track(f"tokens from {texts[0].exposure}", tokens or None)
-    for place, recovery in _recovering(target, texts, attack, progress, track):
-        yield numbers[place], recovery
 
 
 def _identity(

@@ -49,7 +49,6 @@ FORMS = ("rotated", "scrambled", "mixed")
 BLOCK = 16  # tokens
 _STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
-_AT_ONCE = 4096  # tokens of the vocabulary in one pass
 _OTHER_BLOCK = 1e30  # the cost of a place in another block
 _SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
 _OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
@@ -63,9 +62,7 @@ def matrices_of(leak: Leak) -> list[Tensor]:
         return [leak.values]
     if isinstance(leak, Pooled):
         return [leak.values[None]]
-    raise InputError(
-        f"expected hidden states, keys and values or a pooled embedding, got {leak.exposure}"
-    )
+    raise InputError(f"no secret is applied to {leak.exposure}: only to states, caches and vectors")
 
 
 def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:
@@ -263,13 +260,9 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
 
 def _tokens_by_values(target: Target, rows: Tensor) -> Tensor:
     """The token (n,) whose own values of the first layer are nearest to each row (n, f)."""
-    best = torch.full((len(rows),), torch.inf)
-    tokens = torch.zeros(len(rows), dtype=torch.long)
-    for part in torch.arange(target.vocabulary, device=target.parts.device).split(_AT_ONCE):
-        given = capture(target.model, Exposure("kv", 0), ids=part[:, None])["values"]
-        table = given[:, :, 0].flatten(1).cpu()
-        far, nearest = torch.cdist(rows, table).min(1)
-        closer = far < best
-        tokens = torch.where(closer, part.cpu()[nearest], tokens)
-        best = torch.minimum(best, far)
-    return tokens
+
+    def misfit(tokens: Tensor) -> Tensor:
+        given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])["values"]
+        return torch.cdist(rows.to(given), given[:, :, 0].flatten(1))
+
+    return target.nearest_tokens(misfit, 1)[:, 0].cpu()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, expect_among, expect_number, expect_seed
-from keyhole.core.files import trouble
+from keyhole.core.files import unwritable
 from keyhole.core.journal import Journal, digest
 from keyhole.data import opening
 from keyhole.models.anatomy import anatomy
@@ -226,7 +226,7 @@ def capture(
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise trouble("a folder to write to", paths[0].parent, error) from error
+        raise unwritable(paths[0].parent, error) from error
     run: dict[str, Any] = {
         "run": "capture", "model": model.identity, "exposure": str(exposure),
         "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),

@@ -118,7 +118,7 @@ def fleet_table(fleet: Fleet, assessment: FleetAssessment | None = None) -> Grou
     return Group(Text(meant.verdict, style="bold"), view)
 
 
-# The formats of a fleet: one file for all of its targets, each of which is told apart in it.
+# The formats of a fleet: one file for all of its targets.
 
 MOST_RUNS = 20  # of a SARIF file that GitHub takes
 _TARGETS = (

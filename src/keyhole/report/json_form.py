@@ -57,7 +57,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "findings": [_row(item) for item in assessment.items],
         "controls": [_row(item) for item in assessment.controls],
         "gone": [_row(item) for item in assessment.gone],
-        "decision": None if decision is None else _decision(decision),
+        "decision": None if decision is None else decided(decision),
     }
 
 
@@ -101,7 +101,7 @@ def _row(item: Item) -> dict[str, Any]:
     }
 
 
-def _decision(decision: Decision) -> dict[str, Any]:
+def decided(decision: Decision) -> dict[str, Any]:
     return {
         "exit_code": decision.exit_code,
         "rule": decision.rule,

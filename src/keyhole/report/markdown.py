@@ -17,7 +17,7 @@ from keyhole.core import Outcome
 from keyhole.core.text import as_code
 from keyhole.report import words
 
-MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
+MOST = 60_000  # characters in all; GitHub takes some more
 SHOWN = 20  # findings before the fold
 CELL = 160  # characters of a cell
 SIGNS = {
@@ -53,13 +53,13 @@ class Table:
 
 
 def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -> str:
-    """A comment around tables, of which as many rows are shown as there is room for."""
-    room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
+    """A comment around tables, of which as many rows are shown as fit."""
+    left = MOST - sum(len(line) + 1 for line in (*top, *bottom))
     shown: list[str] = []
     for table in tables:
         sizes = list(accumulate(len(line) + 1 for line in table.rows))
-        fitting = sum(size <= room for size in sizes)
-        room -= sizes[fitting - 1] if fitting else 0
+        fitting = sum(size <= left for size in sizes)
+        left -= sizes[fitting - 1] if fitting else 0
         left_out = _left_out(len(table.rows) - fitting, table.noun)
         shown += [*_folded_table(table, table.rows[:fitting]), *left_out]
     return "\n".join([*top, *shown, *bottom]) + "\n"

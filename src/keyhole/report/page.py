@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby
@@ -18,11 +19,10 @@ from markupsafe import Markup, escape
 from keyhole.assess import Assessment, Card, Family, Item, assess
 from keyhole.assess.assessment import Measure, measured
 from keyhole.assess.severity import cost
-from keyhole.core import Audit, Result
+from keyhole.core import Audit, Finding, Readings, Result
 from keyhole.core.finding import Cut
 from keyhole.core.text import legible, percent
-from keyhole.report import matrix, readings, words
-from keyhole.report.curves import curve
+from keyhole.report import readings, words
 
 
 def render(audit: Audit, assessment: Assessment | None = None) -> str:
@@ -41,11 +41,11 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         assessment=made,
         sections=sections(made),
         controls=groups(made.controls),
-        parts=matrix.parts(made),
+        parts=parts(made),
         measured=measures,
         cost=cost,
         curve=curve,
-        matrix=matrix,
+        whole=WHOLE,
         percent=percent,
         picture=picture,
         unseen=unseen,
@@ -234,4 +234,181 @@ def unseen(cut: Cut) -> Iterator[tuple[str, int, int]]:
     counts = Counter(key for _, _, _, key in cut.units)
     most = max(counts.values(), default=1)
     for place, token in enumerate(cut.tokens):
-        yield token, counts[place], matrix.shade(counts[place] / most)
+        yield token, counts[place], shade(counts[place] / most)
+
+
+# Error against queries as a drawing: logarithmic axes, the lower bound marked. Numbers only.
+#
+# No attack can do with fewer queries than the lower bound, the number of unknowns over the numbers
+# in an answer. The template draws what this places, in the colours of the page.
+
+WIDTH, HEIGHT = 620, 270
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 22, 44
+_MOST_QUERIES = 10**18  # a file may say anything
+_POINTS = 300  # points that are drawn: more cannot be told apart
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a template needs to draw a trace; `bound` is where the lower bound's line stands."""
+
+    across: Axis
+    up: Axis
+    points: tuple[tuple[float, float], ...]
+    bound: float | None
+    about: str
+
+    width: int = WIDTH
+    height: int = HEIGHT
+
+    @property
+    def path(self) -> str:
+        return " ".join(f"{x:g},{y:g}" for x, y in self.points)
+
+
+def curve(finding: Finding) -> Curve | None:
+    """The drawing of a finding that was followed on its way; None for the others."""
+    trace = [
+        (min(max(1, queries), _MOST_QUERIES), max(error, SMALLEST))
+        for queries, error in _thinned(finding.trace)
+        if math.isfinite(error)
+    ]
+    if not trace:
+        return None
+    queries, errors = zip(*trace, strict=True)
+    bound = finding.lower_bound
+    bound = bound if bound and 0 < bound <= _MOST_QUERIES else None
+    across = Axis.around([*queries, *([bound] if bound else [])], _LEFT, WIDTH - _RIGHT)
+    up = Axis.around(errors, HEIGHT - _BOTTOM, _TOP)
+    return Curve(
+        across, up, tuple((across.place(x), up.place(y)) for x, y in trace),
+        across.place(bound) if bound else None, _about(trace, bound),
+    )  # fmt: skip
+
+
+def _thinned(trace: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    step = max(1, math.ceil(len(trace) / _POINTS))
+    return [*trace[:-1:step], *trace[-1:]]
+
+
+def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
+    """The drawing in words, for whoever does not see it."""
+    (first, high), (last, low) = trace[0], trace[-1]
+    words = (
+        f"Error {low:.1e} after {last:,} queries"
+        if len(trace) == 1
+        else f"Error {high:.1e} after {first:,} queries, {low:.1e} after {last:,}"
+    )
+    return f"{words}; the lower bound is {bound:,}." if bound else f"{words}."
+
+
+# An axis of a drawing: which number stands at which pixel, and where its ticks stand.
+
+SMALLEST = 1e-17  # errors of exactly zero have to stand somewhere on a logarithmic axis
+_TICKS = 7  # along an axis, at most about so many
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Powers of ten from `low` to `high`, from pixel `begin` to `end`."""
+
+    low: int
+    high: int
+    begin: float
+    end: float
+
+    @classmethod
+    def around(cls, values: Sequence[float], begin: float, end: float) -> Axis:
+        """An axis that holds all of them, between whole powers of ten."""
+        scaled = [_power(value) for value in values]
+        low, high = math.floor(min(scaled)), math.ceil(max(scaled))
+        return cls(low, max(high, low + 1), begin, end)
+
+    def place(self, value: float) -> float:
+        return self._at(_power(value))
+
+    @property
+    def ticks(self) -> list[tuple[float, int]]:
+        """Where each stands, and the power of ten that it stands for."""
+        step = max(1, math.ceil((self.high - self.low) / _TICKS))
+        return [(self._at(power), power) for power in range(self.low, self.high + 1, step)]
+
+    def _at(self, power: float) -> float:
+        share = (power - self.low) / (self.high - self.low)
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+
+def _power(value: float) -> float:
+    return math.log10(max(value, SMALLEST))
+
+
+# The exposure matrix: what leaks, down; in which layer, across; in each precision, a row.
+#
+# A model's cells are the shares of tokens that came back. What has no layers (endpoints, flips) is
+# one chip for each finding. All of them are links.
+
+WHOLE = "model"  # the column of what is made by no single layer
+_SHADES = 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one exposure gave away in one precision."""
+
+    item: Item
+    readings: Readings
+
+    @property
+    def words(self) -> str:
+        readings = self.readings
+        whole = readings.readings and readings.exact == len(readings.readings)
+        return "exact" if whole else percent(readings.known)
+
+    @property
+    def shade(self) -> int:
+        return shade(self.readings.known)
+
+
+@dataclass
+class Part:
+    """One part of the target: its matrix, where text was read of it, and chips for the rest."""
+
+    name: str
+    columns: list[str] = field(default_factory=list[str])
+    kinds: dict[str, dict[str, dict[str, Cell]]] = field(  # kind, precision, column
+        default_factory=dict[str, dict[str, dict[str, Cell]]]
+    )
+    chips: list[Item] = field(default_factory=list[Item])
+
+
+def shade(share: float) -> int:
+    """Which of the shades of the stylesheet a share has: 0 for nothing, the last for all."""
+    return 0 if share <= 0 else min(_SHADES, 1 + int(share * _SHADES))
+
+
+def parts(assessment: Assessment) -> list[Part]:
+    """One for each part of the target, the worst first."""
+    made: dict[str, Part] = {}
+    for item in assessment.items:
+        part = made.setdefault(item.finding.part, Part(item.finding.part))
+        if item.finding.texts:
+            _place(part, item, item.finding.texts)
+        else:
+            part.chips.append(item)
+    for part in made.values():
+        part.columns.sort(key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0))
+    return list(made.values())
+
+
+def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
+    exposure = item.finding.exposure
+    column = WHOLE if exposure.layer is None else str(exposure.layer)
+    kind = words.exposure(replace(exposure, layer=None))
+    if column not in part.columns:
+        part.columns.append(column)
+    rows = part.kinds.setdefault(kind, {})
+    for read in texts:
+        row = rows.setdefault(read.precision, {})
+        best = row.get(column)  # of several attacks on one leak, the one that read most counts
+        if best is None or best.readings.known < read.known:
+            row[column] = Cell(item, read)

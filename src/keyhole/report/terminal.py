@@ -101,14 +101,14 @@ def _styled(item: Item, row: Sequence[str]) -> list[Text]:
     return [Text(word, style=style if place in (0, 2) else "") for place, word in enumerate(row)]
 
 
-def _widths(rows: Sequence[Sequence[str]], room: int) -> tuple[list[int], int]:
-    """Every word in a line of its own and two spaces between; or as narrow as the room asks for."""
+def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
+    """Every word in a line of its own and two spaces between; or as narrow as `width` asks for."""
     widths = [max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
     gaps = len(widths) - 1
-    if sum(widths) + 2 * gaps <= room:
+    if sum(widths) + 2 * gaps <= width:
         return widths, 2
     widths[2], widths[4] = min(widths[2], 16), min(widths[4], 14)
-    widths[1] = max(12, room - gaps - sum(widths) + widths[1])
+    widths[1] = max(12, width - gaps - sum(widths) + widths[1])
     return widths, 1
 
 

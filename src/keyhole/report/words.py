@@ -187,7 +187,7 @@ def outcome(finding: Finding) -> str:
 
 
 def brief(remedy: str) -> str:
-    """The first sentence of a remedy: a card has no room for the others."""
+    """The first sentence of a remedy: a card shows no more."""
     return _SENTENCE.split(remedy, maxsplit=1)[0]
 
 

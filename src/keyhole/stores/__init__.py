@@ -14,8 +14,13 @@ from urllib.parse import parse_qsl
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists
-from keyhole.stores.databases import open_chroma, open_lancedb, open_postgres, open_qdrant
-from keyhole.stores.embeddings_api import open_embeddings_api
+from keyhole.stores.databases import (
+    open_chroma,
+    open_embeddings_api,
+    open_lancedb,
+    open_postgres,
+    open_qdrant,
+)
 from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 
@@ -67,22 +72,25 @@ def open_store(
     kind = kind_of(target)
     if kind is None:
         forms = ", ".join(kind.form for kind in KINDS)
-        raise InputError(f"expected a vector store ({forms}), got {target}")
+        raise InputError(f"{target} is not a vector store ({forms})")
     path, query = _parted(target)
     options = dict(parse_qsl(query, keep_blank_values=True))
-    if kind.form.endswith(":FOLDER"):
-        path = path.partition(":")[2]
+    path = _place(path, kind)
     unknown = [name for name in options if name not in kind.options]
     if unknown and kind.form != _POSTGRES:  # where the rest of the query is the driver's
-        takes = ", ".join(f"?{name}=" for name in kind.options) or "nothing"
-        raise InputError(f"expected {takes} after {path}, got ?{unknown[0]}=")
+        takes = ", ".join(f"?{name}=" for name in kind.options) or "none"
+        raise InputError(f"{path} has no option ?{unknown[0]}=: its options are {takes}")
     with kind.open(Place(path, options, tuple(known))) as store:
         if shown is None or shown == target:
             yield store
             return
-        given = _parted(shown)[0]
-        given = given.partition(":")[2] if kind.form.endswith(":FOLDER") else given
+        given = _place(_parted(shown)[0], kind)
         yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
+
+
+def _place(path: str, kind: Kind) -> str:
+    """What comes after `chroma:` and the like."""
+    return path.partition(":")[2] if kind.form.endswith(":FOLDER") else path
 
 
 def _parted(target: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Vectors in databases: Chroma, Qdrant's local mode, LanceDB, PostgreSQL."""
+"""Vectors in databases (Chroma, Qdrant's local mode, LanceDB, PostgreSQL) and from a server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any, cast
 from urllib.parse import urlencode, urlsplit
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from keyhole.core.errors import InputError, KeyholeError
-from keyhole.core.files import exists, is_folder, trouble
+from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.errors import InputError, KeyholeError, first_line
+from keyhole.core.files import exists, is_folder, unreadable
+from keyhole.oracle.connection import connected, without_password
+from keyhole.oracle.http import Http
+from keyhole.oracle.protocol import OracleError
 from keyhole.stores.files import arrow_store
-from keyhole.stores.store import Place, Store, library, one_line
+from keyhole.stores.store import Place, Store, column_store, library
 
 # Chroma opens a folder to write to it (it migrates tables and takes locks), so it is given a copy
 # in a temporary folder that only its owner may read, and that goes when the store is closed. Its
@@ -33,25 +35,21 @@ _NOTE = "read from a temporary copy, because Chroma writes to what it opens"
 @contextmanager
 def open_chroma(place: Place) -> Generator[Store]:
     if not exists(Path(place.path) / "chroma.sqlite3"):
-        raise InputError(
-            f"expected a folder that Chroma keeps (with chroma.sqlite3), got {place.path}"
-        )
+        raise InputError(f"{place.path} is not a folder of Chroma: it has no chroma.sqlite3")
     chromadb = library("chromadb")
     with tempfile.TemporaryDirectory(prefix="keyhole-") as folder:
         copy = Path(folder) / "copy"
         try:
             shutil.copytree(place.path, copy)
         except (OSError, shutil.Error) as error:
-            raise trouble("a folder that can be copied", place.path, error) from error
+            raise unreadable("a folder of Chroma", place.path, error) from error
         settings = chromadb.Settings(anonymized_telemetry=False, allow_reset=False)
         client: Any = None
         try:
             client = chromadb.PersistentClient(str(copy), settings)
             yield _chroma_store(client, place)
         except chromadb.errors.ChromaError as error:
-            raise InputError(
-                f"expected a folder that Chroma keeps, got {place.path}: {one_line(error)}"
-            ) from error
+            raise unreadable("a folder of Chroma", place.path, error) from error
         finally:
             if hasattr(client, "close"):
                 client.close()
@@ -69,14 +67,8 @@ def _chroma_store(client: Any, place: Place) -> Store:
         by_id = dict(zip(given["ids"], given[what], strict=True))  # in an order of its own
         return [by_id[id_] for id_ in wanted]
 
-    def vectors(rows: Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.array(read("embeddings", rows), dtype=np.float32))
-
-    def texts(rows: Sequence[int]) -> list[str | None]:
-        return read("documents", rows)
-
-    dim = vectors([0]).shape[1] if ids else 0
-    return Store(f"{place.path}, {name}", len(ids), dim, vectors, texts, _NOTE)
+    where = f"{place.path}, {name}"
+    return column_store(where, len(ids), read, "embeddings", "documents", np.float32, _NOTE)
 
 
 # Vectors in a folder of Qdrant's local mode: a table of pickled points, read without its library.
@@ -117,24 +109,20 @@ def open_qdrant(place: Place) -> Generator[Store]:
     names = sorted(path.parent.name for path in folder.glob("*/storage.sqlite"))
     if not names:
         raise InputError(
-            f"expected a folder of Qdrant's local mode (with collection/NAME/storage.sqlite), got "
-            f"{place.path}"
+            f"{place.path} is not a folder of Qdrant's local mode: it has no "
+            "collection/NAME/storage.sqlite"
         )
     name = place.choice("collection", names, "collection")
     file = folder / name / "storage.sqlite"
     waiting = [end for end in ("-wal", "-journal") if exists(f"{file}{end}")]
     if waiting:
-        raise InputError(
-            f"expected a collection that nobody writes to, got {file}{waiting[0]}: close Qdrant"
-        )
+        raise InputError(f"Qdrant is writing to {file}{waiting[0]}: close it first")
     try:
         database = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with closing(database):
             yield _qdrant_store(database, place, name)
     except sqlite3.Error as error:
-        raise InputError(
-            f"expected a collection of Qdrant's local mode, got {file}: {error}"
-        ) from error
+        raise unreadable("a collection of Qdrant's local mode", file, error) from error
 
 
 def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Store:
@@ -142,7 +130,7 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
         "SELECT rowid FROM points ORDER BY rowid"
     )))  # fmt: skip
     if not numbers:
-        raise InputError(f"expected vectors in {place.path}, {name}, got none")
+        raise InputError(f"{place.path}, {name} holds no vectors")
 
     def point(row: int) -> dict[str, Any]:
         query = "SELECT point FROM points WHERE rowid = ?"
@@ -154,28 +142,23 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
         key for key, value in _payload(first).items() if isinstance(value, str)
     ])  # fmt: skip
 
-    def vectors(rows: Sequence[int]) -> Tensor:
-        given = [_vectors(point(row)).get(vector) for row in rows]
-        if any(values is None or len(values) != dim for values in given):
-            raise InputError(f"expected {dim} numbers in every point of {place.path}, {name}")
-        return torch.from_numpy(np.array(given, dtype=np.float64))
+    def read(column: str, rows: Sequence[int]) -> list[Any]:
+        points = [point(row) for row in rows]
+        if column == "vector":
+            return [_vectors(held).get(vector) for held in points]
+        return [_payload(held).get(str(text)) for held in points]
 
-    def texts(rows: Sequence[int]) -> list[str | None]:
-        given = [_payload(point(row)).get(str(text)) for row in rows]
-        return [words if isinstance(words, str) else None for words in given]
-
-    dim = len(_vectors(first)[vector])
     where = f"{place.path}, {name}"
-    return Store(where, len(numbers), dim, vectors, None if text is None else texts)
+    return column_store(where, len(numbers), read, "vector", None if text is None else "payload")
 
 
 def _read(blob: bytes, path: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = _Harmless(io.BytesIO(blob)).load().fields
     except Exception as error:  # whatever bytes that are no pickle may lead to
-        raise InputError(f"expected points of Qdrant in {path}, got {error!r:.80}") from error
+        raise InputError(f"{path} holds a point that is not Qdrant's: {error!r:.80}") from error
     if "vector" not in fields:
-        raise InputError(f"expected points of Qdrant in {path}, got one without a vector")
+        raise InputError(f"{path} holds a point of Qdrant without a vector")
     return fields
 
 
@@ -201,7 +184,9 @@ def _payload(point: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def open_lancedb(place: Place) -> Generator[Store]:
     if not is_folder(place.path):
-        raise InputError(f"expected a folder of LanceDB, got {place.path}: there is no such folder")
+        raise InputError(
+            f"cannot read {place.path} as a folder of LanceDB: there is no such folder"
+        )
     lancedb = library("lancedb")
     names = sorted(path.stem for path in Path(place.path).glob("*.lance"))
     try:
@@ -210,9 +195,7 @@ def open_lancedb(place: Place) -> Generator[Store]:
     except (RuntimeError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(
-            f"expected a folder of LanceDB, got {place.path}: {one_line(error)}"
-        ) from error
+        raise unreadable("a folder of LanceDB", place.path, error) from error
 
     def taken(column: str, rows: Sequence[int]) -> Any:
         return table.take_offsets(list(rows)).select([column]).to_arrow().column(column)
@@ -249,9 +232,9 @@ def open_postgres(place: Place) -> Generator[Store]:
             connection.read_only = True
             yield _postgres_store(psycopg.sql, connection, Place(shown, place.options))
     except psycopg.OperationalError as error:
-        raise KeyholeError(f"expected an answer from {shown}, got {one_line(error)}") from error
+        raise KeyholeError(f"{shown} does not answer: {first_line(error)}") from error
     except psycopg.Error as error:
-        raise InputError(f"expected vectors in {shown}, got {one_line(error)}") from error
+        raise InputError(f"cannot read vectors from {shown}: {first_line(error)}") from error
 
 
 def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
@@ -264,13 +247,11 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
     text = place.text_column([name for name, kind in kinds.items() if kind in _TEXTS])
     schema, relation = next(row[:2] for row in listed if _table_name(*row[:2]) == table)
     names = {"table": sql.Identifier(schema, relation), "column": sql.Identifier(column)}
-    count, dim = connection.execute(
-        sql.SQL("SELECT count({column}), max(cardinality({column}::real[])) FROM {table}").format(
-            **names
-        )
-    ).fetchone()
+    counting = sql.SQL("SELECT count({column}) FROM {table}").format(**names)
+    (count,) = connection.execute(counting).fetchone()
 
-    def read(what: Any, rows: Sequence[int]) -> list[Any]:
+    def read(chosen: str, rows: Sequence[int]) -> list[Any]:
+        what = sql.SQL("{}::real[]" if chosen == column else "{}").format(sql.Identifier(chosen))
         query = sql.SQL(
             "SELECT given FROM (SELECT {what} AS given, row_number() OVER (ORDER BY tableoid, ctid)"
             " - 1 AS place FROM {table} WHERE {column} IS NOT NULL) AS placed"
@@ -278,19 +259,66 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
         ).format(what=what, **names)
         return [value for (value,) in connection.execute(query, (list(rows),)).fetchall()]
 
-    def vectors(rows: Sequence[int]) -> Tensor:
-        values = read(sql.SQL("{}::real[]").format(names["column"]), rows)
-        if any(len(value) != dim or None in value for value in values):
-            raise InputError(f"expected {dim} numbers in every row of {place.path}, {table}")
-        return torch.from_numpy(np.array(values, dtype=np.float32))
-
-    def texts(rows: Sequence[int]) -> list[str | None]:
-        return read(sql.Identifier(str(text)), rows)
-
     name = f"{place.path}, {table}.{column}"
-    return Store(name, count, dim or 0, vectors, None if text is None else texts)
+    return column_store(name, count, read, column, text, np.float32)
 
 
 def _table_name(schema: str, name: str) -> str:
     """A table as people write it."""
     return name if schema == "public" else f"{schema}.{name}"
+
+
+# A server that turns texts into embeddings, in the form of OpenAI's `POST /v1/embeddings`.
+#
+# It keeps no vectors. It is asked for those of texts that one knows, which shows how the vectors of
+# its other clients are made (encoder, pooling), and whether they can be read.
+
+_AT_ONCE = 32  # texts in one request
+
+
+@contextmanager
+def open_embeddings_api(place: Place) -> Generator[Store]:
+    if not place.known:
+        raise InputError(
+            f"{place.path} keeps no vectors: give --known with texts to ask for their embeddings"
+        )
+    url = place.path.rstrip("/")
+    with closing(connected(EndpointOptions(), url, retries=2)) as http:
+        url = without_password(url)
+        name = place.options.get("model") or _only_model(http, url)
+
+        def read(column: str, rows: Sequence[int]) -> list[Any]:
+            wanted = [place.known[row] for row in rows]
+            if column == "text":
+                return wanted
+            parts = (wanted[start : start + _AT_ONCE] for start in range(0, len(wanted), _AT_ONCE))
+            return [vector for part in parts for vector in _ask(http, url, name, part)]
+
+        note = "the texts of --known, asked for now"
+        yield column_store(url, len(place.known), read, "embedding", "text", note=note)
+
+
+def _only_model(http: Http, url: str) -> str:
+    """The model that a server has, where it says so and has one alone."""
+    try:
+        listed = http.request("GET", f"{url.removesuffix('/embeddings')}/models").get("data")
+    except OracleError:  # not every server lists its models, nor needs a name
+        return "default"
+    entries = cast("list[Any]", listed) if isinstance(listed, list) else []
+    names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
+    if len(names) > 1:
+        raise InputError(f"{url} has several models ({', '.join(names[:5])}): add ?model=NAME")
+    return names[0] if names else "default"
+
+
+def _ask(http: Http, url: str, model: str, texts: Sequence[str]) -> list[list[float]]:
+    content = {"model": model, "input": list(texts), "encoding_format": "float"}
+    answer = http.request("POST", url, content)
+    try:
+        entries = sorted(answer["data"], key=lambda entry: int(entry["index"]))
+        given = [[float(number) for number in entry["embedding"]] for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise OracleError(f"{url} did not answer with embeddings: {error!r:.80}") from error
+    if len(given) != len(texts):
+        raise OracleError(f"{url} answered with {len(given)} embeddings for {len(texts)} texts")
+    return given

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
-from keyhole.core.files import expect_file, parse, trouble
-from keyhole.core.machine import expect_room
-from keyhole.stores.store import TEXT_NAMES, Place, Store, library, one_line
+from keyhole.core.errors import InputError, first_line
+from keyhole.core.files import expect_file, parse, unreadable
+from keyhole.core.machine import expect_memory
+from keyhole.stores.store import TEXT_NAMES, Place, Store, column_store, library
 
 # Vectors in files of NumPy: one array (.npy), or several by name (.npz), perhaps with the texts.
 #
@@ -42,9 +42,9 @@ def open_npz(place: Place) -> Generator[Store]:
     expect_file(place.path, "arrays in a .npz file")
     try:
         with zipfile.ZipFile(place.path) as archive:
-            expect_room(sum(info.file_size for info in archive.infolist()), place.path)
+            expect_memory(sum(info.file_size for info in archive.infolist()), place.path)
     except (OSError, zipfile.BadZipFile) as error:
-        raise trouble("arrays in a .npz file", place.path, error) from error
+        raise unreadable("arrays in a .npz file", place.path, error) from error
     with _load(place.path, "arrays in a .npz file") as file:
         arrays = {name: _member(file, name, place.path) for name in file.files}
     named = [name for name, array in arrays.items() if _holds_vectors(array)]
@@ -80,14 +80,14 @@ def _load(path: str, what: str, **options: Any) -> Any:
     try:
         return np.load(path, allow_pickle=False, **options)
     except (OSError, ValueError, EOFError) as error:
-        raise trouble(what, path, error) from error
+        raise unreadable(what, path, error) from error
 
 
 def _member(file: Any, name: str, path: str) -> Any:
     try:
         return file[name]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise trouble(f"an array {name}", path, error) from error
+        raise unreadable(f"an array {name}", path, error) from error
 
 
 # Vectors in a file of JSON lines: an object for each text, with a list of numbers in it.
@@ -108,24 +108,10 @@ def open_json_lines(place: Place) -> Generator[Store]:
         column = place.choice("column", names, "field that holds a vector")
         text = place.text_column([name for name, value in first.items() if isinstance(value, str)])
 
-        def vectors(rows: Sequence[int]) -> Tensor:
-            given: list[Any] = [_row(file, starts, row, place.path).get(column) for row in rows]
-            width = len(first[column])
-            for row, vector in zip(rows, given, strict=True):
-                if not _is_vector(vector) or len(vector) != width:
-                    raise InputError(
-                        f"expected {width} numbers in {column} in {place.path}, line {row + 1}"
-                        f", got {str(vector)[:40]}"
-                    )
-            return torch.tensor(given, dtype=torch.float64)
+        def read(column: str, rows: Sequence[int]) -> list[Any]:
+            return [_row(file, starts, row, place.path).get(column) for row in rows]
 
-        def texts(rows: Sequence[int]) -> list[str | None]:
-            given = [_row(file, starts, row, place.path).get(str(text)) for row in rows]
-            return [words if isinstance(words, str) else None for words in given]
-
-        yield Store(
-            place.path, len(starts), len(first[column]), vectors, None if text is None else texts
-        )
+        yield column_store(place.path, len(starts), read, column, text)
 
 
 def _starts(file: IO[bytes]) -> array[int]:
@@ -144,12 +130,12 @@ def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, 
     try:
         value: object = parse(line.decode("utf-8"))
     except ValueError as error:
-        raise InputError(f"expected JSON in {path}, line {row + 1}, got {error}") from error
+        raise InputError(f"row {row} of {path} is not JSON: {error}") from error
     if isinstance(value, list):
         return {_ALONE: value}
     if isinstance(value, dict):
         return cast("dict[str, Any]", value)
-    raise InputError(f"expected an object or a list in {path}, line {row + 1}, got {line[:40]!r}")
+    raise InputError(f"expected an object or a list in row {row} of {path}, got {line[:40]!r}")
 
 
 def _is_vector(value: object) -> bool:
@@ -173,9 +159,7 @@ def open_parquet(place: Place) -> Generator[Store]:
     try:
         file = parquet.ParquetFile(place.path)
     except (OSError, arrow.ArrowException) as error:
-        raise InputError(
-            f"expected a .parquet file of vectors, got {place.path}: {one_line(error)}"
-        ) from error
+        raise unreadable("a .parquet file of vectors", place.path, error) from error
 
     def taken(column: str, rows: Sequence[int]) -> Any:
         pieces, start = [], 0
@@ -224,13 +208,11 @@ def _matrix(column: Any, where: str) -> Tensor:
     """A column of lists as (rows, numbers)."""
     compute = library("pyarrow.compute")
     if column.null_count or not len(column):
-        raise InputError(f"expected a vector in every row of {where}, got a row without one")
+        raise InputError(f"every row of {where} must have a vector")
     lengths = compute.unique(compute.list_value_length(column)).to_pylist()
     numbers = compute.list_flatten(column)
     if len(lengths) != 1 or numbers.null_count:
-        raise InputError(
-            f"expected vectors of one length in {where}, got {lengths[:5]} numbers in them"
-        )
+        raise InputError(f"all vectors of {where} must have the same length, not {lengths[:5]}")
     return torch.from_numpy(np.array(numbers.to_numpy())).reshape(len(column), lengths[0])
 
 
@@ -245,7 +227,7 @@ def _matrix(column: Any, where: str) -> Tensor:
 def open_faiss(place: Place) -> Generator[Store]:
     expect_file(place.path, "an index of FAISS")
     faiss = library("faiss", "faiss-cpu")
-    expect_room(Path(place.path).stat().st_size, place.path)
+    expect_memory(Path(place.path).stat().st_size, place.path)
     try:
         whole = faiss.read_index(place.path, faiss.IO_FLAG_READ_ONLY)
         index = _within(faiss, whole)
@@ -302,6 +284,6 @@ def _codebook(faiss: Any, index: Any) -> Tensor | None:
 
 
 def _unreadable(path: str, error: Exception) -> InputError:
-    reason = one_line(error)
     # "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what' failed: why"
-    return InputError(f"expected an index of FAISS, got {path}: {reason.rpartition('Error:')[2]}")
+    reason = first_line(error).rpartition("Error:")[2].strip()
+    return InputError(f"cannot read {path} as an index of FAISS: {reason}")

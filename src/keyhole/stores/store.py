@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +50,7 @@ class Store:
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dim < 2:
-            got = f"{self.count} of {self.dim} numbers" if self.count else "none"
-            raise InputError(f"expected vectors in {self.name}, got {got}")
+            raise InputError(f"{self.name} holds no vectors of two numbers or more")
 
     @property
     def rounding(self) -> dict[str, Tensor]:
@@ -66,13 +66,10 @@ class Store:
     def _piece(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
         if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
-            shape = " × ".join(map(str, vectors.shape))
-            raise InputError(
-                f"expected {len(rows)} vectors of {self.dim} numbers in {self.name}, got {shape}"
-            )
+            raise InputError(f"every vector in {self.name} must have {self.dim} numbers")
         bad = (~vectors.isfinite()).any(-1).nonzero().flatten().tolist()
         if bad:
-            raise InputError(f"expected finite numbers in {self.name}, got row {rows[bad[0]]}")
+            raise InputError(f"row {rows[bad[0]]} of {self.name} holds NaN or infinity")
         return vectors
 
     def batches(self) -> Iterator[tuple[range, Tensor]]:
@@ -108,13 +105,14 @@ class Place:
             return names[0]
         if wanted is not None and wanted in names:
             return wanted
-        there = ", ".join(names[:10]) or "none"
-        if wanted is None and names:
+        if not names:
+            raise InputError(f"{self.path} has no {what}")
+        there = ", ".join(names[:10])
+        if wanted is None:
             raise InputError(
-                f"expected one {what} in {self.path}, got {there}: add ?{option}=NAME to the target"
+                f"{self.path} has more than one {what} ({there}): add ?{option}=NAME to the target"
             )
-        raise InputError(f"expected a {what}{f' {wanted}' if wanted else ''} in {self.path}, "
-                         f"got {there}")  # fmt: skip
+        raise InputError(f"{self.path} has no {what} {wanted}: choose among {there}")
 
     def text_column(self, names: Sequence[str]) -> str | None:
         """Where the texts are, if they are still there: a column of a usual name, or as asked."""
@@ -143,7 +141,31 @@ def library(module: str, package: str = "") -> Any:
         raise MissingExtra(f"{package or module} is not installed", "stores") from error
 
 
-def one_line(error: BaseException) -> str:
-    """What a library says went wrong, as much of it as fits into a line."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+def column_store(
+    name: str,
+    count: int,
+    read: Callable[[str, Sequence[int]], Sequence[Any]],
+    column: str,
+    text: str | None,
+    dtype: Any = np.float64,
+    note: str = "",
+) -> Store:
+    """A store with columns: `read(column, rows)` gives a list of numbers, or a text, for each row.
+
+    `text` is the column of texts, where there is one.
+    """
+
+    def vectors(rows: Sequence[int]) -> Tensor:
+        try:
+            return torch.from_numpy(np.array(read(column, rows), dtype=dtype))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"every {column} in {name} must have {dim} numbers") from error
+
+    def texts(rows: Sequence[int]) -> list[str | None]:
+        given = read(str(text), rows)
+        return [words if isinstance(words, str) else None for words in given]
+
+    dim = len(read(column, [0])[0]) if count else 0
+    return Store(name, count, dim, vectors, None if text is None else texts, note)

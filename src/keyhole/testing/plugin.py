@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from keyhole.testing.sessions import notify, sessions
+from keyhole.testing import notify, sessions
 
 if TYPE_CHECKING:
     from keyhole.core import Audit
@@ -45,8 +45,8 @@ def _report(word: str) -> tuple[str, Path]:
         return Path(word).suffix[1:], Path(word)
     if not file or name not in FORMATS:
         raise pytest.UsageError(
-            f"expected {_OPTION} FILE.html, FILE.json or FORMAT=FILE with one of "
-            f"{', '.join(FORMATS)}, got {word}"
+            f"{_OPTION} takes FILE.html, FILE.json, or FORMAT=FILE with one of "
+            f"{', '.join(FORMATS)}; {word} is none of these"
         )
     return name, Path(file)
 

@@ -27,7 +27,7 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
 from keyhole.report import words as wording
-from keyhole.testing.sessions import notify
+from keyhole.testing import notify
 
 Texts = str | Path | Sequence[str]
 Labelled = Example | str | tuple[str, int]
@@ -77,7 +77,7 @@ def assert_withstands(
     if not 0 <= at_most <= 1:
         raise InputError(f"at_most must be from 0 to 1, got {at_most}")
     if examples and exposure != FLIPS:
-        raise InputError(f"expected examples with {FLIPS}, got {exposure}")
+        raise InputError(f"examples are for {FLIPS}, not for {exposure}: leave them out")
     about: dict[str, Any] = {"model": model, "known": known, "corpus": corpus, "endpoint": endpoint}
     options = AuditOptions(**about, texts=sample, seed=seed, authorized=authorized, device=device)
     with _opened(target, tokenizer, options) as opened:
@@ -138,7 +138,7 @@ def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[
     if texts is None and not examples:
         return target
     if not target.models:
-        raise InputError(f"expected texts with a model, got {target.name or 'an endpoint'}")
+        raise InputError(f"texts are for a model, and {target.name or 'an endpoint'} is none")
     given = texts or [example.text for example in examples]
     parts = tuple(
         ModelPart(

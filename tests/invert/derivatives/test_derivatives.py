@@ -77,11 +77,11 @@ def test_products_are_those_of_the_matrices(kind):
     p = P.flatten()
     close(invert.hessian_product(problem, X, P).flatten(), H @ p)
     close(invert.gauss_newton_product(problem, X, P).flatten(), J.mT @ (J @ p))
-    close(gauss_newton_of(Equations.of([problem]), _imposed(problem, X))[0], J.mT @ J)
+    close(gauss_newton_of(Equations.of(problem), _imposed(problem, X))[0], J.mT @ J)
 
 
 def _imposed(problem, X):
-    return Equations.of([problem]).impose(X.unsqueeze(0))
+    return Equations.of(problem).impose(X.unsqueeze(0))
 
 
 @settings(deadline=None, max_examples=15)
@@ -114,16 +114,6 @@ def test_many_inputs_at_once_are_as_one_by_one():
             close(together[place], function(problem, X[place]), within=1e-14)
 
 
-def test_many_problems_at_once_are_as_one_by_one():
-    kind = Kind(heads=2, options=frozenset({"causal", "known", "key_bias"}))
-    drawn = [draw(kind, seed) for seed in range(3)]
-    equations = Equations.of([problem for problem, _ in drawn])
-    X = equations.impose(torch.stack([X for _, X in drawn]))
-    together = hessian_of(equations, X)
-    for row, (problem, at) in enumerate(drawn):
-        close(together[row], invert.hessian(problem, at), within=1e-14)
-
-
 def test_a_few_rows_at_a_time_make_the_same_matrix(monkeypatch):
     problem, X = draw(KINDS[-1])
     whole = invert.hessian(problem, X)
@@ -136,7 +126,7 @@ def test_a_few_rows_at_a_time_make_the_same_matrix(monkeypatch):
 @pytest.mark.parametrize("temperature", [0.3, 0.9])
 def test_the_hessian_at_another_temperature(temperature):
     problem, X = draw(KINDS[-1])
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     equations = type(equations)(**{**vars(equations), "temperature": temperature})
     at = equations.impose(X.unsqueeze(0))
 
@@ -149,7 +139,7 @@ def test_the_hessian_at_another_temperature(temperature):
 
 def test_the_blocks_are_second_derivatives_of_one_residual():
     problem, X = draw(Kind(heads=2, options=frozenset({"key_bias", "causal"})))
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     for i0, j0 in ((0, 0), (2, 1), (3, 2)):
         grid = blocks_of(equations, X, i0, j0)
         expected = second(lambda x, i=i0, j=j0: problem.output(x)[i, j])(X)

@@ -21,7 +21,7 @@ from keyhole.invert.solvers.starts import _covariance, _geometric_mean, solution
 def test_it_solves_attention_to_first_order_in_the_scores(n, d, biases):
     problem = reduce(invert.plant(n, d, biases=biases, seed=n + d)[0]).problem
     X = invert.mean_field(problem)
-    coldest = replace(Equations.of([problem]), temperature=1e-7)
+    coldest = replace(Equations.of(problem), temperature=1e-7)
     # What is left is the second order, λ times smaller than the scores.
     assert float(coldest.residuals(X.unsqueeze(0)).abs().max()) < 1e-3
 

@@ -24,7 +24,7 @@ def errors(method, problem, X0, steps):
     """Distance to the optimum (found by many exact steps) after each of a method's steps."""
     method = replace(method, radius=radius(problem, X0))
     exact = replace(method, slack=0.0, delta=None)
-    equations = Equations.of([exact.regularized(problem)])
+    equations = Equations.of(exact.regularized(problem))
     best = exact.begin(equations, X0.unsqueeze(0))
     for _ in range(30):
         best = exact.step(equations, best)
@@ -98,7 +98,7 @@ def test_the_radius_covers_the_start():
 def test_its_own_starts_are_drawn_inside(options):
     problem, X = draw(Kind(options=frozenset(options)))
     method = RegularizedNewton(radius=2 + 2 * radius(problem))
-    equations = Equations.of([method.regularized(problem)])
+    equations = Equations.of(method.regularized(problem))
     X = equations.impose(torch.stack([0.1 * X, 100 * X]))
     state = method.begin(equations, X)
     assert (state.X[0] == X[0]).all()
@@ -133,15 +133,6 @@ def test_without_gamma_it_is_newton_and_finds_the_input_from_nearby():
     result = RegularizedNewton(gamma=0, slack=0)(problem, start=X + 1e-3)
     assert result.status is Status.RECOVERED
     assert (result.X - X).abs().max() <= 1e-10
-
-
-def test_many_problems_have_a_gamma_each():
-    problems = [planted(3, 3, seed=seed)[0] for seed in range(3)]
-    together = RegularizedNewton().many(problems)
-    for problem, result in zip(problems, together, strict=True):
-        alone = RegularizedNewton()(problem)
-        assert (result.X - alone.X).abs().max() <= 1e-10
-        assert result.reason == alone.reason
 
 
 def test_a_drawn_hessian_is_within_the_slack_but_for_delta():
@@ -190,7 +181,7 @@ def test_theorem_1_3_with_a_drawn_hessian(slack):
 def test_known_entries_stay_with_a_drawn_hessian():
     problem, X = draw(Kind(options=frozenset({"known"})))
     method = RegularizedNewton(delta=0.1, radius=2 + 2 * radius(problem))
-    equations = Equations.of([method.regularized(problem)])
+    equations = Equations.of(method.regularized(problem))
     state = method.begin(equations, equations.impose(X.unsqueeze(0)))
     for _ in range(3):
         state = method.step(equations, state)
@@ -234,7 +225,7 @@ def test_modified_newton_finds_the_input(seed):
 
 def test_modified_newton_doubles_the_digits_near_the_input():
     problem, X = planted(4, 4, seed=1)
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     method = ModifiedNewton()
     state = method.begin(equations, (X + 1e-3).unsqueeze(0))
     distances = []
@@ -251,7 +242,7 @@ def test_modified_newton_doubles_the_digits_near_the_input():
 @pytest.mark.parametrize("heads", [None, 2])
 def test_every_step_goes_down_from_an_indefinite_hessian(options, heads):
     problem, X = draw(Kind(heads=heads, options=frozenset(options)), seed=4)
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     X = equations.impose(torch.stack([X, 3 * X, -X]))
     method = ModifiedNewton()
     state = method.begin(equations, X)
@@ -266,7 +257,7 @@ def test_every_step_goes_down_from_an_indefinite_hessian(options, heads):
 
 def test_a_row_without_finite_numbers_stays_where_it_is():
     problem, X = planted(3, 3)
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     method = ModifiedNewton()
     state = method.begin(equations, torch.stack([X + 0.01, X * torch.nan]))
     ahead = method.step(equations, state)

@@ -20,11 +20,11 @@ from keyhole.invert.solvers.token_by_token import TokenEquations, first_of_each
 def test_a_tokens_equations_and_derivative(heads, residual):
     problem, X, _ = plant(5, 3, heads=heads, causal=True, residual=residual, biases=True)
     for k in range(5):
-        equations = TokenEquations.after(X[None, :k], Equations.of([problem]))
+        equations = TokenEquations.after(X[None, :k], Equations.of(problem))
         assert float(equations.residuals(X[None, k : k + 1]).abs().max()) <= 1e-13
         x = torch.ones(3, dtype=torch.float64)
         expected = jacobian(lambda x, e=equations: e.residuals(x[None, None])[0, 0], x)
-        result = equations.linearised(x[None, None]).jacobian()[0]
+        result = equations.jacobian(x[None, None])[0]
         assert torch.allclose(result, expected, atol=1e-12)
 
 

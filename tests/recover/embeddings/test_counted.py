@@ -9,7 +9,7 @@ from keyhole.core.errors import InputError
 from keyhole.models import Exposure
 from keyhole.recover import leak_of, recover_texts
 from keyhole.recover.embeddings.changes import Chance, LikelyTokens, Shares
-from keyhole.recover.embeddings.counts import Counted, NGrams, TokenOdds
+from keyhole.recover.embeddings.counts import Counted
 from keyhole.recover.embeddings.encoder import Texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
@@ -49,15 +49,6 @@ def test_what_is_missing_is_the_difference_of_the_odds(counted, secrets):
     assert torch.allclose(token_odds.missing(goals[0] - goals[1]), expected, atol=1e-3)
 
 
-def test_blank_odds_know_how_frequent_tokens_are(encoder, lines):
-    texts = Texts.of([line for line in lines if len(line) <= 5], 5)
-    token_odds = TokenOdds.blank(encoder, texts, 32)
-    assert torch.equal(token_odds.odds(torch.randn(32)), token_odds.offset)
-    most = int(token_odds.offset.argmax())
-    shares = [sum(t in line for line in lines) for t in range(len(token_odds.offset))]
-    assert shares[most] == max(shares)
-
-
 def test_no_special_token_is_tried(counted, secrets):
     goals = secrets[1]
     likely = LikelyTokens.of(counted, goals)
@@ -83,8 +74,8 @@ def test_the_search_reads_texts_alone_and_in_a_batch(encoder, counted, secrets):
 
 
 def test_a_search_ends_when_its_passes_are_spent(encoder, lines, secrets):
-    blank = Counted.of(encoder, lines, 5, ngrams=NGrams.uniform(200), guess=False)
-    reading = SumSearch(passes=100, arrived=-1.0)(encoder, secrets[1][:1], blank, 4)[0]
+    counted = Counted.of(encoder, lines, 5)
+    reading = SumSearch(passes=100, arrived=-1.0)(encoder, secrets[1][:1], counted, 4)[0]
     assert 1 <= len(reading.tokens) <= 4
     assert 100 <= reading.passes < 1000
 

@@ -60,8 +60,8 @@ def test_what_a_language_model_says_counts_half(ngrams):
     assert ngrams.log_p(texts, own).tolist() == pytest.approx([first, second], abs=1e-4)
 
 
-def test_uniform_knows_nothing():
+def test_counts_of_no_lines_know_nothing():
     places = torch.arange(SIZE + 1)
     first, second = torch.meshgrid(places, places, indexing="ij")
-    pairs = NGrams.uniform(SIZE).pairs(first, second)
+    pairs = NGrams.of([], SIZE).pairs(first, second)
     assert torch.allclose(pairs, torch.full((SIZE + 1, SIZE + 1), -math.log(SIZE + 1)))

@@ -8,7 +8,7 @@ import torch
 
 import reference
 from keyhole.core.errors import InputError
-from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.embeddings.judge import Stored
 from keyhole.recover.layers.precision import FLOAT32
 from keyhole.recover.leaks import Pooled
 
@@ -151,11 +151,11 @@ def test_bits_are_at_most_what_shannon_allows():
     ("given", "words"),
     [
         ({"width": 5}, "width is 5, but the vector has 64 numbers"),
-        ({"steps": torch.ones(5)}, "expected 64 steps, got"),
+        ({"steps": torch.ones(5)}, "64 numbers need 64 steps, not"),
         ({"steps": -torch.ones(64)}, "steps must not be negative"),
         ({"steps": torch.full((64,), torch.nan)}, "steps must be finite"),
         ({"ends": torch.ones(2, 64)}, r"ends need steps and shape \(2, 64\)"),
-        ({"codebook": torch.ones(3, 4, 5)}, "expected a codebook of .* for 64 numbers"),
+        ({"codebook": torch.ones(3, 4, 5)}, "a codebook must have shape .* being 64"),
         ({"codebook": BOOK, "steps": torch.ones(64)}, "give steps or a codebook, not both"),
     ],
 )

@@ -69,9 +69,9 @@ def test_no_code_of_a_file_is_run(tmp_path, monkeypatch):
     np.savez("evil.npz", a=np.array([Evil()], dtype=object))
     for name, words in {
         "evil.pt": r"mkdir, which would run code when loaded: save a dictionary",
-        "evil.pkl": "expected tensors saved with torch.save, got evil.pkl",
-        "evil.npy": "expected arrays of numbers, got evil.npy",
-        "evil.npz": "expected arrays of numbers, got evil.npz",
+        "evil.pkl": "cannot read evil.pkl as tensors saved with torch.save",
+        "evil.npy": "cannot read evil.npy as arrays of numbers",
+        "evil.npz": "cannot read evil.npz as arrays of numbers",
     }.items():
         with pytest.raises(InputError, match=words) as raised:
             read_dump(name)

@@ -115,5 +115,5 @@ def test_names_that_say_nothing():
     assert slot_of("activations", parts) is None
     assert slot_of("encoder.layer.7", parts) is None
     keys = {"layers.0.keys": torch.zeros(4, 5, 8), "layers.0.values": torch.zeros(4, 6, 8)}
-    with pytest.raises(InputError, match="expected keys and values of one shape"):
+    with pytest.raises(InputError, match="keys and values must have the same shape"):
         sections_by_name(keys, parts)

@@ -147,7 +147,7 @@ def test_what_is_no_leak_of_this_model():
         "is it another model's": (np.zeros((5, 31), np.float32), None),
         "of int64: is it another": (np.zeros((5, 32), np.int64), None),
         "the file holds hidden:0, hidden:1": (states, "hidden:3"),
-        "expected a layer from 0 to 3": (given.hidden_states[1], "hidden:9"),
+        "must be from 0 to 3": (given.hidden_states[1], "hidden:9"),
         "expected mask of shape": ({**states, "attention_mask": torch.ones(2, 9)}, None),
         "only padding": ({**states, "attention_mask": torch.zeros(1, 7, dtype=torch.long)}, None),
         "a, b are of several kinds": ({"a": torch.ones(3, 32), "b": torch.ones(3, 4, 32)}, None),

@@ -10,8 +10,8 @@ import reference
 import tiny_models as tiny
 from keyhole.models.capture import Exposure, capture, hooks
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.encoder_texts import contexts_of
 from keyhole.recover.gradients.span import first_inputs, span_of
+from keyhole.recover.gradients.texts import contexts_of
 
 
 def target_of(family, head="AutoModel"):

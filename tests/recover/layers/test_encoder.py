@@ -17,7 +17,7 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.encoder_batch import EncoderBatch
+from keyhole.recover.layers.encoder import EncoderBatch
 from keyhole.recover.layers.inverse_map import TokenTable, inverse_map, random_texts
 from keyhole.recover.layers.lbfgs import BatchedLBFGS
 
@@ -160,7 +160,7 @@ def test_leaks_that_cannot_be_this_models():
     assert invert.recover_text(model(), WORDS, good).verified
     with pytest.raises(InputError, match="the leak is of the model"):
         invert.recover_text(model("roberta"), WORDS, good)
-    with pytest.raises(InputError, match="a layer from 0 to 3"):
+    with pytest.raises(InputError, match="must be from 0 to 3"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values, 9))
     with pytest.raises(InputError, match=r"shape \(8, 32\), got \(8, 31\)"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values[:, 1:], 2))

@@ -18,7 +18,6 @@ from keyhole.models import Exposure, capture
 from keyhole.models.demo import load_demo
 from keyhole.recover.attack import Target
 from keyhole.recover.files.sources import WrittenIds
-from keyhole.recover.layers import judge as judge_module
 from keyhole.recover.layers.judge import Compared, alternatives, judge_rows
 from keyhole.recover.layers.precision import precision_of
 
@@ -215,9 +214,11 @@ def test_the_whole_leak_speaks_for_a_token(monkeypatch):
     """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=14)[0]
-    monkeypatch.setattr(
-        judge_module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
-    )
+
+    def rows(_target, _leak, text, _mask, each=lambda rows: rows):
+        return each(table[text].roll(1, dims=1))
+
+    monkeypatch.setattr(Target, "rows", rows)
     values = table[ids].roll(1, dims=0)
     noise = 0.05 * float(values.std())
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=noise)
@@ -232,13 +233,13 @@ def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
     table = target().parts.table
     ids = tiny.ids(texts=1, length=40)[0]
 
-    def rows(_target, _leak, text):
+    def rows(_target, _leak, text, _mask, each=lambda rows: rows):
         shown = table[text].clone()
         shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
-        return shown
+        return each(shown)
 
-    monkeypatch.setattr(judge_module, "exposed_rows", rows)
-    values = rows(None, None, ids[None])[0]
+    monkeypatch.setattr(Target, "rows", rows)
+    values = rows(None, None, ids[None], None)[0]
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
     result = judge_rows(target(), leak, ids.tolist())
     assert not result.verified
@@ -301,11 +302,11 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
     own, other = demo.tokenizer.convert_tokens_to_ids(["##erv", "##rence"])
     place = right.tolist().index(own)
     leak = invert.HiddenStates(torch.ones(len(right), 128), 4)
-    clean = target.expose(leak, right[None])["values"][0]
+    clean = target.rows(leak, right[None])[0]
     strength = 0.2 * float(clean.std())
     wrong = right.clone()
     wrong[place] = other
-    given = target.expose(leak, wrong[None])["values"][0]
+    given = target.rows(leak, wrong[None])[0]
     odds = 2 * (math.log(target.vocabulary) + 10)
     missed = 0
     for seed in range(8):
@@ -321,7 +322,7 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
             tried = alternatives(compared, noisy)[:, place]
             texts = wrong.repeat(len(tried), 1)
             texts[:, place] = tried
-            rows = target.expose(leak, texts)["values"]
+            rows = target.rows(leak, texts)
             return float((misfits(rows).sum(-1) - misfits(given).sum()).min())
 
         missed += margin(noisy=False) > odds

@@ -162,7 +162,7 @@ def test_wrong_arguments(bert):
         AttentionMaps(torch.full_like(maps, torch.nan), 1)
     with pytest.raises(InputError, match=r"shape \(4, 6, 6\)"):
         recover_text(bert, TOKENIZER, AttentionMaps(maps[:2], 1))
-    with pytest.raises(InputError, match="a layer from 1 to 3"):
+    with pytest.raises(InputError, match="must be from 1 to 3"):
         recover_text(bert, TOKENIZER, AttentionMaps(maps, 4))
 
 

@@ -7,6 +7,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole.models import Exposure
+from keyhole.recover import attack
 from keyhole.recover.attack import Target
 from keyhole.recover.layers import ordering
 
@@ -38,8 +39,7 @@ def test_another_precision_runs_nothing_and_orders_as_a_fit_of_its_own(target, r
     assert spent == exact.spent
     coarse = ordering.fit(target, EXPOSURE, 256, 0, error=0.3)
     assert runs[0] == spent == coarse.spent
-    ordering._LAST.clear()
-    ordering._TABLES.clear()
+    attack._KEPT.clear()
     again = ordering.fit(target, EXPOSURE, 256, 0, error=0.3)
     assert runs[0] == 2 * spent
     for one, other in ((coarse.opening, again.opening), (coarse.rest, again.rest)):

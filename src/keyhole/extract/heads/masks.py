@@ -317,7 +317,6 @@ class Rays:
         return (self.V != 0).any(2).sum(1)
 
     def part(self, rows: Tensor) -> Rays:
-        """Some of the rays."""
         names = ("line", "sign", "g", "v", "c", "V")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
@@ -362,7 +361,6 @@ class Rows:
         return cls(Q, s, a, t, torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)))
 
     def part(self, rows: Tensor) -> Rows:
-        """The probes of some of the rays."""
         if len(rows) == len(self.s):
             return self
         fields = (self.Q, self.s, self.a, self.t, self.deltas)

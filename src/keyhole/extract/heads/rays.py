@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -39,109 +39,105 @@ def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines
     x = x / lengths(x)
     frame = random_orthogonal(len(v), stream)
     lines = find_lines(Probe(oracle, x, v), stream)
-    x, lines = _balanced(x, lines)
-    rays, rest = _values(oracle, x, v, lines, frame, stream)
+    at = _Token(oracle, x, v, lines, frame, stream).balanced()
+    rays, rest = at.rays()
     if rays is None or rest > NOTHING:
-        lines = lines.union(find_hidden_lines(Probe(oracle, x, v), stream))
-        x, lines = _balanced(x, lines)
-        rays, rest = _values(oracle, x, v, lines, frame, stream)
+        hidden = find_hidden_lines(Probe(oracle, at.x, v), stream)
+        at = replace(at, lines=at.lines.union(hidden)).balanced()
+        rays, rest = at.rays()
         if rays is None or rest > NOTHING:
             raise BadToken(Status.MISMATCH, "the values of the heads found do not add up to f([x])")
-    return _settle(oracle, lines, rays, stream)
+    return _settle(oracle, at.lines, rays, stream)
 
 
-def _balanced(x: Tensor, lines: Lines) -> tuple[Tensor, Lines]:
-    """x scaled so that |W||x|² is about 1: probes are then about as long as x."""
-    if not len(lines.g):
-        return x, lines
-    factor = float((lengths(lines.g).median() / lengths(x)) ** -0.5 / lengths(x))
-    return factor * x, lines.scaled(factor)
+@dataclass(frozen=True)
+class _Token:
+    """An asking token x and the lines that the far field has there."""
 
+    oracle: Oracle
+    x: Tensor
+    v: Tensor  # Σ_h v_h
+    lines: Lines
+    frame: Tensor
+    stream: torch.Generator
 
-def _values(
-    oracle: Oracle,
-    x: Tensor,
-    v: Tensor,
-    lines: Lines,
-    frame: Tensor,
-    stream: torch.Generator,
-) -> tuple[Rays | None, float]:
-    """All rays with their values (None if a gate never opens), and what share of v is missing."""
-    scale = max(lines.scale, float(lengths(v)))
-    v0 = _zero_value(oracle, x, lines, scale, frame, stream)
-    line = torch.arange(len(lines.g)).repeat_interleave(2)
-    sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(lines.g))
-    empty = torch.zeros(0, len(v), dtype=torch.float64)
-    present, values = line > 0, empty
-    if len(line):
-        behind = Behind(oracle, empty, v0)
-        opened = _open_values(behind, x, lines, line, sign, scale, frame, stream)
-        if opened is None:
-            return None, math.inf
-        present, values = opened
-    line, sign = line[present], sign[present]
-    ones = torch.ones(len(line), 1, dtype=torch.float64)
-    g = sign.unsqueeze(1) * lines.g[line]
-    rays = Rays(x, line, sign, g, values, v0, ones, values.unsqueeze(1), frame)
-    rest = float(lengths(v - v0 - values.sum(0)))
-    return rays, rest / scale if scale else rest
+    def balanced(self) -> _Token:
+        """x scaled so that |W||x|² is about 1: probes are then about as long as x."""
+        if not len(self.lines.g):
+            return self
+        size = lengths(self.x)
+        factor = float((lengths(self.lines.g).median() / size) ** -0.5 / size)
+        return replace(self, x=factor * self.x, lines=self.lines.scaled(factor))
 
+    @property
+    def scale(self) -> float:
+        """The size of the values."""
+        return max(self.lines.scale, float(lengths(self.v)))
 
-def _zero_value(
-    oracle: Oracle, x: Tensor, lines: Lines, scale: float, frame: Tensor, stream: torch.Generator
-) -> Tensor:
-    """v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked: 2 answers if none."""
-    size = 1 / float(lengths(lines.g).max()) if len(lines.g) else float(lengths(x))
-    Q = size * frame
-    D = mask_all(lines, (lines.g @ Q.mT).abs().amax(1) + 5, stream) if len(lines.g) else Q[:2]
-    behind = Behind(oracle, D.unsqueeze(0), torch.zeros_like(x))
-    seen = float(behind.at_once(x, Q[:2].sum(0)[None, None]).abs())
-    noise = 1e-12 * scale * float(lengths(D).max())
-    if seen <= NOTHING * scale * size + noise:
-        return torch.zeros_like(x)
-    return 4 * behind.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
+    def rays(self) -> tuple[Rays | None, float]:
+        """All rays with their values (None if a gate never opens), and the missing share of v."""
+        v0 = self._zero_value()
+        line = torch.arange(len(self.lines.g)).repeat_interleave(2)
+        sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(self.lines.g))
+        values = torch.zeros(0, len(self.v), dtype=torch.float64)
+        if len(line):
+            opened = self._open_values(v0, line, sign)
+            if opened is None:
+                return None, math.inf
+            present, values = opened
+            line, sign = line[present], sign[present]
+        ones = torch.ones(len(line), 1, dtype=torch.float64)
+        g = sign.unsqueeze(1) * self.lines.g[line]
+        rays = Rays(self.x, line, sign, g, values, v0, ones, values.unsqueeze(1), self.frame)
+        rest = float(lengths(self.v - v0 - values.sum(0)))
+        return rays, rest / self.scale if self.scale else rest
 
+    def _zero_value(self) -> Tensor:
+        """v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked: 2 answers if none."""
+        x, g = self.x, self.lines.g
+        size = 1 / float(lengths(g).max()) if len(g) else float(lengths(x))
+        Q = size * self.frame
+        D = Q[:2]
+        if len(g):
+            D = mask_all(self.lines, (g @ Q.mT).abs().amax(1) + 5, self.stream)
+        behind = Behind(self.oracle, D.unsqueeze(0), torch.zeros_like(x))
+        seen = float(behind.at_once(x, Q[:2].sum(0)[None, None]).abs())
+        noise = 1e-12 * self.scale * float(lengths(D).max())
+        if seen <= NOTHING * self.scale * size + noise:
+            return torch.zeros_like(x)
+        return 4 * behind.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
 
-def _open_values(
-    behind: Behind,
-    x: Tensor,
-    lines: Lines,
-    line: Tensor,
-    sign: Tensor,
-    scale: float,
-    frame: Tensor,
-    stream: torch.Generator,
-) -> tuple[Tensor, Tensor] | None:
-    """Which of the rays have heads, and the sum of their values.
+    def _open_values(self, v0: Tensor, line: Tensor, sign: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which of the rays have heads, and the sum of their values.
 
-    All δ of a ray have the same gᵀδ, and doubling one of them shows whether the gate is open.
-    """
-    d = len(x)
-    g = sign.unsqueeze(1) * lines.g[line]
-    Q = equalised(g, frame)
-    length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
-    y = torch.zeros(len(line), 3, dtype=torch.float64)
-    D = torch.zeros(len(line), 2, d, dtype=torch.float64)
-    mix = (1 + 0.3 * torch.randn(d, generator=stream, dtype=torch.float64)) / d
-    todo = torch.arange(len(line))
-    for _ in range(4):
-        delta = length[todo, None, None] * Q[todo]
-        reach = 2 * (delta @ lines.g.mT).abs().amax(1)
-        reach[torch.arange(len(todo)), line[todo]] = 5.0
-        D[todo] = mask_others(lines, line[todo], sign[todo], reach, stream).D
-        probe = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
-        y[todo] = replace(behind, D=D[todo]).at_once(x, probe)
-        present = y.abs().amax(1) > NOTHING * scale * length
-        closed = (y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * scale * length
-        todo = (present & closed).nonzero().squeeze(1)
-        if not len(todo):
-            delta = length[present, None, None] * Q[present]
-            rest = replace(behind, D=D[present]).at_once(x, delta[:, 1:])
-            answers = torch.cat([y[present, 1:2], rest], 1)
-            values = (answers.unsqueeze(1) @ delta).squeeze(1)
-            return present, values / length[present].unsqueeze(1) ** 2
-        length[todo] *= 8
-    return None
+        All δ of a ray have the same gᵀδ, and doubling one of them shows whether the gate is open.
+        """
+        x, lines, scale, d = self.x, self.lines, self.scale, len(self.x)
+        g = sign.unsqueeze(1) * lines.g[line]
+        Q = equalised(g, self.frame)
+        length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
+        y = torch.zeros(len(line), 3, dtype=torch.float64)
+        D = torch.zeros(len(line), 2, d, dtype=torch.float64)
+        mix = (1 + 0.3 * torch.randn(d, generator=self.stream, dtype=torch.float64)) / d
+        todo = torch.arange(len(line))
+        for _ in range(4):
+            delta = length[todo, None, None] * Q[todo]
+            reach = 2 * (delta @ lines.g.mT).abs().amax(1)
+            reach[torch.arange(len(todo)), line[todo]] = 5.0
+            D[todo] = mask_others(lines, line[todo], sign[todo], reach, self.stream).D
+            probe = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
+            y[todo] = Behind(self.oracle, D[todo], v0).at_once(x, probe)
+            present = y.abs().amax(1) > NOTHING * scale * length
+            closed = (y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * scale * length
+            todo = (present & closed).nonzero().squeeze(1)
+            if not len(todo):
+                delta = length[present, None, None] * Q[present]
+                rest = Behind(self.oracle, D[present], v0).at_once(x, delta[:, 1:])
+                answers = torch.cat([y[present, 1:2], rest], 1)
+                values = (answers.unsqueeze(1) @ delta).squeeze(1)
+                return present, values / length[present].unsqueeze(1) ** 2
+            length[todo] *= 8
+        return None
 
 
 def equalised(g: Tensor, Q: Tensor) -> Tensor:
@@ -403,5 +399,5 @@ def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
     if not float(sizes[-1]) > _SHARP * float(sizes[0]):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE,
-            f"{count} heads share a direction W x with slopes too close to be told apart",
+            f"{count} heads share a direction W x with slopes too close to be separated",
         )

@@ -190,7 +190,6 @@ def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -
 
 
 def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """The eigenvalue of each vector."""
     images = matrix.to(vectors.dtype) @ vectors
     return (vectors.conj() * images).sum(0) / (vectors.conj() * vectors).sum(0)
 

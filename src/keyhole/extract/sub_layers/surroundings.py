@@ -125,7 +125,7 @@ def _last(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
-    """`Σ_h M_h` (d×m), and a residual that is not told apart yet: one query for each row."""
+    """`Σ_h M_h` (d×m), and a residual that is not separated yet: one query for each row."""
     d = view.dim
     rows = view.answer(length * torch.eye(d, dtype=torch.float64).unsqueeze(1)) / length
     x = torch.randn(d, generator=stream, dtype=torch.float64)

@@ -276,7 +276,7 @@ def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Su
     )  # fmt: skip
 
 
-# All logistic gates in a column space: how the heads of a layer are told apart.
+# All logistic gates in a column space: how the heads of a layer are separated.
 #
 # Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ by τ_i·δ, so
 #
@@ -364,7 +364,6 @@ def find_gates(
 
 
 def distinct(solutions: Tensor) -> Tensor:
-    """Each of the solutions (n, p) once."""
     kept: list[Tensor] = []
     for candidate in solutions:
         if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
@@ -372,8 +371,6 @@ def distinct(solutions: Tensor) -> Tensor:
     return torch.stack(kept) if kept else solutions[:0]
 
 
-# All values of all heads, by groups that share them, from the values of a few tokens.
-#
 # If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls into the heads'
 # own parts row by row, and that is all of V and O up to a k×k matrix of each head. Heads whose
 # parts are read from one space share their values (grouped queries, arXiv 2305.13245).

@@ -50,7 +50,7 @@ class AttackMasks:
     """`share` is α, `weight` λ; `rounds` ranks again after each part of the cut is made.
 
     A larger weight withstands more and costs clean accuracy: the default is the largest measured
-    that keeps it within a point (benchmarks/harden.py). Beside FreeLB more can be had, see
+    that keeps it within a point (benchmarks/harden.py). With FreeLB more can be had, see
     `Combined.strongest`.
     """
 

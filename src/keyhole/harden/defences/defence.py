@@ -131,7 +131,7 @@ def table(model: nn.Module) -> nn.Module:
 def unpadded(model: nn.Module, batch: Batch) -> Tensor:
     """Where a perturbation may be, (rows, n, 1): ones at tokens, zeros at padding."""
     if "input_ids" not in batch:
-        raise InputError(f"expected input_ids in the batch, got {', '.join(batch)}")
+        raise InputError(f"the batch must hold input_ids: it holds {', '.join(batch)}")
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids))
     return mask.flatten(0, -2).unsqueeze(-1).to(cast("Tensor", table(model).weight).dtype)

@@ -129,7 +129,7 @@ class Drops(Untouched):
     def _tokens(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Which keys each text loses, for the tokens on either side of the model."""
         if not isinstance(inputs.get("input_ids"), Tensor):
-            raise InputError(f"expected input_ids in token mode, got {', '.join(inputs)}")
+            raise InputError(f"token mode needs input_ids: the inputs are {', '.join(inputs)}")
         dropped: dict[str, Tensor] = {}
         for side in ("input_ids", "decoder_input_ids"):
             ids = inputs.get(side)
@@ -144,8 +144,8 @@ class Drops(Untouched):
             return given.flatten(0, -2).bool()
         if not self.ids:
             raise InputError(
-                "expected a tokenizer or special_tokens_mask among the inputs in token mode, "
-                "got neither: SAttend(…).apply(model, tokenizer)"
+                "token mode needs a tokenizer, as in SAttend(…).apply(model, tokenizer), or "
+                "special_tokens_mask among the inputs"
             )
         known = torch.tensor(self.ids, dtype=ids.dtype, device=ids.device)
         return torch.isin(ids, known).flatten(0, -2)
@@ -184,7 +184,7 @@ def _callback(method: SAttend) -> Any:
             del state, control
             if args.n_gpu > 1:
                 raise InputError(
-                    f"expected one process for each GPU (accelerate launch), got {args.n_gpu} GPUs"
+                    f"start one process for each of {args.n_gpu} GPUs: use accelerate launch"
                 )
             self.stack.close()
             context = method.apply(given["model"], given.get("processing_class"))

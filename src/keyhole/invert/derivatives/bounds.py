@@ -7,7 +7,7 @@ are at most the Frobenius norms of Theorem 1.3: what holds with them holds with 
     Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             and not too indefinite
 
 Theorem 1.3 asks for bounds on W, V and B and says nothing about X; its lemmas rest on a "bounded
-parameter" assumption stated elsewhere (G.1). A bound on X must be part of it: the first derivative
+parameter" assumption of its appendix (G.1). A bound on X must be part of it: the first derivative
 of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
 well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W‖_F, ‖V‖_F and |b_ij|.
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.core.result import Result
 from keyhole.invert.derivatives.equations import prepared
 from keyhole.invert.derivatives.hessian import hessian
@@ -126,7 +126,7 @@ def bounds(
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
     expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
-    expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
+    expect_memory(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
     expect_number("R", R, least=1)
     problem = replace(problem, gamma=0.0)
     _, inputs, _ = prepared(problem, X)

@@ -1,4 +1,4 @@
-"""The equations `r(X) = attention(X) − B = 0` of a batch of problems, and their derivatives.
+"""The equations `r(X) = attention(X) − B = 0` of a problem, and their derivatives.
 
 *Unmasking Transformers*, Section 4 (row form). With `h_j = Vᵀx_j`, `C_ij = A_ij (h_j − o_i)`,
 
@@ -15,8 +15,7 @@ of Ã.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
@@ -30,10 +29,6 @@ from keyhole.invert.problem import Problem
 # products with the Jacobian are affordable: no dense steps, no last digits by Newton's method, and
 # nobody looks whether the equations determine X.
 DENSE = 3000
-
-
-class Matrix(Protocol):
-    def jacobian(self) -> Tensor: ...
 
 
 class Smooth(Protocol):
@@ -52,17 +47,16 @@ class Smooth(Protocol):
 
     def loss_of(self, r: Tensor, X: Tensor) -> Tensor: ...
 
-    def linearised(self, X: Tensor) -> Matrix: ...
+    def jacobian(self, X: Tensor) -> Tensor: ...
 
     def select(self, rows: Tensor) -> Self: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Equations:
-    """Problems of one shape, stacked: `W` (P,H,d,d), `V` (P,H,d,m), `B` (P,n,m) less its bias.
+    """One problem, `W` (1,H,d,d), `V` (1,H,d,m), `B` (1,n,m) less its bias; inputs X are (R,n,d).
 
-    `X` is (P,n,d), one input per problem, or (R,n,d) where there is a single problem. `fixed`
-    (P,n,d) holds known entries, NaN elsewhere. `temperature` is λ, a number or (P,).
+    `fixed` (1,n,d) holds the known entries, NaN for the others. `temperature` is λ.
     """
 
     W: Tensor
@@ -76,39 +70,21 @@ class Equations:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], device: torch.device | str | None = None) -> Equations:
-        """Stack problems that agree in everything but their numbers."""
-        first = problems[0]
-        for other in problems[1:]:
-            if kind(other) != kind(first):
-                raise InputError(
-                    f"problems in one batch must be of one kind: these are {kind(first)} "
-                    f"and {kind(other)}"
-                )
-        W, V = (
-            torch.stack([_with_heads(getattr(p, name)) for p in problems]) for name in ("W", "V")
-        )
-        B = torch.stack([p.unbiased for p in problems])
-        biases = [p.key_bias for p in problems if p.key_bias is not None]
-        fixed = [p.known for p in problems if p.known is not None]
-        key_bias = torch.stack(biases).reshape(W.shape[:-1]) if biases else None
-        equations = cls(
-            W, V, B, key_bias, torch.stack(fixed) if fixed else None,
-            first.causal, first.residual, first.gamma,
+    def of(cls, problem: Problem, device: torch.device | str | None = None) -> Equations:
+        device = problem.B.device if device is None else device
+        heads, d = problem.heads, problem.dim
+        bias, known = problem.key_bias, problem.known
+        return cls(
+            problem.W.to(device).reshape(1, heads, d, d),
+            problem.V.to(device).reshape(1, heads, d, -1),
+            problem.unbiased.to(device).unsqueeze(0),
+            None if bias is None else bias.to(device).reshape(1, heads, d),
+            None if known is None else known.to(device).unsqueeze(0),
+            problem.causal, problem.residual, problem.gamma,
         )  # fmt: skip
-        return equations.to(device) if device is not None else equations
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Equations:
-        names = ("W", "V", "B", "key_bias", "fixed")
-        given = {name: getattr(self, name) for name in names}
-        return replace(self, **{n: change(t) for n, t in given.items() if t is not None})
-
-    def to(self, device: torch.device | str) -> Equations:
-        return self._mapped(lambda tensor: tensor.to(device))
-
-    def select(self, rows: Tensor) -> Equations:
-        """The equations of some rows; a single problem serves every row as it is."""
-        return self if len(self.B) == 1 else self._mapped(lambda tensor: tensor[rows])
+    def select(self, rows: Tensor) -> Equations:  # noqa: ARG002 - one problem serves every row
+        return self
 
     @property
     def length(self) -> int:
@@ -176,6 +152,9 @@ class Equations:
         keys = X.unsqueeze(-3) @ self.W.mT  # W x_j
         return Linearised(self, A, self.softened(A), H, queries, keys)
 
+    def jacobian(self, X: Tensor) -> Tensor:
+        return self.linearised(X).jacobian()
+
 
 @dataclass(frozen=True, eq=False)
 class Linearised:
@@ -232,27 +211,6 @@ class Linearised:
         return J.reshape(R, n * m, n * d)
 
 
-def _with_heads(weights: Tensor) -> Tensor:
-    return weights.unsqueeze(0) if weights.ndim == 2 else weights
-
-
-def kind(problem: Problem) -> str:
-    """What problems must share to be stacked, in words."""
-    size = f"n = {problem.length}, d = {problem.dim}, m = {problem.outputs}, H = {problem.heads}"
-    extras = [
-        name
-        for name, there in {
-            "causal": problem.causal,
-            "residual": problem.residual,
-            "key bias": problem.key_bias is not None,
-            "known entries": problem.known is not None,
-            f"γ = {problem.gamma}": problem.gamma > 0,
-        }.items()
-        if there
-    ]
-    return ", ".join([size, *extras])
-
-
 # The inversion loss and its first derivatives, for one input or many.
 #
 # *Unmasking Transformers*, Definition 1.2 and Section 4.1:
@@ -278,7 +236,7 @@ def gradient(problem: Problem, X: Tensor) -> Tensor:
 def jacobian(problem: Problem, X: Tensor) -> Tensor:
     """J of the residual `c`: (…, n·m, n·d)."""
     equations, inputs, lead = prepared(problem, X)
-    J = equations.linearised(inputs).jacobian()
+    J = equations.jacobian(inputs)
     return J.reshape(*lead, *J.shape[1:])
 
 
@@ -297,6 +255,6 @@ def prepared(problem: Problem, X: Tensor) -> tuple[Equations, Tensor, torch.Size
         raise InputError(
             f"expected X of shape (…, {problem.length}, {problem.dim}), got {tuple(X.shape)}"
         )
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     inputs = X.to(equations.B).reshape(-1, problem.length, problem.dim)
     return equations, equations.impose(inputs), X.shape[:-2]

@@ -8,7 +8,7 @@ need no matrix: J and Jᵀ act through equations.py, and the second derivatives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,12 +29,27 @@ def hessian(problem: Problem, X: Tensor) -> Tensor:
 
 def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
     """`∇²L(X)·P`, of the shape of P; memory n² + nd a head."""
-    return _product(problem, X, P, hessian_product_of)
+    equations, inputs, along = _with_direction(problem, X, P)
+    layer, free = equations.linearised(inputs), equations.free
+    along = along if free is None else along * free
+    bend = Bend.of(layer, 2 * equations.residuals(inputs))
+    result = layer.backward(2 * layer.forward(along)) + bend.product(layer, along)
+    result = result + 2 * equations.gamma * along
+    return (result if free is None else result * free).reshape(P.shape)
 
 
 def gauss_newton_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
     """`JᵀJ·P`, of the shape of P; memory n² + nd a head."""
-    return _product(problem, X, P, gauss_newton_product_of)
+    equations, inputs, along = _with_direction(problem, X, P)
+    layer = equations.linearised(inputs)
+    return layer.backward(layer.forward(along)).reshape(P.shape)
+
+
+def _with_direction(problem: Problem, X: Tensor, P: Tensor) -> tuple[Equations, Tensor, Tensor]:
+    if P.shape != X.shape:
+        raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
+    equations, inputs, _ = prepared(problem, X)
+    return equations, inputs, P.to(inputs).reshape(inputs.shape)
 
 
 def hessian_of(equations: Equations, X: Tensor) -> Tensor:
@@ -53,36 +68,6 @@ def held(equations: Equations, H: Tensor) -> Tensor:
     if equations.fixed is None:
         return H
     return H + torch.diag_embed((~equations.fixed.isnan()).flatten(1).to(H.dtype))
-
-
-def hessian_product_of(equations: Equations, X: Tensor, P: Tensor) -> Tensor:
-    """`∇²L·P` for a batch of inputs: (R,n,d)."""
-    layer = equations.linearised(X)
-    free = equations.free
-    P = P if free is None else P * free
-    bend = Bend.of(layer, 2 * equations.residuals(X))
-    result = layer.backward(2 * layer.forward(P)) + bend.product(layer, P)
-    if equations.gamma:
-        result = result + 2 * equations.gamma * P
-    return result if free is None else result * free
-
-
-def gauss_newton_product_of(equations: Equations, X: Tensor, P: Tensor) -> Tensor:
-    """`JᵀJ·P` for a batch of inputs: (R,n,d)."""
-    layer = equations.linearised(X)
-    return layer.backward(layer.forward(P))
-
-
-def _product(
-    problem: Problem,
-    X: Tensor,
-    P: Tensor,
-    product: Callable[[Equations, Tensor, Tensor], Tensor],
-) -> Tensor:
-    if P.shape != X.shape:
-        raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
-    equations, inputs, _ = prepared(problem, X)
-    return product(equations, inputs, P.to(inputs).reshape(inputs.shape)).reshape(P.shape)
 
 
 # The Hessian's terms, summed over all outputs on paper so that one large product is left.
@@ -213,7 +198,7 @@ class Expansion:
         for k in range(layer.A.shape[1]):
             A, Q = layer.A[:, k, None], layer.queries[:, k, None]
             alike = (E @ self.E[:, k].mT).transpose(1, 2)  # R,l,i,l'
-            valued = 2 * (E @ _shared(layer.equations.V, k, 1).mT).transpose(1, 2)  # R,l,i,b
+            valued = 2 * (E @ layer.equations.V[0, k].mT).transpose(1, 2)  # R,l,i,b
             if self.bend is not None and k == h:
                 alike = alike - self.bend.heat * self.bend.M[:, h, :, rows].mT.unsqueeze(-1)
                 if layer.soft is layer.A:
@@ -238,7 +223,7 @@ class Expansion:
     def _products(self, h: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Kronecker products of the third line: pairs (R,l,l') and (R,l or 1,a,b)."""
         layer, V = self.layer, self.layer.equations.V
-        yield layer.soft[:, h, rows], 2 * self.D[:, rows] @ _shared(V, h, 1).mT
+        yield layer.soft[:, h, rows], 2 * self.D[:, rows] @ V[0, h].mT
         if self.bend is not None:
             yield self.bend.N[:, h, rows], layer.equations.W[:, h, None]
         for k in range(V.shape[1]):
@@ -260,12 +245,6 @@ class Expansion:
 def _apart(A: Tensor, keys: Tensor) -> Tensor:
     """`P_j − Σ_l A_il P_l`: (…,i,j,d)."""
     return keys.unsqueeze(-3) - (A @ keys).unsqueeze(-2)
-
-
-def _shared(weights: Tensor, head: int, extra: int) -> Tensor:
-    """A head's weights; one problem's without a batch, so that all inputs are one product."""
-    chosen = weights[:, head]
-    return chosen[0] if len(chosen) == 1 else chosen.reshape(-1, *[1] * extra, *chosen.shape[1:])
 
 
 def _with_transpose(half: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ maps take away the ambiguity that the output alone leaves (inversion.py).
 
 Maps that are singular (equal tokens, uniform attention, a wide head) leave directions open. But
 they say more than the equations use: `log A = X W Xᵀ (+ X u) + row constants`, quadratic in X. So
-Gauss–Newton on both goes on from the solution of least norm, and the rank of both together at its
-end tells whether the freedom is gone.
+Levenberg–Marquardt on both goes on from the solution of least norm, and the rank of both at its end
+tells whether the freedom is gone.
 
 Maps that were rounded on the way give an X that is as inexact; from there Levenberg–Marquardt on
 the output alone finds the last digits. Rounding shows in the sums of the rows, so rows that sum to
@@ -135,7 +135,7 @@ class _Answer:
             X = fit_scores(self.problem, linear, X, restarts=0)[0]
             verdict = judge(self.problem, X, unique=True)
         if verdict.status not in _SOLVED:
-            X = polished(Equations.of([self.problem]), X)
+            X = polished(Equations.of(self.problem), X)
             verdict = judge(self.problem, X, unique=True)
         return X, verdict
 
@@ -198,8 +198,6 @@ _ITERATIONS = 5000
 _DEPENDENT = 1e-10
 _OPEN = 1e-9  # singular values of what may not be quite a solution
 _ROUNDS = 100
-_LEAST = 1e-15
-_GAVE_UP = 1e12
 _FITS = 1e-24  # loss relative to the output's square
 
 
@@ -331,18 +329,34 @@ class Scores:
 
     problem: Problem
     linear: Linear
+    gamma: float = 0.0
+
+    @property
+    def B(self) -> Tensor:  # noqa: N802 - the paper's name
+        return self.linear.B.unsqueeze(0)
+
+    @property
+    def fixed(self) -> Tensor | None:
+        return None if self.linear.fixed is None else self.linear.fixed.unsqueeze(0)
+
+    def select(self, rows: Tensor) -> Scores:  # noqa: ARG002 - one problem serves every row
+        return self
+
+    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - there is no γ
+        return r.square().sum((-2, -1))
 
     def residuals(self, X: Tensor) -> Tensor:
-        problem, A = self.problem, self.linear.maps
+        """(1,1,K) for one input (1,n,d)."""
+        X, problem, A = X[0], self.problem, self.linear.maps
         D = attention.scores(X, X, problem.W, key_bias=problem.key_bias).reshape(A.shape)
         D = D - torch.where(A > 0, A, 1.0).log()
-        return torch.cat(
-            [(self.linear.apply(X) - self.linear.B).flatten(), _weighed(A, D).flatten()]
-        )
+        off = self.linear.apply(X) - self.linear.B
+        return torch.cat([off.flatten(), _weighed(A, D).flatten()]).view(1, 1, -1)
 
     def jacobian(self, X: Tensor) -> Tensor:
-        """Columns of free entries only."""
-        A, (n, d) = self.linear.maps, X.shape
+        """(1, K, n·d); columns of known entries are zero."""
+        X, A = X[0], self.linear.maps
+        n, d = X.shape
         W = self.problem.W.reshape(-1, d, d)
         queries = X @ W
         if self.problem.key_bias is not None:
@@ -353,7 +367,8 @@ class Scores:
         dS[:, index, :, index] += keys
         dS[:, :, index, index] += queries.unsqueeze(2)
         J = torch.cat([self.linear.matrix(), _weighed(A, dS).reshape(-1, n * d)])
-        return J if self.linear.fixed is None else J[:, self.linear.fixed.isnan().flatten()]
+        fixed = self.linear.fixed
+        return (J if fixed is None else J * fixed.isnan().flatten().to(J.dtype)).unsqueeze(0)
 
 
 def _weighed(A: Tensor, D: Tensor) -> Tensor:
@@ -365,45 +380,20 @@ def _weighed(A: Tensor, D: Tensor) -> Tensor:
 def fit_scores(
     problem: Problem, linear: Linear, X: Tensor, restarts: int = 8
 ) -> tuple[Tensor, int]:
-    """Damped Gauss–Newton from X and a few points about it; the best, and how much stays open."""
-    scores = Scores(problem, linear)
+    """Levenberg–Marquardt from X and a few points about it; the best, and how much stays open."""
+    scores, method = Scores(problem, linear), LevenbergMarquardt(steps=_ROUNDS)
     stream = torch.Generator().manual_seed(0)
     spread = float(X.square().mean().sqrt())
     start, best, least = X, X, torch.inf
     for _ in range(1 + restarts):
-        end, loss = _descend(scores, start)
-        if loss < least:
-            best, least = end, loss
+        end, loss = method.descend(scores, start.unsqueeze(0))
+        if float(loss) < least:
+            best, least = end[0], float(loss)
         if least <= _FITS * float(linear.B.square().sum()):
             break
         noise = torch.randn(X.shape, generator=stream, dtype=X.dtype).to(X.device)
         start = X + spread * (noise if linear.fixed is None else noise * linear.fixed.isnan())
-    J = scores.jacobian(best)
+    J = scores.jacobian(best.unsqueeze(0))[0]
+    J = J if linear.fixed is None else J[:, linear.fixed.isnan().flatten()]
     sizes = torch.linalg.svdvals(J)
     return best, J.shape[1] - int((sizes > _OPEN * sizes[0]).sum())
-
-
-def _descend(scores: Scores, X: Tensor) -> tuple[Tensor, float]:
-    fixed = scores.linear.fixed
-    free = torch.ones_like(X, dtype=torch.bool) if fixed is None else fixed.isnan()
-    enough = _FITS * float(scores.linear.B.square().sum())
-    r = scores.residuals(X)
-    loss, damping = float(r.square().sum()), 1e-2
-    for _ in range(_ROUNDS):
-        J = scores.jacobian(X)
-        normal = J.mT @ J
-        size = float(normal.diagonal().mean())
-        normal.diagonal().add_((_LEAST + damping * min(1.0, loss)) * size)
-        factor, info = torch.linalg.cholesky_ex(normal)
-        step = torch.cholesky_solve((J.mT @ r).unsqueeze(-1), factor).squeeze(-1)
-        ahead = X.clone()
-        ahead[free] -= step
-        r_ahead = scores.residuals(ahead)
-        ahead_loss = float(r_ahead.square().sum())
-        if int(info) == 0 and ahead_loss < loss:
-            X, r, loss, damping = ahead, r_ahead, ahead_loss, damping / 5
-        elif loss <= enough or damping > _GAVE_UP:
-            break
-        else:
-            damping *= 4
-    return X, loss

@@ -74,7 +74,7 @@ def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, 
     if isinstance(equations, Equations) and X[0].numel() >= _LARGE:
         slope = equations.linearised(X).backward(r).flatten(1).unsqueeze(-1)
         return gauss_newton_of(equations, X), slope
-    J = equations.linearised(X).jacobian()
+    J = equations.jacobian(X)
     return J.mT @ J, J.mT @ r.flatten(1).unsqueeze(-1)
 
 

@@ -1,17 +1,14 @@
 """The search from many starts that all solvers share.
 
-Starts of several problems advance in one batch, finished ones leave it, fresh ones enter.
-
-A start has finished when it converged, stalled or is out of steps; a problem when it has as many
-solutions as were asked for. As rows leave, waiting starts take their place, so that no time goes
-to what has ended.
+Starts advance in one batch. A start has finished when it converged, stalled or is out of steps; the
+search when it has as many solutions as were asked for. As rows leave the batch, waiting starts take
+their place, so that no time goes to what has ended.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
@@ -21,7 +18,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
-from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth, kind
+from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import Verdict, distinct, judge
 from keyhole.invert.problem import Problem
@@ -64,12 +61,11 @@ class State:
 
 @dataclass(eq=False)
 class Record:
-    """What is known about one problem."""
+    """What is known about the problem so far."""
 
     problem: Problem
     reduced: Reduced
     polish: bool = True
-    starts: int = 0
     iterations: int = 0
     solutions: list[Tensor] = field(default_factory=list[Tensor])
     verdict: Verdict | None = None
@@ -79,29 +75,20 @@ class Record:
 
 
 class Multistart:
-    """The batch: which rows run, for which problem, and since when."""
+    """The batch: which starts run, and since when."""
 
     def __init__(
-        self,
-        method: Solver,
-        records: list[Record],
-        start: Tensor | None,
-        progress: Progress,
-        began: float,
+        self, method: Solver, record: Record, start: Tensor | None, progress: Progress, began: float
     ) -> None:
-        self.method, self.records, self.progress = method, records, progress
-        self.problems = [record.reduced.problem for record in records]
-        self.equations = Equations.of(self.problems, method.device)
+        self.method, self.record, self.progress = method, record, progress
+        self.equations = Equations.of(record.reduced.problem, method.device)
         self.scale = float(self.equations.B.abs().max().clamp(min=1e-300))
         self.deadline = None if method.seconds is None else began + method.seconds
         given = None if start is None else start.reshape(-1, *start.shape[-2:])
-        self.given = None if given is None else records[0].reduced.project(given)
+        self.given = None if given is None else record.reduced.project(given)
         self.total = method.starts if self.given is None else len(self.given)
-        # Round robin: every problem gets its best start before any gets its second.
-        self.waiting = [(p, k) for k in range(self.total) for p in range(len(records))]
-        self.waiting.reverse()
+        self.entered = 0
         self.state: State | None = None
-        self.owner = torch.empty(0, dtype=torch.long)
         self.age = torch.empty(0, dtype=torch.long)
         self.history = torch.empty(0, method.steps + 1, dtype=torch.float64)
         unknowns = self.equations.length * self.equations.dim
@@ -116,103 +103,91 @@ class Multistart:
                 if self.deadline is not None and time.perf_counter() > self.deadline:
                     break
         except KeyboardInterrupt:
-            self._remember(torch.ones_like(self.owner, dtype=torch.bool))
+            self._remember(torch.ones_like(self.age, dtype=torch.bool))
             return True
-        if self.state is not None and len(self.owner):
-            self._remember(torch.ones_like(self.owner, dtype=torch.bool))
+        self._remember(torch.ones_like(self.age, dtype=torch.bool))
         return False
 
-    def _done(self, p: int) -> bool:
-        return len(self.records[p].solutions) >= self.method.solutions
+    @property
+    def _done(self) -> bool:
+        return len(self.record.solutions) >= self.method.solutions
 
     def _fill(self) -> bool:
         """Take waiting starts into the batch; False when nothing is left to do."""
-        places = self.width - len(self.owner)
-        taken: list[tuple[int, int]] = []
+        places = self.width - len(self.age)
         # In handfuls: a start is one small tensor, and joining the batch copies all of it.
-        if places >= max(1, self.width // 8) or not len(self.owner):
-            while self.waiting and len(taken) < places:
-                p, k = self.waiting.pop()
-                if not self._done(p):
-                    taken.append((p, k))
-        if taken:
-            self._enter(taken)
-        return len(self.owner) > 0
+        enough = places >= max(1, self.width // 8) or not len(self.age)
+        count = min(places, self.total - self.entered)
+        if enough and count and not self._done:
+            self._enter(range(self.entered, self.entered + count))
+        return len(self.age) > 0
 
-    def _enter(self, taken: list[tuple[int, int]]) -> None:
+    def _enter(self, numbers: range) -> None:
         if self.given is None:
-            X = starts.draw(self.problems, taken, self.method.seed)
+            X = starts.draw(self.record.reduced.problem, numbers, self.method.seed)
         else:
-            X = torch.stack([self.given[k] for _, k in taken])
-        owner = torch.tensor([p for p, _ in taken])
-        for p, _ in taken:
-            self.records[p].starts += 1
-        equations = self.equations.select(owner.to(self.equations.B.device))
-        X = equations.impose(X.to(self.equations.B.device, torch.float64))
-        state = self.method.begin(equations, X)
-        history = torch.full((len(taken), self.method.steps + 1), torch.nan, dtype=torch.float64)
+            X = self.given[numbers.start : numbers.stop]
+        self.entered = numbers.stop
+        X = self.equations.impose(X.to(self.equations.B.device, torch.float64))
+        state = self.method.begin(self.equations, X)
+        history = torch.full((len(X), self.method.steps + 1), torch.nan, dtype=torch.float64)
         history[:, 0] = state.loss.cpu()
         self.state = state if self.state is None else self.state.join(state)
-        self.owner = torch.cat([self.owner, owner])
-        self.age = torch.cat([self.age, torch.zeros(len(taken), dtype=torch.long)])
+        self.age = torch.cat([self.age, torch.zeros(len(X), dtype=torch.long)])
         self.history = torch.cat([self.history, history])
 
     def _advance(self) -> None:
         if self.state is None:
             return
-        equations = self.equations.select(self.owner.to(self.equations.B.device))
-        self.state = self.method.step(equations, self.state)
+        self.state = self.method.step(self.equations, self.state)
         loss = self.state.loss.cpu()
         # In this order: Ctrl-C between the two must not leave an age without its loss.
-        self.history[torch.arange(len(self.owner)), self.age + 1] = loss
+        self.history[torch.arange(len(self.age)), self.age + 1] = loss
         self.age += 1
         small = 2 * _EPS * self.scale
-        target = equations.B[0].numel() * small * small  # a power would raise where this overflows
+        target = self.equations.B[0].numel() * small * small  # small**2 may raise
         over = (loss <= target) | self.state.stalled.cpu() | (self.age >= self.method.steps)
         over |= ~loss.isfinite()
         if over.any():
             self._remember(over)
-            solved = torch.tensor([self._done(p) for p in self.owner.tolist()], dtype=torch.bool)
-            self._leave(over | solved)
+            self._leave(torch.ones_like(over) if self._done else over)
         self._report()
 
     def _report(self) -> None:
         """Starts that have ended, of how many, and the least residual norm so far."""
-        best = max(record.best_loss for record in self.records)
-        if self.state is not None and len(self.owner):
+        best = self.record.best_loss
+        if self.state is not None and len(self.age):
             best = min(best, float(self.state.loss.min()))
-        total = len(self.records) * self.total
-        done = total - len(self.waiting) - len(self.owner)
-        self.progress(done, total, f"starts, best {best**0.5:.1e}")
+        done = self.entered - len(self.age)
+        self.progress(done, self.total, f"starts, best {best**0.5:.1e}")
 
     def _leave(self, over: Tensor) -> None:
         if self.state is None:
             return
         stay = ~over
         self.state = self.state.keep(stay.to(self.state.X.device))
-        self.owner, self.age, self.history = self.owner[stay], self.age[stay], self.history[stay]
+        self.age, self.history = self.age[stay], self.history[stay]
 
     def _remember(self, over: Tensor) -> None:
         """Judge what has finished; keep the best of what has not come through."""
         if self.state is None:
             return
-        loss = self.state.loss.cpu()
+        loss, record = self.state.loss.cpu(), self.record
+        near = _PROMISING * self.scale
         for row in over.nonzero().flatten().tolist():
-            record = self.records[int(self.owner[row])]
             record.iterations += int(self.age[row])
             value = float(loss[row])
-            near = _PROMISING * self.scale
             promising = value <= near * near * self.equations.B[0].numel()
             if not (promising or value < record.best_loss):
                 continue
             X = self.state.X[row]
             if promising and record.polish:
-                X = polished(self.equations.select(self.owner[row : row + 1]), X)
+                X = polished(self.equations, X)
             X = record.reduced.restore(X).to(record.problem.B.device)
-            self._consider(record, X, value, row)
+            self._consider(X, value, row)
 
-    def _consider(self, record: Record, X: Tensor, loss: float, row: int) -> None:
-        verdict = judge(record.problem, X)
+    def _consider(self, X: Tensor, loss: float, row: int) -> None:
+        record, verdict = self.record, judge(self.record.problem, X)
         exact = verdict.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
         if exact:
             before = len(record.solutions)
@@ -261,7 +236,7 @@ def polished(equations: Smooth, X: Tensor) -> Tensor:
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()
     for _ in range(_POLISHING):
-        J = equations.linearised(X).jacobian()[0]
+        J = equations.jacobian(X)[0]
         r = equations.residuals(X).reshape(-1, 1)
         if J.shape[0] == J.shape[1] and equations.fixed is None:
             step, info = torch.linalg.solve_ex(J, r)
@@ -310,36 +285,15 @@ class Solver(ABC):
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
         """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
-        return _solve(self, [problem], start, progress)[0]
-
-    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
-        """Search several problems; those that reduce to one shape share their batches."""
-        return _solve(self, problems, None, silent)
-
-
-def _solve(
-    method: Solver, problems: Sequence[Problem], start: Tensor | None, progress: Progress
-) -> list[Inversion]:
-    began = time.perf_counter()
-    ended: dict[int, Inversion] = {}
-    groups: dict[str, list[int]] = {}
-    records: dict[int, Record] = {}
-    for number, problem in enumerate(problems):
+        began = time.perf_counter()
         try:
-            records[number] = _prepared(problem, start, method.as_given)
+            record = _prepared(problem, start, self.as_given)
         except Unsuccessful as end:
             seconds = time.perf_counter() - began
-            ended[number] = Inversion(end.status, end.reason, repr(method), seconds=seconds)
-        else:
-            groups.setdefault(kind(records[number].reduced.problem), []).append(number)
-    interrupted = False
-    for group in groups.values():
-        if not interrupted:
-            batch = [records[number] for number in group]
-            interrupted = Multistart(method, batch, start, progress, began).run()
-        for number in group:
-            ended[number] = _inversion(method, records[number], interrupted, began)
-    return [ended[number] for number in range(len(problems))]
+            return Inversion(end.status, end.reason, repr(self), seconds=seconds)
+        search = Multistart(self, record, start, progress, began)
+        interrupted = search.run()
+        return _inversion(self, record, search.entered, interrupted, began)
 
 
 def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
@@ -353,10 +307,12 @@ def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
     return Record(problem, Reduced(problem) if as_given else reduce(problem), polish=not as_given)
 
 
-def _inversion(method: Solver, record: Record, interrupted: bool, began: float) -> Inversion:
+def _inversion(
+    method: Solver, record: Record, started: int, interrupted: bool, began: float
+) -> Inversion:
     verdict = record.verdict
     status = Status.UNSOLVED if verdict is None else verdict.status
-    reason = _reason(record, method)
+    reason = _reason(record, started, method.steps)
     if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
         status, reason = Status.INTERRUPTED, f"stopped; {reason}"
     return Inversion(
@@ -367,18 +323,18 @@ def _inversion(method: Solver, record: Record, interrupted: bool, began: float) 
         residual=None if verdict is None else verdict.residual,
         iterations=record.iterations,
         seconds=time.perf_counter() - began,
-        starts=record.starts,
+        starts=started,
         solutions=tuple(record.solutions),
         condition=None if verdict is None else verdict.condition,
         trace=record.trace,
     )
 
 
-def _reason(record: Record, method: Solver) -> str:
-    tried = f"{record.starts} start{'s' if record.starts != 1 else ''}"
+def _reason(record: Record, started: int, steps: int) -> str:
+    tried = f"{started} start{'s' if started != 1 else ''}"
     if record.verdict is None:
         return f"no start led anywhere ({tried})"
     if record.solutions:
         several = f"; {len(record.solutions)} different inputs have this output"
         return record.verdict.reason + (several if len(record.solutions) > 1 else "")
-    return f"best {record.verdict.reason} after {tried} of at most {method.steps} steps"
+    return f"best {record.verdict.reason} after {tried} of at most {steps} steps"

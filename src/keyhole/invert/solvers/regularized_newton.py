@@ -28,7 +28,6 @@ modified_newton.py and levenberg_marquardt.py, whose damping vanishes at the sol
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -82,10 +81,6 @@ class RegularizedNewton(Solver):
         regularized = inside.regularized(problem)
         result = Solver.__call__(inside, regularized, start=start, progress=progress)
         return inside._explained(regularized, result)
-
-    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
-        """One after the other: each has a γ of its own, and no batch is shared."""
-        return [self(problem) for problem in problems]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""
@@ -158,7 +153,7 @@ class RegularizedNewton(Solver):
     def _explained(self, problem: Problem, result: Inversion) -> Inversion:
         if result.X is None or result.residual is None or result.solved or not problem.gamma:
             return result
-        equations = Equations.of([problem], result.X.device)
+        equations = Equations.of(problem, result.X.device)
         _, p, definite = self._newton(equations, result.X.unsqueeze(0))
         off = f"its output is off by {result.residual:.1e}, relatively"
         if not definite:

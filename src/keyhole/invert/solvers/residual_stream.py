@@ -25,6 +25,7 @@ from keyhole.invert.derivatives.equations import Equations, Linearised
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.newton_cg import NewtonCG
+from keyhole.invert.solvers.starts import continued
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3
@@ -47,7 +48,7 @@ class ResidualStream:
         finish = NewtonCG(steps=self.steps, seed=self.seed, device=self.device)
         if problem.fault:
             return finish(problem)
-        equations = Equations.of([problem], self.device)
+        equations = Equations.of(problem, self.device)
         ends: list[Tensor] = []
         for path in (self._values(equations), self._scores(equations)):
             X, arrived = follow(*path)
@@ -72,15 +73,7 @@ def follow(at: Callable[[float], Equations], X: Tensor) -> tuple[Tensor, bool]:
     """From X towards t = 1: the last solution (1,n,d) on the path, and whether it is the end's."""
     start = corrected(at(0.0), X)
     X = X if start is None else start
-    t, stride = 0.0, 0.25
-    while t < 1 and stride > _SHORTEST:
-        ahead = min(1.0, t + stride)
-        moved = corrected(at(ahead), X)
-        if moved is None:
-            stride /= 2
-        else:
-            X, t, stride = moved, ahead, 1.5 * stride
-    return X, t >= 1
+    return continued(lambda t, X: corrected(at(t), X), X, stride=0.25, shortest=_SHORTEST)
 
 
 def corrected(equations: Equations, X: Tensor) -> Tensor | None:

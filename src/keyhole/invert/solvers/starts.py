@@ -16,7 +16,7 @@ length held (Keller's pseudo-arclength). The stride follows how quickly the corr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,19 +30,19 @@ SMALL = 0.2
 COLD = 0.02  # where the mean field is exact enough to be corrected in a step or two
 
 
-def draw(problems: Sequence[Problem], numbers: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    """Start number k of problem p, for each (p, k): (R,n,d), the same whoever asks."""
-    return torch.stack([_start(problems[p], p, k, seed) for p, k in numbers])
+def draw(problem: Problem, numbers: Iterable[int], seed: int) -> Tensor:
+    """Starts of these numbers: (R,n,d), each the same in any batch."""
+    return torch.stack([_start(problem, number, seed) for number in numbers])
 
 
-def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
+def _start(problem: Problem, start: int, seed: int) -> Tensor:
     shape = (problem.length, problem.dim)
     if start == 0 and problem.outputs == problem.dim:
         return problem.unbiased
     affordable = problem.length * problem.dim <= DENSE
     if start == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
-    stream = torch.Generator().manual_seed(hash((seed, number, start)) & 0x7FFFFFFF)
+    stream = torch.Generator().manual_seed(hash((seed, 0, start)) & 0x7FFFFFFF)
     noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(problem.B.device)
     if problem.residual:
         return problem.B + problem.B.square().mean().sqrt() * noise
@@ -51,16 +51,30 @@ def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
 
 def warmed(problem: Problem, guess: Tensor) -> Tensor:
     """The mean field carried towards λ = 1 by Newton steps, as far as that goes without turning."""
-    equations = Equations.of([problem])
-    X, temperature, stride = guess.unsqueeze(0), COLD, 0.1
-    while temperature < 1 and stride > 1e-3:
-        ahead = min(1.0, temperature + stride)
-        moved = newton(replace(equations, temperature=ahead), X)
+    equations = Equations.of(problem)
+
+    def solved(temperature: float, X: Tensor) -> Tensor | None:
+        return newton(replace(equations, temperature=temperature), X)
+
+    return continued(solved, guess.unsqueeze(0), COLD)[0].squeeze(0)
+
+
+def continued(
+    solved: Callable[[float, Tensor], Tensor | None], X: Tensor, t: float = 0.0, *,
+    stride: float = 0.1, shortest: float = 1e-3,
+) -> tuple[Tensor, bool]:  # fmt: skip
+    """Carry the solution X at t towards t = 1; the last one, and whether it is that at 1.
+
+    `solved(t, X)` is the solution at t near X, or None: then the stride is halved.
+    """
+    while t < 1 and stride > shortest:
+        ahead = min(1.0, t + stride)
+        moved = solved(ahead, X)
         if moved is None:
             stride /= 2
         else:
-            X, temperature, stride = moved, ahead, 1.5 * stride
-    return X.squeeze(0)
+            X, t, stride = moved, ahead, 1.5 * stride
+    return X, t >= 1
 
 
 def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
@@ -75,7 +89,7 @@ def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
         if not size < before:
             return None
         before = size
-        J = equations.linearised(X).jacobian()
+        J = equations.jacobian(X)
         step, _ = torch.linalg.solve_ex(J, r.reshape(1, -1, 1))
         X = X - step.reshape(X.shape)
     return X if float(equations.residuals(X).abs().max()) <= 1e-8 * scale else None
@@ -182,7 +196,7 @@ def solutions_along_the_curve(problem: Problem, *, points: int = 400) -> Iterato
     guess = mean_field(problem)
     if guess is None:
         return
-    equations = Equations.of([problem])
+    equations = Equations.of(problem)
     cold = newton(replace(equations, temperature=COLD), guess.unsqueeze(0))
     if cold is None:
         return

@@ -115,7 +115,7 @@ class _Sweep:
         _check(self.problem)
         self.dropped = 0
         reduced = reduce(self.problem)
-        equations = Equations.of([reduced.problem])
+        equations = Equations.of(reduced.problem)
         prefixes = equations.B.new_empty(1, 0, equations.dim)
         unlikely = equations.B.new_zeros(1)
         for i in range(self.problem.length):
@@ -148,7 +148,7 @@ class _Sweep:
         parent, child = first_of_each(x, good).nonzero(as_tuple=True)
         before, x = prefixes[parent], x[parent, child].unsqueeze(1)
         longer = torch.cat([before, x], 1)
-        unlikely = unlikely[parent] + replace(token, before=before).linearised(x).log_volume()
+        unlikely = unlikely[parent] + replace(token, before=before).log_volume(x)
         norms = longer.flatten(1).norm(dim=1)
         order = (longer[0].numel() * norms.log() + unlikely).argsort()
         self.dropped += max(0, len(order) - self.method.beam)
@@ -271,37 +271,25 @@ class TokenEquations:
     def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - γ is not for this method
         return r.square().sum((-2, -1))
 
-    def linearised(self, X: Tensor) -> TokenJacobian:
-        return TokenJacobian(self, X)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenJacobian:
-    """The equations near one X."""
-
-    equations: TokenEquations
-    X: Tensor
-
-    def jacobian(self) -> Tensor:
+    def jacobian(self, X: Tensor) -> Tensor:
         """(R, m, d); columns of known entries are zero."""
-        e, X = self.equations, self.X
-        tokens = torch.cat([e.before, X], -2)
-        A = attention.probabilities(attention.scores(X, tokens, e.W, key_bias=e.key_bias))
-        H = torch.einsum("rkd,hdm->rhkm", tokens, e.V)
+        tokens = torch.cat([self.before, X], -2)
+        A = attention.probabilities(attention.scores(X, tokens, self.W, key_bias=self.key_bias))
+        H = torch.einsum("rkd,hdm->rhkm", tokens, self.V)
         C = A.mT * (H - A @ H)  # R,H,k+1,m
-        keys = torch.einsum("rkd,hed->rhke", tokens, e.W)
-        query = X.unsqueeze(-3) @ e.W
-        if e.key_bias is not None:
-            query = query + e.key_bias.unsqueeze(-2)
-        J = C.mT @ keys + C[..., -1:, :].mT @ query + A[..., -1:] * e.V.mT
+        keys = torch.einsum("rkd,hed->rhke", tokens, self.W)
+        query = X.unsqueeze(-3) @ self.W
+        if self.key_bias is not None:
+            query = query + self.key_bias.unsqueeze(-2)
+        J = C.mT @ keys + C[..., -1:, :].mT @ query + A[..., -1:] * self.V.mT
         J = J.sum(-3)
-        if e.residual:
+        if self.residual:
             J = J + torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)
-        return J if e.fixed is None else J * e.fixed.isnan().to(J.dtype)
+        return J if self.fixed is None else J * self.fixed.isnan().to(J.dtype)
 
-    def log_volume(self) -> Tensor:
+    def log_volume(self, X: Tensor) -> Tensor:
         """log|det J| of each row; of the unknown columns only, and √det JᵀJ if J is not square."""
-        J = self.jacobian()
-        if self.equations.fixed is not None:
-            J = J[..., self.equations.fixed[0, 0].isnan()]
+        J = self.jacobian(X)
+        if self.fixed is not None:
+            J = J[..., self.fixed[0, 0].isnan()]
         return torch.linalg.svdvals(J).clamp(min=1e-300).log().sum(-1)

@@ -46,13 +46,11 @@ class Counted:
 
     @classmethod
     def of(
-        cls, encoder: Encoder, lines: Sequence[Sequence[int]], max_length: int,
-        ngrams: NGrams | None = None, guess: bool = True, seed: int = 0,
-    ) -> Counted:  # fmt: skip
+        cls, encoder: Encoder, lines: Sequence[Sequence[int]], max_length: int, seed: int = 0
+    ) -> Counted:
         """From a corpus of token lists, for texts of up to `max_length` tokens.
 
-        Other n-grams may be given, the first guess left out. The encoder compares vectors in units
-        of how they vary over the corpus, from then on.
+        The encoder compares vectors in units of how they vary over the corpus, from then on.
         """
         device = encoder.device
         pieces = sorted(
@@ -68,17 +66,12 @@ class Counted:
         enough = len(texts) >= _ENOUGH
         vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
-        endings = None
-        if guess:
-            seen = _altered(encoder, texts, vectors, frame, seed)
-            if encoder.exposure.pooling == "last":
-                endings = Endings.of(encoder, texts, seed)
-            token_odds = TokenOdds.of(*seen, endings.of_tokens if endings else alone(encoder))
-        else:
-            vectors = vectors[:1].expand(len(texts), -1)
-            token_odds = TokenOdds.blank(encoder, texts, vectors.shape[1])
-        ngrams = ngrams or NGrams.of(lines, len(encoder.table))
-        return cls(encoder, token_odds, ngrams.to(device), texts, vectors, frame, endings)
+        seen, endings = _altered(encoder, texts, vectors, frame, seed), None
+        if encoder.exposure.pooling == "last":
+            endings = Endings.of(encoder, texts, seed)
+        token_odds = TokenOdds.of(*seen, endings.of_tokens if endings else alone(encoder))
+        ngrams = NGrams.of(lines, len(encoder.table)).to(device)
+        return cls(encoder, token_odds, ngrams, texts, vectors, frame, endings)
 
     def nearest(self, goals: Tensor, count: int, max_length: int) -> tuple[Texts, Tensor]:
         """The lines nearest to each vector (v, d), of at most so many tokens; and its number.
@@ -167,14 +160,6 @@ class TokenOdds:
         offset = share - (offsets.T * weights).sum(0) / 2 - middle @ weights
         return cls(weights.float(), offset.float())
 
-    @classmethod
-    def blank(cls, encoder: Encoder, texts: Texts, width: int) -> TokenOdds:
-        """Odds that read nothing in a vector: how frequent tokens are."""
-        size = len(encoder.table)
-        _, tokens = _held(texts)
-        share = ((torch.bincount(tokens, minlength=size) + _SEEN) / len(texts)).log()
-        return cls(share.new_zeros(width, size), share)
-
 
 def _held(texts: Texts) -> tuple[Tensor, Tensor]:
     """Every token of every text once: (row, token) in two columns."""
@@ -187,7 +172,7 @@ def _held(texts: Texts) -> tuple[Tensor, Tensor]:
 def alone(encoder: Encoder) -> Tensor:
     """The vector (V, d) of each token as a text of its own."""
     tokens = torch.arange(len(encoder.table), device=encoder.device)
-    return encoder.vectors(Texts(tokens[:, None], torch.ones_like(tokens)), fast=True)
+    return encoder.vectors(Texts.filled(tokens[:, None]), fast=True)
 
 
 def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
@@ -205,7 +190,7 @@ def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
 #
 # c counts pairs of neighbours, q(b) is the share of the distinct pairs that end in b: a word that
 # follows many others is likely after a new one. Before the first token and behind the last one
-# stands a mark of its own, V. `uniform` knows nothing: every token is as likely everywhere.
+# stands a mark of its own, V. Of no lines at all, every token is as likely everywhere.
 
 _DISCOUNT = 0.75
 _NGRAMS_SEEN = 0.05  # pairs that a token which ends none counts as
@@ -237,11 +222,6 @@ class NGrams:
         left = torch.where(totals > 0, _DISCOUNT * kinds / totals.clamp(min=1), 1.0)
         seen = (counts - _DISCOUNT) / totals[first]
         return cls(keys, seen.float(), left.float(), (ends / ends.sum()).float())
-
-    @classmethod
-    def uniform(cls, vocabulary: int) -> NGrams:
-        none, every = torch.zeros(0), torch.ones(vocabulary + 1)
-        return cls(none.long(), none, every, every / len(every))
 
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """log p(b | a), for tokens or marks a and b of one shape."""

@@ -70,6 +70,11 @@ class Texts:
         return cls(ids.to(device), lengths.to(device))
 
     @classmethod
+    def filled(cls, ids: Tensor) -> Texts:
+        """Texts (b, n) of n tokens each."""
+        return cls(ids, torch.full_like(ids[:, 0], ids.shape[1]))
+
+    @classmethod
     def cat(cls, parts: list[Texts]) -> Texts:
         return cls(torch.cat([p.ids for p in parts]), torch.cat([p.lengths for p in parts]))
 

@@ -3,7 +3,7 @@
 A text is verified if three things hold.
 
 1. Its own vector f may be what was stored: its misfit E(f) is within what the stored form and its
-   error leave to chance (stored.py).
+   error leave to chance (`Stored`).
 2. No alternative's may: for each text one edit away among the nearest (edits.py), E is larger by at
    least 2 (log V + 10), odds of V·e¹⁰ : 1 for a vocabulary of V tokens.
 3. What is stored could tell it from texts that nobody tried. There are V^n texts of n tokens, and B
@@ -23,15 +23,19 @@ whose alternatives are all excluded so are likely, up to noise of 15% of the spr
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
-from keyhole.recover.embeddings.stored import Stored
 from keyhole.recover.judge import ODDS, Mark, Verdict
+from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
 
 _NOISE = 0.15  # of the spread: a distance above it is not called noise
@@ -133,3 +137,223 @@ def _doubt(
         best = target.decode(alternatives.texts[int(margin.argmin())])
         return f"; {close} of {len(margin)} texts one edit away are not excluded, such as {best!r}"
     return f"; {stored.bits:.0f} bits do not tell it from all others, {needed:.0f} would"
+
+
+# How a vector is stored, and whether a text's own vector may be what was stored.
+#
+# A store keeps f in a form that many vectors share: rounded to floating-point numbers of fewer
+# bits, to whole steps, to signs, or to the nearest of a few centroids in each block (product
+# quantisation, Jégou et al., 2011). What it keeps says of f that it lies in a cell, and a cell is
+# what a few borders leave: with m_b(f) the distance of f to border b, positive inside,
+#
+#     a number in steps of w     two borders, y − w/2 and y + w/2
+#     a sign                     one border, 0
+#     one of K centroids c       K − 1 borders, half-way: (‖f − c′‖² − ‖f − c‖²) / (2 ‖c − c′‖)
+#
+# Before it was stored, f carried an error: arithmetic in another order, and the noise that is
+# stated. With s its standard deviation in each number, the chance of what is kept is about Π_b
+# Φ(m_b(f)/s), and exactly so while no two borders are within a few s of f. Where a step is short
+# next to the error (w ≤ 4 s), the borders blur, and the error is s² + w²/12 in all. So the misfit
+# of a text with vector f, twice the logarithm of how much likelier its best case would be, is
+#
+#     E(f) = Σ_short (y − f)² / (s² + w²/12) − 2 Σ_b log Φ(m_b(f)/s).
+#
+# For the right text each term of the first sum has mean 1 and variance 2. Each border is a coin
+# that falls to the wrong side with p = Φ(−|m_b|/s), so its term has mean −2 (p log p + q log q) and
+# second moment 4 (p log² p + q log² q). A text fits if E is at most the sum of the means, plus 4.5
+# standard deviations, plus 20: one border that is passed against odds of e¹⁰ : 1.
+#
+# By Shannon's bound, what is kept holds at most Σ ½ log₂(1 + S²/(s² + w²/12)) bits for numbers of
+# spread S, one for a sign, log₂ K for one of K centroids.
+
+_SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
+_DEVIATIONS = 4.5  # standard deviations that chance is granted
+_SURPRISE = 20.0  # and what one border may add against odds of e¹⁰ : 1
+_LEVELS = {"int8": 127, "int4": 7}  # steps from zero to the largest number
+_CENTROID = 1e-4  # of a vector's length: how far a block may be from its centroid
+_AT_ONCE = 1 << 24  # distances to centroids that are held at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What a leak keeps of a vector: `values` (k,), and how wide the cell of each number is.
+
+    `widths` (k,) are 0 for a number that is kept whole and infinite for a sign; with a `codebook`
+    (blocks, codes, numbers) the cells are the centroids', and at the `ends` (2, k) of a range they
+    are open. `error` is the standard deviation of the error before anything was rounded, `noise`
+    the part of it that was stated, beyond arithmetic.
+    """
+
+    name: str
+    values: Tensor
+    widths: Tensor
+    error: float
+    noise: float | None = None
+    codebook: Tensor | None = None
+    ends: Tensor | None = None
+
+    @classmethod
+    def of(cls, leak: Pooled, own: Tensor) -> Stored:
+        """Read off the leak; `own` (k,) is a text's vector, whose size tells what float32 gives."""
+        values = leak.values.to(own.device, torch.float64)
+        least = FLOAT32 * float(own.double().square().mean().sqrt())
+        noise = leak.noise if leak.noise and leak.noise > least else None
+        error = math.hypot(least, noise or 0.0)
+        if leak.codebook is not None:
+            book = leak.codebook.to(values)
+            return cls("codes", values, torch.zeros_like(values), error, noise, book)
+        if leak.steps is not None:
+            ends = None if leak.ends is None else leak.ends.to(values)
+            return cls("steps", values, leak.steps.to(values), error, noise, ends=ends)
+        if leak.precision == "binary" or two_valued(values):
+            middle = 0.0 if bool((values < 0).any()) else float(values.max()) / 2
+            signs = torch.where(values > middle, 1.0, -1.0).to(values)
+            return cls("binary", signs, torch.full_like(values, torch.inf), error, noise)
+        name, steps = rounding_of(values[None].float(), leak.precision)
+        if name == "float32" and leak.precision in _LEVELS:  # too few numbers to show a grid
+            name, steps = leak.precision, values.abs().max().expand(1, len(values))
+            steps = steps / _LEVELS[leak.precision]
+        return cls(name, values, steps[0].double(), error, noise)
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """The number (blocks,) of the centroid that each block of the values is."""
+        book = cast("Tensor", self.codebook)
+        apart = (self.values.unflatten(0, (len(book), -1))[:, None] - book).norm(dim=-1)
+        least, codes = apart.min(-1)
+        if float(least.max()) > _CENTROID * float(self.values.norm()):
+            raise InputError("this vector is not made of the codebook's centroids")
+        return codes
+
+    @cached_property
+    def bits(self) -> float:
+        """What the stored form can tell at most."""
+        if self.codebook is not None:
+            return self.codebook.shape[0] * math.log2(self.codebook.shape[1])
+        if self.name == "binary":
+            return float(len(self.values))
+        error = self.widths.square() / 12 + self.error**2
+        return float((1 + self.spread**2 / error).log2().sum()) / 2
+
+    @cached_property
+    def spread(self) -> float:
+        """The root mean square of the values around their mean: the unit of relative figures."""
+        return float((self.values - self.values.mean()).square().mean().sqrt().clamp(min=1e-30))
+
+    def misfit(self, vectors: Tensor) -> Tensor:
+        """E (b,) of vectors (b, k)."""
+        vectors = vectors.double()
+        if self.codebook is not None:
+            each = max(1, _AT_ONCE // self.codebook.numel())
+            return torch.cat(
+                [_surprise(self._margins(part)).sum((-2, -1)) for part in vectors.split(each)]
+            )
+        off = vectors - self.values
+        blurred = off.square() / (self.error**2 + self.widths.where(self._short, 0).square() / 12)
+        sharp = _surprise(self._margins(vectors)).sum(-1)
+        return torch.where(self._short, blurred, sharp).sum(-1)
+
+    def limit(self, vector: Tensor) -> float:
+        """The largest misfit that chance leaves a text with this vector (k,)."""
+        wrong = torch.special.ndtr(-self._margins(vector.double()[None])[0].abs())
+        mean = 2 * (torch.special.entr(wrong) + torch.special.entr(1 - wrong))
+        square = 4 * (_squared_log(wrong) + _squared_log(1 - wrong))
+        variance = square - mean.square()
+        if self.codebook is None:
+            sharp = ~self._short[:, None]
+            short = int(self._short.sum())
+            mean, variance = mean.where(sharp, 0.0), variance.where(sharp, 0.0)
+        else:
+            short = 0
+        spread = math.sqrt(float(variance.sum().clamp(min=0)) + 2 * short)
+        return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
+
+    def fits(self, vector: Tensor) -> bool:
+        """May what is stored be this vector (k,)?"""
+        return float(self.misfit(vector[None])) <= self.limit(vector)
+
+    def nearest(self, vector: Tensor) -> Tensor:
+        """The vector (k,) that fits and is nearest to this one: itself, if only arithmetic differs.
+
+        Where noise was stated, it is what was stored: what another text would explain of it counts.
+        """
+        vector = vector.double()
+        margins = self._margins(vector[None])[0]
+        if self.codebook is not None:  # a centroid is not the nearest of its cell, but in it
+            blocks = self.values.unflatten(0, (len(margins), -1))
+            inside = (margins >= 0).all(-1, keepdim=True)
+            return torch.where(inside, vector.unflatten(0, (len(margins), -1)), blocks).flatten()
+        if self.name == "binary":
+            return vector.where(margins[:, 0] >= 0, 0.0)
+        low, high = self._borders
+        if self.noise:
+            return torch.where(self._short, self.values, vector.clamp(low, high))
+        slack = torch.where(self._short, _DEVIATIONS * self.error, 0.0)
+        return vector.clamp(low - slack, high + slack)
+
+    def distances(self, vectors: Tensor) -> Tensor:
+        """Squared distances (b,) in units of the values' spread: what noise nobody stated is."""
+        return (vectors.double() - self.values).square().mean(-1) / self.spread**2
+
+    def similarity(self, vector: Tensor) -> float:
+        """The cosine of a text's vector with what the stored form stands for."""
+        return float(torch.cosine_similarity(vector.double(), self.values, 0))
+
+    def agreement(self, vector: Tensor) -> str:
+        """The same in words, with how many of the store's codes come out right where it has any."""
+        words = f"cosine {self.similarity(vector):.6f}"
+        inside = (self._margins(vector.double()[None])[0] >= 0).all(-1)
+        if self.codebook is not None:
+            return f"{words}, {int(inside.sum())} of {len(inside)} codes agree"
+        if self.name == "binary":
+            return f"{words}, {int(inside.sum())} of {len(inside)} signs agree"
+        return words
+
+    @cached_property
+    def _short(self) -> Tensor:
+        """The numbers (k,) whose steps are short next to the error."""
+        return self.widths <= _SHORT * self.error
+
+    @cached_property
+    def _borders(self) -> tuple[Tensor, Tensor]:
+        """Where the cell of each number begins and ends."""
+        low, high = self.values - self.widths / 2, self.values + self.widths / 2
+        if self.ends is None:
+            return low, high
+        # A store may give a cell's middle or its edge: what is within a step of an end is there.
+        begin, end = self.ends
+        low = low.where(self.values - begin > 0.75 * self.widths, -torch.inf)
+        return low, high.where(end - self.values > 0.75 * self.widths, torch.inf)
+
+    def _margins(self, vectors: Tensor) -> Tensor:
+        """The distances of vectors (b, k) to all borders, (b, cells, borders), in units of s."""
+        if self.codebook is not None:
+            blocks = vectors.unflatten(-1, (len(self.codebook), -1))
+            own = self.codebook.gather(
+                1, self.codes[:, None, None].expand(-1, 1, self.codebook.shape[-1])
+            )
+            # ‖f − c′‖² − ‖f − c‖² without the large terms that cancel
+            normals = own - self.codebook
+            middles = (own + self.codebook) / 2
+            lengths = normals.norm(dim=-1)
+            inside = torch.einsum("bmk,mck->bmc", blocks, normals) - (middles * normals).sum(-1)
+            return (inside / lengths / self.error).where(lengths > 0, torch.inf)
+        if self.name == "binary":
+            return (self.values * vectors)[..., None] / self.error
+        low, high = self._borders
+        return torch.stack([vectors - low, high - vectors], -1) / self.error
+
+
+def two_valued(values: Tensor) -> bool:
+    """Are there two numbers only, one of them negative or zero? Then they are signs."""
+    low, high = values.min(), values.max()
+    both = ((values == low) | (values == high)).all()
+    return len(values) >= 8 and bool(both) and bool(low <= 0) and bool(high > 0)
+
+
+def _surprise(margins: Tensor) -> Tensor:
+    return -2 * torch.special.log_ndtr(margins)
+
+
+def _squared_log(chance: Tensor) -> Tensor:
+    return torch.xlogy(chance, chance).square() / chance.clamp(min=1e-300)

@@ -92,7 +92,7 @@ def encoder_max_length(folder: str | Path) -> int:
     if max_length is None:
         return MAX_LENGTH
     if type(max_length) is not int or max_length < 1:
-        raise InputError(f"expected max_seq_length as a number in {path}, got {max_length!r:.40}")
+        raise InputError(f"max_seq_length must be a number in {path}, not {max_length!r:.40}")
     return min(max_length, MAX_LENGTH)
 
 
@@ -110,7 +110,11 @@ def from_texts(
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
     made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
-    errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
+    given = vectors.double()
+    errors = {
+        way: float(((each - given).norm(dim=1) / each.norm(dim=1)).median())
+        for way, each in made.items()
+    }
     return _nearest(errors, "the store's own texts", agrees)
 
 
@@ -190,10 +194,6 @@ def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
     return unit or bool((lengths < 1).all()), unit
 
 
-def _errors(made: Tensor, given: Tensor) -> Tensor:
-    return (made - given).norm(dim=1) / made.norm(dim=1)
-
-
 def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
     best = min(errors, key=lambda way: errors[way])
     error, words = errors[best], _words(best)
@@ -232,7 +232,10 @@ def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
     """Do the numbers of two sets of vectors (a, k), (b, k) belong together, one by one?"""
     if min(len(own), len(given)) < 3:
         return False  # two vectors have no correlations but 1 and -1
-    ours, theirs = (_correlations(each[:, :_NUMBERS]) for each in (own, given))
+    # NaN: a number that is always the same.
+    ours, theirs = (
+        torch.corrcoef(each[:, :_NUMBERS].double().T).nan_to_num(0.0) for each in (own, given)
+    )
     count = len(ours)
     first, second = torch.triu_indices(count, count, 1)
     theirs = _centred(theirs[first, second])
@@ -243,10 +246,6 @@ def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
         if float(_centred(ours[order[first], order[second]]) @ theirs) >= agreement:
             return False
     return True
-
-
-def _correlations(vectors: Tensor) -> Tensor:
-    return torch.corrcoef(vectors.double().T).nan_to_num(0.0)  # NaN: always the same number
 
 
 def _centred(values: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
-from keyhole.models.capture import Exposure, capture
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
@@ -38,7 +37,6 @@ _ON_CPU = 512  # tokens that are tried at a place, …
 _SIMILAR = 48  # … then so many near each of the best, …
 _CLIMBS = 6  # … so often at most
 _COMMON = ","
-_AT_ONCE = 512  # short texts in one pass
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ShortPrompt:
         vectors, exposure = vectors_of(
             target.model, [replace(leak, values=leak.values[:1]) for leak in logits]
         )
-        encoder = Encoder(target, exposure)
+        encoder = Encoder(target, replace(exposure, normalised=False))
         frame = len(encoder.before + encoder.after)
         lengths = [None if leak.tokens is None else leak.tokens - frame for leak in logits]
         if all(length is not None and length > self.max_length for length in lengths):
@@ -137,7 +135,7 @@ class ShortPrompt:
         ids = texts.ids.repeat_interleave(tokens.shape[1], 0)
         ids[:, place] = tokens.flatten()
         ids = torch.cat([texts.ids, ids]).unique(dim=0)
-        tried = Texts(ids, torch.full_like(ids[:, 0], ids.shape[1]))
+        tried = Texts.filled(ids)
         encoder = tables.encoder
         rough = encoder.vectors(tried, fast=True) @ goal
         tried = tried[rough.topk(min(4 * self.kept, len(tried))).indices]
@@ -154,10 +152,11 @@ class _Tables:
         comma = target.tokenizer(_COMMON, add_special_tokens=False)["input_ids"]
         self.common = int(comma[-1]) if comma else target.pads()[0]
         tokens = torch.arange(target.vocabulary, device=encoder.device)[:, None]
-        behind = _states(encoder, torch.cat([torch.full_like(tokens, self.common), tokens], 1))
+        pairs = torch.cat([torch.full_like(tokens, self.common), tokens], 1)
+        behind = encoder.values(Texts.filled(pairs))
         encoder.whiten_by(encoder.directions(behind))
         self.behind = encoder.directions(behind)
-        alone = _states(encoder, tokens)
+        alone = encoder.values(Texts.filled(tokens))
         self.alone = encoder.directions(alone)
         special = target.tokenizer.all_special_ids or target.pads()
         self.bigrams = Bigrams(target.model, behind, alone[special])
@@ -168,7 +167,7 @@ class _Tables:
         """The texts of two tokens, the common one first, that come nearest."""
         tokens = (self.behind @ goal).topk(min(count, len(self.behind))).indices
         pairs = torch.stack([torch.full_like(tokens, self.common), tokens], 1)
-        return Texts(pairs, torch.full_like(tokens, 2))
+        return Texts.filled(pairs)
 
     def worth_trying(self, texts: Texts, place: int, goal: Tensor, count: int) -> Tensor:
         """The tokens (b, m) that are tried at a place of each text; at the last, twice as many."""
@@ -190,18 +189,6 @@ class _Tables:
         """The tokens (b, m) of embeddings most like those of tokens (b,)."""
         likeness = self._embeddings[tokens] @ self._embeddings.T
         return likeness.topk(min(_SIMILAR, len(self._embeddings)), dim=-1).indices
-
-
-@torch.no_grad()
-def _states(encoder: Encoder, ids: Tensor) -> Tensor:
-    """The last states (b, d) of texts (b, n), as they are."""
-    last = Exposure("pooled", pooling="last", normalised=False)
-    states: list[Tensor] = []
-    for part in ids.split(_AT_ONCE):
-        framed, mask = encoder.framed(Texts(part, torch.full_like(part[:, 0], part.shape[1])))
-        states.append(capture(encoder.target.model, last, ids=framed, mask=mask)["values"])
-    encoder.passes += len(ids)
-    return torch.cat(states)
 
 
 # What a causal model itself expects of two tokens that stand together: a prior without a corpus.

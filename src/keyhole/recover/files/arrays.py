@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.core.files import expect_file, read_tensors, trouble
-from keyhole.core.machine import expect_room
+from keyhole.core.files import expect_file, read_tensors, unreadable
+from keyhole.core.machine import expect_memory
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin")
 _WHAT = "a leak file (.safetensors, .npy, .npz, .pt or a saved slot of llama.cpp)"
@@ -46,7 +46,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
         with Path(path).open("rb") as file:
             start = file.read(9)
     except OSError as error:
-        raise trouble(_WHAT, path, error) from error
+        raise unreadable(_WHAT, path, error) from error
     if start.startswith(b"\x93NUMPY"):
         return {}, Dump(str(path), arrays_of(_load_numpy(path)))
     if start.startswith(b"PK"):
@@ -100,10 +100,10 @@ def _layer(layer: Any) -> dict[str, Any]:
 def _load_numpy(path: str | Path) -> Any:
     """Pickled objects are refused: loading them would run whatever the file says."""
     try:
-        expect_room(Path(path).stat().st_size, f"the file {path}")
+        expect_memory(Path(path).stat().st_size, f"the file {path}")
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise trouble("arrays of numbers", path, _first_line(error)) from error
+        raise _broken("arrays of numbers", path, error) from error
 
 
 def _unzipped(path: str | Path) -> Any:
@@ -112,19 +112,15 @@ def _unzipped(path: str | Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             inside = archive.infolist()
     except (OSError, zipfile.BadZipFile) as error:
-        raise trouble(_WHAT, path, error) from error
-    expect_room(sum(member.file_size for member in inside), f"the file {path}")
+        raise unreadable(_WHAT, path, error) from error
+    expect_memory(sum(member.file_size for member in inside), f"the file {path}")
     if any(member.filename.endswith("data.pkl") for member in inside):
         return read_pickled(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise trouble("arrays of numbers", path, _first_line(error)) from error
-
-
-def _first_line(error: Exception) -> Exception:
-    return error if isinstance(error, OSError) else ValueError(str(error).splitlines()[0])
+        raise _broken("arrays of numbers", path, error) from error
 
 
 _CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")
@@ -169,7 +165,7 @@ def read_pickled(path: str | Path) -> Any:
 
 def _broken(what: str, path: str | Path, error: Exception) -> Exception:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return trouble(what, path, error if isinstance(error, OSError) else ValueError(first))
+    return unreadable(what, path, error if isinstance(error, OSError) else ValueError(first))
 
 
 # A slot that llama.cpp's server saved (`POST /slots/0?action=save`): ids, then keys and values.
@@ -206,10 +202,10 @@ class Slot:
 def read_slot(path: str | Path) -> Slot:
     """The slot in a file, or one line on why it is none."""
     try:
-        expect_room(2 * Path(path).stat().st_size, f"the file {path}")
+        expect_memory(2 * Path(path).stat().st_size, f"the file {path}")
         content = Path(path).read_bytes()
     except OSError as error:
-        raise trouble("a saved slot of llama.cpp", path, error) from error
+        raise unreadable("a saved slot of llama.cpp", path, error) from error
     try:
         return _parsed_slot(content)
     except InputError as error:

@@ -8,7 +8,7 @@ only one that gives a verified text is taken: rows of another layer are refused,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from keyhole.recover.files.readings import (
     readings_of,
 )
 from keyhole.recover.files.sources import Opened
-from keyhole.recover.leaks import TYPES, Leak
+from keyhole.recover.leaks import TYPES, Leak, rows_of
 
 _TRIED = 4  # likely layers
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
@@ -39,14 +39,6 @@ _LEAST = 1e-6  # of the largest spread: a number that hardly varies decides noth
 _TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
 _MARGIN = 1.5  # above the largest error of a position of the ordinary texts; chosen, not fitted
 Verifies = Callable[[Leak], bool]
-
-
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """The leaks of a file, one for each text, and the texts' token ids where those are in it."""
-
-    leaks: Sequence[Leak]
-    ids: Sequence[list[int]] | None = None
 
 
 def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
@@ -73,45 +65,39 @@ def opened_by(
         if isinstance(source, Opened):
             opened.append(source)
             continue
-        contents = contents_of(source, target, expose, partial(verifies, target))
+        try:
+            texts = _verified(source, target, expose, partial(verifies, target))
+        except InputError as error:
+            raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
+        if source.served:
+            leaks = with_served_noise(target, [text.leak for text in texts])
+            texts = [replace(text, leak=leak) for text, leak in zip(texts, leaks, strict=True)]
         name = source.name or f"leak {len(opened) + 1}"
-        for number, leak in enumerate(contents.leaks):
-            ids = None if contents.ids is None else contents.ids[number]
-            each = name if len(contents.leaks) == 1 else f"{name} [{number}]"
-            opened.append(Opened(each, leak, ids))
+        for number, text in enumerate(texts):
+            opened.append(replace(text, name=name if len(texts) == 1 else f"{name} [{number}]"))
     return opened
 
 
-def contents_of(
+def _verified(
     dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies
-) -> Contents:
+) -> list[Opened]:
     """The leaks in a file; `expose` says what it holds, `verifies` whether a leak can be read."""
-    try:
-        contents = _verified(dump, target, expose, verifies)
-    except InputError as error:
-        raise InputError(f"{error} ({dump.name})" if dump.name else str(error)) from error
-    if not dump.served:
-        return contents
-    return replace(contents, leaks=with_served_noise(target, contents.leaks))
-
-
-def _verified(dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies) -> Contents:
     mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
     mask = lengths if mask is None else mask
     if not readings:
         raise _no_exposure(dump, target.parts)
     made = [
-        (_contents(section, mask, ids), reading)
+        (_texts(section, mask, ids), reading)
         for reading in readings
         for section in _chosen(reading, target, expose)
     ]
     if len(made) == 1:
         return made[0][0]
-    for contents, reading in made:
-        if all(verifies(leak) for leak in _samples(contents, reading, mask, target.parts)):
-            return contents
-    raise _unexplained([contents for contents, _ in made], expose)
+    for texts, reading in made:
+        if all(verifies(leak) for leak in _samples(texts, reading, mask, target.parts)):
+            return texts
+    raise _unexplained([texts[0].leak for texts, _ in made], expose)
 
 
 def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
@@ -151,10 +137,9 @@ def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
     return (section.layer or 0) + first, _PREFERRED.index(section.kind)
 
 
-def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Contents:
-    """A leak for each text of a section, without the padding around it."""
-    leaks: list[Leak] = []
-    known: list[list[int]] = []
+def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Opened]:
+    """A leak for each text of a section, without the padding around it; nameless as yet."""
+    texts: list[Opened] = []
     length = _length(section)
     for what, given in (("mask", mask), ("token ids", ids)):
         if given is not None and given.shape != (section.texts, length or given.shape[1]):
@@ -169,10 +154,9 @@ def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Cont
                 raise InputError(f"the mask of text {number} is only padding")
             inside = slice(int(text[0]), int(text[-1]) + 1)
         tensors = {name: tensor[number] for name, tensor in section.tensors.items()}
-        leaks.append(_leak(section, tensors, inside))
-        if ids is not None:
-            known.append([int(token) for token in ids[number, inside]])
-    return Contents(leaks, known or None)
+        known = None if ids is None else [int(token) for token in ids[number, inside]]
+        texts.append(Opened("", _leak(section, tensors, inside), known))
+    return texts
 
 
 def _length(section: Section) -> int | None:
@@ -196,24 +180,24 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
 
 
 def _samples(
-    contents: Contents, reading: Reading, mask: Tensor | None, parts: Anatomy
+    texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy
 ) -> Iterator[Leak]:
     """Leaks that are verified if the reading is right: the shortest, and one more.
 
     That is another text, or another layer of the same. One alone does not tell a text at
     all layers from as many texts at one.
     """
-    leaks = sorted(contents.leaks, key=lambda leak: leak.length or 0)
+    leaks = sorted((text.leak for text in texts), key=lambda leak: leak.length or 0)
     layer = leaks[0].exposure.layer
     others = [section for section in reading if section.layer not in (None, layer)]
-    for leak in [*leaks[:2], *(_contents(section, mask, None).leaks[0] for section in others[:1])]:
+    for leak in [*leaks[:2], *(_texts(section, mask, None)[0].leak for section in others[:1])]:
         causal = parts.causal and leak.kind in ("hidden", "kv", "attention")
         # The beginning of a causal model's text is a text as well.
         yield leak.cut(min(_BEGINNING, leak.length or 1)) if causal else leak
 
 
-def _unexplained(made: Sequence[Contents], expose: Exposure | None) -> InputError:
-    tried = ", ".join(dict.fromkeys(str(contents.leaks[0].exposure) for contents in made))
+def _unexplained(tried_leaks: Sequence[Leak], expose: Exposure | None) -> InputError:
+    tried = ", ".join(dict.fromkeys(str(leak.exposure) for leak in tried_leaks))
     fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
     return InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
@@ -244,7 +228,7 @@ def likely_layers(target: Target, section: Section) -> list[int]:
     )
     if section.kind == "maps":  # as wide as the text is long: there is nothing to compare by
         return layers
-    seen = _compared(_rows({name: tensor.float() for name, tensor in section.tensors.items()}))
+    seen = _compared(rows_of({name: tensor.float() for name, tensor in section.tensors.items()}))
     alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
     texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
     own = [_at_layers(target, section.kind, layers, ids) for ids in texts]
@@ -273,8 +257,8 @@ def _at_layers(
         return list(base(input_ids=text, output_hidden_states=True).hidden_states)
     if kind == "kv" and target.parts.causal:
         cache = base(input_ids=text, use_cache=True).past_key_values
-        return [_rows({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
-    return [_rows(capture(target.model, Exposure(kind, layer), ids=text)) for layer in layers]
+        return [rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
+    return [rows_of(capture(target.model, Exposure(kind, layer), ids=text)) for layer in layers]
 
 
 def _likelihood(seen: Tensor, own: Tensor) -> float:
@@ -284,14 +268,6 @@ def _likelihood(seen: Tensor, own: Tensor) -> float:
     spread = spread.clamp(min=_LEAST * max(float(spread.max()), 1e-30))
     strength = ((rows - own.mean(0)) / spread).square() / 2 + spread.log()
     return -float(strength.mean(-1).median())
-
-
-def _rows(tensors: dict[str, Tensor]) -> Tensor:
-    """(texts, positions, numbers), as leaks have them."""
-    if "keys" not in tensors:
-        return tensors["values"]
-    both = torch.cat([tensors["keys"], tensors["values"]], -1)
-    return both.transpose(-3, -2).flatten(-2)
 
 
 def with_served_noise(target: Target, leaks: Sequence[Leak]) -> list[Leak]:

@@ -159,92 +159,53 @@ def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
     return tensor
 
 
-def _of_one_shape(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Refuse parts of one exposure that are not of the same shape."""
-    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-    if len(shapes) > 1:
-        raise InputError(
-            f"expected keys and values of one shape, got {' and '.join(map(str, shapes))}"
-        )
-    return {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
-
-
-def _by_shape(array: Tensor, parts: Anatomy, kind: str | None) -> list[Reading]:
-    """Every way to read an array; `kind` says what it is, where that is known."""
+def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]:
+    """Every way to read an array; `asked` is the kind that it is, where that is known."""
     if not array.is_floating_point():
         return []
-    kinds = _BY_SHAPE if kind is None else {kind: _BY_SHAPE[kind]}
-    return [reading for name, ways in kinds.items() for reading in ways(array, parts, name, kind)]
+    kinds = ("hidden", "kv", "maps", "pooled", "logits") if asked is None else (asked,)
+    return [
+        reading for kind in kinds for reading in _as_kind(array, parts, kind, asked is not None)
+    ]
 
 
-def _rows_by_shape(
-    array: Tensor, parts: Anatomy, kind: str, asked: str | None
-) -> Iterator[Reading]:
-    if array.shape[-1] != parts.width and (asked is None or array.shape[-1] > parts.width):
-        return  # rows may be cut, but only where somebody says that they are rows
-    count = parts.layers + 1
-    for axis in range(array.ndim - 2):
-        if array.shape[axis] == count and array.ndim in (3, 4) and kind == "hidden":
-            layers = array.movedim(axis, 0)
-            yield tuple(_section(kind, layer, layers[layer], parts) for layer in range(count))
-    if array.ndim in (2, 3):
-        yield (_section(kind, None, array, parts),)
-
-
-def _key_values_by_shape(
-    array: Tensor, parts: Anatomy, kind: str, asked: str | None
-) -> Iterator[Reading]:
-    del asked
-    if array.ndim < 4 or (array.shape[-1], array.shape[-3]) != (parts.head_dim, parts.key_heads):
+def _as_kind(array: Tensor, parts: Anatomy, kind: str, asked: bool) -> Iterator[Reading]:
+    """The ways to read an array as one kind: all layers of it, or one that is not known."""
+    shape, axes = tuple(array.shape), array.ndim
+    if kind in ("pooled", "logits"):
+        width = len(parts.table) if kind == "logits" else parts.width
+        most = 3 if kind == "logits" else 1 + asked
+        if shape[-1] == width and axes <= most:
+            yield (_section(kind, 0, array, parts),)
         return
-    if array.shape[0] == parts.layers and array.ndim in (5, 6) and array.shape[1] == 2:
-        first = 0 if parts.causal else 1
-        yield tuple(_pair(kind, first + at, array[at], parts) for at in range(parts.layers))
-    if array.shape[0] == 2 and array.ndim in (4, 5):
-        yield (_pair(kind, None, array, parts),)
-
-
-def _maps_by_shape(
-    array: Tensor, parts: Anatomy, kind: str, asked: str | None
-) -> Iterator[Reading]:
-    del asked
-    square = array.ndim >= 3 and array.shape[-1] == array.shape[-2]
-    if not square or array.shape[-3] != parts.heads:
+    layers, first = parts.layers, 1 - (kind == "kv" and parts.causal)
+    stacked = [0]  # axes that the layers may be along
+    if kind == "kv":
+        right = axes >= 4 and (shape[-1], shape[-3]) == (parts.head_dim, parts.key_heads)
+        least, single, pairs = 4, shape[0] == 2, axes > 1 and shape[1] == 2
+    elif kind == "maps":
+        right = axes >= 3 and shape[-1] == shape[-2] and shape[-3] == parts.heads
+        least, single, pairs = 3, True, True
+    else:  # rows may be cut, but only where somebody says that they are rows
+        right = shape[-1] == parts.width or (asked and shape[-1] < parts.width)
+        least, single, pairs = 2, True, kind == "hidden"
+        layers, first, stacked = layers + 1, 0, list(range(axes - 2))
+    if not right:
         return
-    if array.shape[0] == parts.layers and array.ndim in (4, 5):
-        yield tuple(_section(kind, at + 1, array[at], parts) for at in range(parts.layers))
-    if array.ndim in (3, 4):
+    for axis in stacked:
+        if pairs and shape[axis] == layers and axes in (least + 1, least + 2):
+            each = array.movedim(axis, 0)
+            yield tuple(_section(kind, first + at, each[at], parts) for at in range(layers))
+    if single and axes in (least, least + 1):
         yield (_section(kind, None, array, parts),)
-
-
-def _vectors_by_shape(
-    array: Tensor, parts: Anatomy, kind: str, asked: str | None
-) -> Iterator[Reading]:
-    width = len(parts.table) if kind == "logits" else parts.width
-    most = 3 if kind == "logits" else 1 if asked is None else 2
-    if array.shape[-1] == width and array.ndim <= most:
-        yield (_section(kind, 0, array, parts),)
 
 
 def _section(kind: str, layer: int | None, array: Tensor, parts: Anatomy) -> Section:
-    return Section(kind, layer, {"values": _batched(kind, array, parts)})
-
-
-def _pair(kind: str, layer: int | None, array: Tensor, parts: Anatomy) -> Section:
-    tensors = zip(("keys", "values"), array, strict=True)
-    return Section(kind, layer, {name: _batched(kind, part, parts) for name, part in tensors})
-
-
-_BY_SHAPE: dict[str, Callable[[Tensor, Anatomy, str, str | None], Iterator[Reading]]] = {
-    "hidden": _rows_by_shape,
-    "kv": _key_values_by_shape,
-    "maps": _maps_by_shape,
-    "pooled": _vectors_by_shape,
-    "logits": _vectors_by_shape,
-    "attention": lambda array, parts, kind, asked: (
-        _rows_by_shape(array, parts, kind, asked) if asked else iter(())
-    ),
-}
+    tensors = (
+        {"values": array} if kind != "kv" else dict(zip(("keys", "values"), array, strict=True))
+    )
+    made = {name: _batched(kind, each, parts) for name, each in tensors.items()}
+    return Section(kind, layer, made)
 
 
 @torch.no_grad()
@@ -396,17 +357,19 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
             taken = chosen.setdefault((slot.kind, slot.layer), {})
             if slot.part not in taken or not slot.raw:  # rather keys after their rotation
                 taken[slot.part] = (name, slot)
-    return [
-        Section(
-            kind,
-            layer,
-            _of_one_shape(
-                {part: _finished(slot, arrays[name], parts) for part, (name, slot) in taken.items()}
-            ),
-        )
-        for (kind, layer), taken in chosen.items()
-        if kind != "kv" or len(taken) == 2  # keys alone are no leak that anything reads
-    ]
+    sections: list[Section] = []
+    for (kind, layer), taken in chosen.items():
+        if kind == "kv" and len(taken) < 2:  # keys alone are no leak that anything reads
+            continue
+        tensors = {
+            part: _finished(slot, arrays[name], parts) for part, (name, slot) in taken.items()
+        }
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        if len(shapes) > 1:
+            words = " and ".join(map(str, shapes))
+            raise InputError(f"keys and values must have the same shape, not {words}")
+        sections.append(Section(kind, layer, tensors))
+    return sections
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
 """Texts from gradients: what a client of federated learning, or of a tuning service, hands over.
 
 `update.py` is what leaks and how a client makes it; `span.py` what a gradient says of a layer's
-inputs, and so which tokens may stand where; `encoder_texts.py` and `decoder_texts.py` which texts;
-`labels.py` their classes and last tokens; `judge.py` makes the update again from the proposed
-batch; `recover_batch.py` goes through all that, for one update or for files of them.
+inputs, and so which tokens may stand where; `texts.py` puts texts together. `recover_batch.py` goes
+through all that, adds classes and last tokens, and judges the batch.
 """
 
 from keyhole.recover.gradients.recover_batch import BatchRecovery, recover_batch

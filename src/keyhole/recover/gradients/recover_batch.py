@@ -6,8 +6,9 @@ and the judge makes the update again. The reason says what the update does not s
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,13 +21,11 @@ from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import hooks
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import Loaded, identity, task_of
+from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
-from keyhole.recover.gradients.decoder_texts import DecoderTexts
-from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search, contexts_of, places_of
-from keyhole.recover.gradients.judge import Errors, judge
-from keyhole.recover.gradients.labels import labelled
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -36,21 +35,32 @@ from keyhole.recover.gradients.span import (
     span_of,
     tokens_in,
 )
+from keyhole.recover.gradients.texts import (
+    DecoderTexts,
+    EncoderTexts,
+    Search,
+    contexts_of,
+    places_of,
+)
 from keyhole.recover.gradients.update import (
     Batch,
     Protocol,
     Update,
     batch_of,
+    clean_update,
+    clipped_share,
+    gradient,
     load_update,
     task_for,
     update_of,
 )
-from keyhole.recover.judge import Verdict
-from keyhole.recover.recovery import Recovery, TextRecovery
+from keyhole.recover.judge import ODDS, Verdict
+from keyhole.recover.layers.precision import rounding_of
+from keyhole.recover.recovery import Mark, Recovery, TextRecovery
+from keyhole.recover.simulate import MAX_LENGTH
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
-MAX_LENGTH = 512  # tokens of a text that a gradient is made of
 METHOD = "GradientSpans"
 
 
@@ -349,3 +359,267 @@ def opened(model: str | Loaded, device: str, allow_pickle: bool) -> Loaded:
         return model
     task = task_of(folder_of(model))
     return open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+
+
+# The judge of a recovered batch: the client's update is made again from it, and compared.
+#
+# A batch counts only if its own update differs from the leaked one by no more than the leak's
+# errors: rounding, stated noise, float32 itself, and the last bits of weights. In units of those
+# the mean of the squared differences is 1 or less for the right batch, over millions of numbers. A
+# text's own part of the update has to stand out from the errors, or else the text might be another
+# one: its length in units of the errors is compared with what chance gives.
+#
+# Where the errors are larger than float32's, one wrong token might hide in them. So each token has
+# an alternative, the one with the nearest embedding, in its place: the update with it has to fit
+# worse by odds of V·e¹⁰ : 1 (errors being Gaussian). One that does not leaves its text unverified.
+
+_LIMIT = 1.1  # the mean squared difference in units of the errors, at most
+_FINE = 5e-4  # of the update's size: errors below it hide no token
+_BLOCKS = 2  # that alternatives are compared in: more would only be stronger
+_FLOAT32 = 3e-5  # of the update's root mean square: what differs between machines
+
+
+_OUTCOMES = {
+    Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
+    Mark.LIKELY: (
+        Status.INEXACT, "all its rows lie in the span, but the batch does not give the update again"
+    ),
+    Mark.UNKNOWN: (Status.UNSOLVED, "not all its rows lie in the span"),
+}  # fmt: skip
+
+
+def judge(
+    target: Target, update: Update, batch: Batch, in_span: Sequence[bool] = ()
+) -> list[Verdict]:
+    """Compare a batch's own update with the leaked one: what each text is worth, as a whole.
+
+    A text that is not verified is likely if it is `in_span`. Residual and precision are those of
+    the batch, relative to the update's size.
+    """
+    errors = Errors.of(update, target.model)
+    given = clean_update(target.model, batch, update.protocol)
+    count, misfit, far, size, error = 0, 0.0, 0.0, 0.0, 0.0
+    for name in update.values:
+        leaked, own = update.values[name].to(target.parts.device).double(), given[name].double()
+        variance, off = errors.variance(name), (leaked - own).square()
+        live = (leaked != 0) | (own != 0)
+        count += int(live.sum())
+        misfit += float((off / variance).sum())
+        far, size = far + float(off.sum()), size + float(leaked.square().sum())
+        error += float((variance * live).sum())
+    residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
+    fits = len(batch.texts) == update.texts and misfit <= _LIMIT * count
+    proofs = _Proofs(target, update, batch, errors, given) if fits else None
+    verdicts: list[Verdict] = []
+    for number, ids in enumerate(batch.texts):
+        verified, passes = proofs.holds(number, precision > _FINE) if proofs else (False, 0)
+        likely = bool(in_span) and in_span[number]
+        mark = Mark.VERIFIED if verified else Mark.LIKELY if likely else Mark.UNKNOWN
+        status, reason = _OUTCOMES[mark]
+        marks = (mark,) * len(ids)
+        verdicts.append(Verdict(status, reason, verified, residual, precision, marks, passes))
+    return verdicts
+
+
+@dataclass(frozen=True, eq=False)
+class Errors:
+    """The error of every number of an update; `least` is the deviation that float32 leaves."""
+
+    update: Update
+    model: Any
+    least: float
+
+    @classmethod
+    def of(cls, update: Update, model: Any) -> Errors:
+        total = sum(float(each.float().square().sum()) for each in update.values.values())
+        numbers = sum(int((each != 0).sum()) for each in update.values.values())
+        return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
+
+    def variance(self, name: str) -> Tensor:
+        """Of each number of one tensor."""
+        return self.coarse(name) + self.least**2
+
+    def coarse(self, name: str) -> Tensor:
+        """The part that is more than float32's: rounding, noise, and the bits of weights."""
+        protocol = self.update.protocol
+        weight = self.model.get_parameter(name).detach()
+        leaked = self.update.values[name].to(weight.device).double()
+        variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
+        if self.update.precision != "float32":
+            variance += rounding_of(leaked, self.update.precision)[1].square() / 12
+        if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
+            last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
+            variance += protocol.steps * last.square() / 12
+        return variance
+
+
+@dataclass(eq=False)
+class _Proofs:
+    """What speaks for each text of a batch whose update fits as a whole."""
+
+    target: Target
+    update: Update
+    batch: Batch
+    errors: Errors
+    given: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        model, parts = self.target.model, self.target.parts
+        self._weights = {name: each.detach() for name, each in model.named_parameters()}
+        inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
+        names = [name for name, each in model.named_parameters() if id(each) in inside]
+        self._names = [name for name in names if name in self.update.values]
+        self._variance = {name: self.errors.variance(name) for name in self._names}
+        self._off = {
+            name: self.update.values[name].to(parts.device).double() - self.given[name].double()
+            for name in self._names
+        }
+
+    def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
+        """Would the update show it if this text were another one? And the passes that took."""
+        odds = 2 * (math.log(self.target.vocabulary) + ODDS)
+        own = self._part(self.batch[number], number)
+        nothing = {name: torch.zeros_like(each) for name, each in own.items()}
+        if self._worse(own, nothing) < odds:
+            return False, 1
+        text = self.batch.texts[number]
+        for place in range(len(text)) if coarse else ():
+            ids = (*text[:place], self._nearest(text[place]), *text[place + 1 :])
+            other = self._part(Batch((ids,), self.batch[number].labels), number)
+            if self._worse(own, other) < odds:
+                return False, place + 2
+        return True, 1 + (len(text) if coarse else 0)
+
+    def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
+        """What one text adds to the update, with the number of the text that it stands for."""
+        protocol = self.update.protocol
+        own = gradient(self.target.model, self._weights, text)
+        share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
+        if protocol.clip is not None:
+            share *= clipped_share(own, protocol.clip)
+        if self.update.task == "causal" and protocol.clip is None:
+            predicted = [len(each) - 1 for each in self.batch.texts]
+            share *= predicted[number] / sum(predicted)
+        else:
+            share /= len(self.batch.texts)
+        return {name: share * own[name].double() for name in self._names}
+
+    def _worse(self, own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+        """How much worse the update fits, in squared errors, with `other` instead of `own`."""
+        worse = 0.0
+        for name in self._names:
+            change = own[name] - other[name]
+            terms = (change.square() + 2 * change * self._off[name]) / self._variance[name]
+            worse += float(terms.sum())
+        return worse
+
+    def _nearest(self, token: int) -> int:
+        """The other token whose embedding is nearest."""
+        table = self.target.parts.table
+        far = (table - table[token]).square().sum(-1)
+        far[token] = torch.inf
+        return int(far.argmin())
+
+
+# What a batch's loss was taken of, once its texts are known: classes, or each text's last token.
+#
+# The loss does not show in what the layers receive, but in the gradients δ of what a linear map
+# gives: with its inputs a_i known from the texts, G = Σ_i δ_i a_iᵀ is solved for the δ_i by least
+# squares.
+#
+# - Classes: the head's own δ is p − e_y, scaled. Its only negative number is at the class y.
+# - The last token of a causal model's text is predicted and never read, so no span holds it. The
+#   last map of the last block has δ = Jᵀ Wᵀ (p − e_y), scaled, with W the unembedding and J the
+#   Jacobian of the final norm: all tokens y are compared by direction.
+
+Texts = Sequence[Sequence[int]]
+Given = Callable[[Tensor], Tensor | None]
+
+
+def labelled(target: Target, update: Update, given: Given, texts: Texts) -> Batch:
+    """The whole batch: texts with their classes, or with their last tokens.
+
+    `given` is the gradient of a parameter, None where it was not handed over.
+    """
+    sign = -1.0 if update.protocol.steps > 1 else 1.0  # weights move against the gradient
+    if update.task == "classification":
+        return Batch(tuple(map(tuple, texts)), tuple(_classes(target, given, texts, sign)))
+    ends = _last_tokens(target, given, texts, sign)
+    return Batch(tuple((*text, end) for text, end in zip(texts, ends, strict=True)))
+
+
+def _classes(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
+    head = _head(target.model)
+    leaked = given(head.weight)
+    if leaked is None:
+        raise InputError("this update has no gradient of the head, which classes show in")
+    # A causal model's head is applied at every position, and answers at the last one.
+    inputs = [each[-1] if each.ndim > 1 else each for each in _inputs(target, head, texts)]
+    return (sign * _deltas(torch.stack(inputs), leaked, head)).argmin(-1).tolist()
+
+
+def _last_tokens(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
+    """The token after each text: the one that its last position was to predict."""
+    linear = _last_map(target)
+    leaked = given(linear.weight)
+    norm = target.parts.closing_norm(target.parts.layers)
+    if leaked is None or norm is None:
+        raise InputError("this update has no gradient of the last block, where last tokens show")
+    deltas = sign * _deltas(torch.cat(_inputs(target, linear, texts)), leaked, linear)
+    ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
+    head = unembedding(target.model)
+    table = head.weight.detach().double()
+    tokens: list[int] = []
+    for end, rows in zip(ends.tolist(), _inputs(target, norm, texts), strict=True):
+        state = rows[-1].detach()
+        jacobian = torch.autograd.functional.jacobian(norm, state).double()
+        with torch.no_grad():
+            likely = head(norm(state)).double().softmax(-1)
+        wanted = (likely @ table - table) @ jacobian
+        tokens.append(int(torch.cosine_similarity(wanted, deltas[end][None]).argmax()))
+    return tokens
+
+
+def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
+    """What a module receives for each text."""
+    taken: list[Tensor] = []
+
+    def take(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        taken.append(args[0][0])
+
+    with torch.no_grad(), hooks((module.register_forward_pre_hook, take)):
+        for text in texts:
+            target.model(input_ids=torch.tensor([list(text)], device=target.parts.device))
+    return taken
+
+
+def _deltas(inputs: Tensor, leaked: Tensor, linear: nn.Module) -> Tensor:
+    """The δ (rows, outputs) behind a gradient, by least squares."""
+    inputs = inputs.double()
+    rows = inputs_last(leaked.to(inputs.device).double(), linear).mT
+    return torch.linalg.pinv(inputs.mT, rtol=1e-9) @ rows
+
+
+def _head(model: Any) -> nn.Linear:
+    """The map that gives a classifier's answers."""
+    classes = int(model.config.num_labels)
+    maps = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    fitting = [linear for linear in maps if linear.out_features == classes]
+    if not fitting:
+        raise InputError(f"this model has no linear head of {classes} classes")
+    return fitting[-1]
+
+
+def _last_map(target: Target) -> Any:
+    """The linear map of the last block that is applied last."""
+    called: list[nn.Module] = []
+    block = target.parts.blocks[-1]
+    # GPT-2 calls its linear maps Conv1D.
+    maps = [each for each in block.modules() if type(each).__name__ in ("Linear", "Conv1D")]
+
+    def note(module: nn.Module, _args: Any) -> None:
+        called.append(module)
+
+    with torch.no_grad(), hooks(*((linear.register_forward_pre_hook, note) for linear in maps)):
+        target.model(input_ids=torch.tensor([[0, 0]], device=target.parts.device))
+    return called[-1]

@@ -22,7 +22,7 @@ A token v at position p is in the batch only if x(v, p) lies in the span of the 
 gradient. All tokens are tried at all positions, along a few random directions of the span's
 complement first, and along all of them where those leave it open. Embeddings of positions are added
 to those of tokens, so the span of several texts holds other pairs as well: from x(a, p), x(a, q)
-and x(b, p), nearly, x(b, q). `Places` in encoder_texts.py tells those apart.
+and x(b, p), nearly, x(b, q). `Places` in texts.py tells those apart.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ to snap to the token table, substitute and verify. Here, cheapest first:
    stage candidates are tried at the positions that fit worst, each judged by its own row
    (trials.py), what is clear is fixed, and the next stage moves only the rest.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
-   nearest to the estimates are tried at each position (trials.py).
+   nearest to the estimates are tried at each position, one at a time.
 
 Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
 again without. Of rows that leaked as directions the length comes first (row_length.py). Texts go
@@ -22,19 +22,22 @@ through in batches of similar length, and leave when they fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from keyhole.core.errors import expect_count
+from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.layers.encoder_batch import EncoderBatch, flip, replace, substitute
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
 from keyhole.recover.layers.lbfgs import BatchedLBFGS
+from keyhole.recover.layers.precision import Precision, compare, precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch
-from keyhole.recover.layers.trials import Comparison
+from keyhole.recover.layers.trials import Comparison, Tried, try_rows, try_sums
+from keyhole.recover.layers.trials import substitute as try_all
 from keyhole.recover.leaks import Leak
 
 _FAR, _CLOSE = 0.3, 0.1  # the first step of a search for each token, in units of the map's error
@@ -181,3 +184,397 @@ class SubLayerOutput:
                 left.append(number)
         for place, proposal in self.search.each(target, [leaks[number] for number in left]):
             yield left[place], proposal
+
+
+_WORTH = 0.9  # feedback goes on while it lowers the loss at least so far …
+_PATIENCE = 2  # … within so many passes
+_DOUBT = 0.94  # of the second token's squared distance: a token that is nearer is meant …
+_MISFIT = 4.0  # … unless its row fits so many times worse than half of the text's rows do …
+_PART = 0.02  # … and its squared residual is so much of the largest
+_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
+_ROUGHLY = 0.5  # of the leak's variance left unexplained: rows say something of their own tokens
+_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
+_PLACES, _IN_A_PASS = 40, 8  # positions tried in a sweep, and in one pass, …
+_ALONE = 8  # … and positions tried one by one, once that has nothing more to give
+_SWEEPS = 12
+_MORE = 3  # times as many candidates where sums of them are looked at
+
+
+@dataclass(eq=False)
+class EncoderBatch:
+    """What is known of b texts of at most n positions; all tensors have the batch first.
+
+    Texts of different lengths are padded and masked; each leaves as soon as it fits its leak.
+    """
+
+    target: Target
+    back: InverseMap
+    table: TokenTable
+    numbers: list[int]
+    leaks: list[Leak]
+    precisions: list[Precision]
+    leaked: Tensor  # (b, n, d), 0 where nothing leaked
+    seen: Tensor  # (b, n)
+    mask: Tensor  # (b, n), true on text
+    free: Tensor  # (b, n), true where the tokenizer's frame does not say the token
+    sure: Tensor  # (b, n), true where the search takes the token for right, for now
+    estimates: Tensor  # (b, n, e)
+    ids: Tensor  # (b, n)
+    missing: Tensor  # (b, n, d), leak minus what the model gave for `ids`
+    good: Tensor  # (b, n), where that looks like the leak's own error
+    best: Tensor  # (b,), the least loss of any ids so far
+    best_ids: Tensor
+    best_estimates: Tensor
+    stale: Tensor  # (b,), passes since the loss fell
+    passes: Tensor  # (b,), forward–backward and forward
+    forwards: Tensor  # (b,)
+    framed: bool = False
+
+    _ROWS = (
+        "leaked", "seen", "mask", "free", "sure", "estimates", "ids", "missing", "good", "best",
+        "best_ids", "best_estimates", "stale", "passes", "forwards",
+    )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
+    ) -> EncoderBatch:
+        device = target.parts.device
+        rows = [leak.rows(leak.tensors).to(device) for leak in leaks.values()]
+        leaked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+        shape = leaked.shape[:2]
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(shape[1], device=device) < lengths[:, None]
+        for index, leak in enumerate(leaks.values()):
+            if leak.mask is not None:
+                mask[index, : len(leak.mask)] &= leak.mask.to(device).bool()
+        seen = leaked.isfinite().all(-1) & mask
+        leaked = leaked.nan_to_num().where(seen[..., None], torch.zeros_like(leaked))
+        ids = torch.full(shape, target.pads()[0], device=device)
+        estimates = table.centre.expand(*shape, -1)
+        zeros = torch.zeros(shape[0], dtype=torch.long, device=device)
+        return cls(
+            target, back, table, list(leaks), list(leaks.values()),
+            [precision_of(leak) for leak in leaks.values()], leaked, seen, mask, mask, ~mask,
+            estimates, ids, torch.zeros_like(leaked), ~mask, zeros.float(), ids.clone(),
+            estimates.clone(), zeros, zeros.clone(), zeros.clone(),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def unknowns(self) -> float:
+        """How many tokens are to be found, on average."""
+        return float(self.open.sum()) / max(1, len(self))
+
+    @property
+    def open(self) -> Tensor:
+        """Where (b, n) the search moves."""
+        return self.free & ~self.sure
+
+    def begin(self, framed: bool) -> None:
+        """Fix the tokenizer's frame or nothing, and estimate the rest from the leak."""
+        before, after = self.target.frame()
+        self.framed = framed and bool(before or after)
+        self.free, self.sure = self.mask.clone(), ~self.mask
+        self.ids = self.ids.clone()
+        self.best = torch.full_like(self.best, torch.inf)
+        self.stale = torch.zeros_like(self.stale)
+        self.good = ~self.mask
+        guess = self.back.estimate(self.leaked)
+        self.estimates = torch.where(self.seen[..., None], guess, self.table.centre)
+        if not self.framed:
+            return
+        for row in range(len(self)):
+            places = self.mask[row].nonzero().flatten()
+            if len(places) < len(before) + len(after):
+                continue
+            for place, token in zip(places.tolist(), before, strict=False):
+                self.ids[row, place], self.free[row, place] = token, False
+            for place, token in zip(reversed(places.tolist()), reversed(after), strict=False):
+                self.ids[row, place], self.free[row, place] = token, False
+
+    def well_framed(self) -> list[int]:
+        """The texts of which no fixed token is to blame: it fits no worse than others do."""
+        if not self.framed:
+            return list(range(len(self)))
+        fixed = self.seen & ~self.free
+        sizes = self.missing.square().sum(-1)
+        typical = sizes.where(self.seen, torch.nan).nanmedian(-1).values
+        blamed = (fixed & (sizes > typical[:, None])).any(-1)
+        return (~blamed).nonzero().flatten().tolist()
+
+    def snap(self) -> None:
+        """Read tokens off the estimates, except where the ones there already fit."""
+        open_ = self.free & ~self.good
+        ids = self.ids.clone()
+        ids[open_] = self.table.nearest(self.estimates[open_])[:, 0]
+        self.ids = ids
+
+    def check(self) -> list[int]:
+        """Run the model on the snapped tokens; which texts fit their leaks?"""
+        rows = torch.arange(len(self), device=self.ids.device)
+        ids = self.ids.clone()
+        return self.note(rows, ids, self.run(rows, ids), 1)
+
+    def run(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """What the model gives for `ids` (…, n or fewer), which are tried for these rows."""
+        return self.target.rows(self.leaks[0], ids, self.mask[rows, : ids.shape[1]])
+
+    def note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
+        """Take down what was found for some rows with so many passes; which fit their leaks?"""
+        self.passes[rows] += forwards
+        self.forwards[rows] += forwards
+        missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
+        loss = missing.square().sum((1, 2))
+        self.stale[rows] = torch.where(loss < _WORTH * self.best[rows], 0, self.stale[rows] + 1)
+        better = loss < self.best[rows]
+        won = rows[better]
+        self.best[won], self.best_ids[won] = loss[better], ids[better]
+        self.best_estimates[won] = self.estimates[won]
+        self.missing[rows] = missing
+        self.ids[rows] = ids
+        done: list[int] = []
+        for row, numbers in zip(rows.tolist(), given, strict=True):
+            n = len(self.precisions[row].sigma)
+            leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
+            fit = compare(self.precisions[row], leaked, numbers[:n])
+            self.good[row, :n] = fit.good & self.seen[row, :n]
+            self.target.count.set(self.numbers[row], int(self.good[row, :n].sum()))
+            if fit.settled:
+                done.append(row)
+        return done
+
+    def unexplained(self, row: int, ids: Tensor) -> Tensor:
+        """What texts (b, n) that are tried for a row leave unexplained (b, n, d)."""
+        n, rows = ids.shape[1], torch.full(ids.shape[:1], row, device=ids.device)
+        return (self.leaked[row, :n] - self.run(rows, ids)) * self.seen[row, :n, None]
+
+    def take(self, row: int, tried: Tried) -> list[int]:
+        """Run and note the text that trials gave a row: [row] if it fits its leak, or []."""
+        rows = torch.tensor([row], device=self.ids.device)
+        ids = self.ids[rows].clone()
+        ids[0, : len(tried.ids)] = tried.ids
+        return self.note(rows, ids, self.run(rows, ids), tried.forwards + 1)
+
+    def improving(self, patience: int = _PATIENCE) -> bool:
+        """Has any text come nearer to its leak within so many passes?"""
+        return len(self) > 0 and bool((self.stale < patience).any())
+
+    def push(self) -> None:
+        """Error feedback: move the estimates by what the snapped tokens leave unexplained."""
+        self.estimates = self.estimates + self.missing @ self.back.M
+
+    def return_to_best(self) -> None:
+        """Take up the search where the loss was least."""
+        self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
+        self.good = ~self.mask
+
+    def clear(self, row: int) -> Tensor:
+        """Where (n,) a text's estimates are much nearer to the tokens it has than to any other."""
+        meant, doubt = self.table.meant(self.estimates[row])
+        return (meant == self.ids[row]) & (doubt <= _DOUBT)
+
+    def settle(self) -> None:
+        """Take for right, from here on, what is clear: a smaller search, with less to get wrong.
+
+        So is a token that a trial has put there against the estimate, if its row fits better than
+        most. Whatever was taken for right by mistake is among the rows that fit worst, and becomes
+        open again.
+        """
+        sizes = self.missing.square().sum(-1)
+        typical = sizes.where(self.seen, torch.nan).nanmedian(-1, keepdim=True).values
+        least = torch.maximum(_MISFIT * typical, _PART * sizes.amax(-1, keepdim=True))
+        meant, doubt = self.table.meant(self.estimates.flatten(0, 1))
+        tried = meant.view_as(self.ids) != self.ids
+        clear = ~tried & (doubt <= _DOUBT).view_as(self.ids)
+        fits = (clear & (sizes <= least)) | (tried & (sizes <= typical)) | self.good
+        self.sure = self.free & self.seen & fits
+        # An estimate that is sure of a wrong token does not leave it: it starts anew.
+        stuck = (self.open & self.seen & clear)[..., None]
+        self.estimates = torch.where(stuck, self.back.estimate(self.leaked), self.estimates)
+
+    def anchored(self) -> Tensor:
+        """The estimates, with the token's own embedding wherever the token is known."""
+        known = ~self.open[..., None]
+        return torch.where(known, self.table.vectors[self.ids], self.estimates)
+
+    def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """The loss at embeddings start + z·root, and its gradient in z; what is known is fixed."""
+        moves = self.open[..., None]
+        sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
+
+        def at(z: Tensor) -> tuple[Tensor, Tensor]:
+            self.passes = self.passes + 1
+            with torch.enable_grad():
+                z = z.detach().requires_grad_()
+                words = start + torch.where(moves, z.view_as(start) @ root, 0.0)
+                leak = self.leaks[0]
+                given = capture(
+                    self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()
+                )
+                off = (leak.rows(given) - self.leaked) * self.seen[..., None]
+                losses = off.square().sum((1, 2)) / sizes
+                (gradient,) = torch.autograd.grad(losses.sum(), z)
+            return losses.detach(), gradient
+
+        return at
+
+    def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
+        """Hand over what was found for these rows, and go on without them."""
+        for row in rows:
+            n = len(self.precisions[row].sigma)
+            yield (
+                self.numbers[row],
+                Proposal(
+                    ids=self.best_ids[row, :n].tolist(),
+                    passes=int(self.passes[row]),
+                    forwards=int(self.forwards[row]),
+                    fitting=self.back.passes,
+                ),
+            )
+        gone = set(rows)
+        kept = [row for row in range(len(self)) if row not in gone]
+        for name in self._ROWS:
+            setattr(self, name, getattr(self, name)[kept])
+        self.numbers = [self.numbers[row] for row in kept]
+        self.leaks = [self.leaks[row] for row in kept]
+        self.precisions = [self.precisions[row] for row in kept]
+
+
+def flip(texts: EncoderBatch) -> list[int]:
+    """Give another token to the positions that fit worst, in texts that have just come nearer.
+
+    Once most tokens are right, those that are not have the largest residuals, and the estimate
+    moved by that residual points at the token that is missing. How many positions to change is
+    tried: those within 80%, 40% and 20% of the largest squared residual.
+    """
+    rows = (texts.stale == 0).nonzero().flatten()
+    if not len(rows):
+        return []
+    ids, missing, free = texts.ids[rows], texts.missing[rows], texts.free[rows]
+    moved = texts.estimates[rows] + missing @ texts.back.M
+    size = missing.square().sum(-1).where(free, 0.0)
+    worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
+    nearest = texts.table.nearest(moved[worst], 2)
+    wished = ids.clone()
+    same = nearest[:, 0] == ids[worst]
+    wished[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
+    trials = torch.stack(
+        [
+            torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), wished, ids)
+            for share in _WORST
+        ]
+    )
+    given = torch.stack([texts.run(rows, trial) for trial in trials])
+    off = (given - texts.leaked[rows]) * texts.seen[rows, :, None]
+    winner = off.square().sum((2, 3)).argmin(0)
+    each = torch.arange(len(rows), device=rows.device)
+    return texts.note(rows, trials[winner, each], given[winner, each], len(_WORST))
+
+
+def replace(texts: EncoderBatch, candidates: int) -> list[int]:
+    """Try so many candidates at the positions that fit worst, as long as that helps.
+
+    Many positions at once first; what they do to each other hides the last few wrong tokens, so
+    then the worst positions one by one, with twice the candidates; and where no single token helps
+    any more, several of them at once.
+    """
+    done: list[int] = []
+    for row in _within(texts, _ROUGHLY):
+        ids = texts.ids[row, : len(texts.precisions[row].sigma)].clone()
+        fits: list[int] = []
+        alone = False
+        for _ in range(_SWEEPS):
+            places = _worst_places(texts, row, alone)
+            if fits or (alone and len(places) == 0):
+                break
+            count, batch_size = (2 * candidates, 1) if alone else (candidates, _IN_A_PASS)
+            proposed = _proposed(texts, row, places, count)
+            tried = try_rows(
+                lambda ids, row=row: texts.unexplained(row, ids).square().sum(-1),
+                ids, places, proposed, batch_size,
+            )  # fmt: skip
+            helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
+            if alone and not helped and not fits:
+                tried = _by_sums(texts, row, ids, candidates)
+                helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
+                if not helped:
+                    break
+            ids, alone = tried.ids, alone or not helped
+        done += fits
+    return done
+
+
+def _by_sums(texts: EncoderBatch, row: int, ids: Tensor, candidates: int) -> Tried:
+    """Several tokens at the worst positions of a text that is nearly right."""
+    places = _worst_places(texts, row, alone=True)
+    if row not in _within(texts, _NEAR) or len(places) < 2:
+        return Tried(ids, 0.0, 0)
+    proposed = _proposed(texts, row, places, _MORE * candidates)
+    return try_sums(lambda ids: texts.unexplained(row, ids).flatten(1), ids, places, proposed)
+
+
+def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
+    """Where tokens are tried: the rows that fit worst; unless `alone`, those that are not clear."""
+    open_ = texts.free[row] & texts.seen[row] & ~texts.good[row]
+    if not alone:
+        open_ &= ~texts.clear(row)
+    size = texts.missing[row].square().sum(-1).where(open_, 0.0)
+    return size.topk(min(_ALONE if alone else _PLACES, int(open_.sum()))).indices
+
+
+def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
+    """The candidates (m, count) for some positions: five lists, the best of each first.
+
+    Nearest to the estimate, and to the estimate moved by what its row leaves unexplained; of all
+    tokens, and of those the text has already: a long text repeats its words. And nearest to the
+    token that is there, moved likewise: what a trial chose wrongly is often akin to the truth.
+    """
+    estimates, nearest = texts.estimates[row, places], texts.table.nearest
+    push = texts.missing[row, places] @ texts.back.M
+    akin = texts.table.vectors[texts.ids[row, places]] + push
+    own = texts.ids[row][texts.mask[row]].unique()
+    lists = [
+        nearest(estimates + push, count), nearest(estimates + push, count, own),
+        nearest(akin, count), nearest(estimates, count), nearest(estimates, count, own),
+    ]  # fmt: skip
+    width = min(part.shape[1] for part in lists)
+    mixed = torch.stack([part[:, :width] for part in lists], -1).flatten(1)
+    return _distinct(mixed, texts.ids[row, places], count)
+
+
+def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
+    """The first `count` tokens of each list (m, k) that are new: neither there nor before."""
+    same = lists[:, :, None] == lists[:, None, :]
+    again = same.tril(-1).any(-1) | (lists == present[:, None])
+    order = again.long().argsort(dim=1, stable=True)
+    return lists.gather(1, order)[:, :count]
+
+
+def substitute(texts: EncoderBatch, candidates: int, sweeps: int) -> list[int]:
+    """Try the tokens nearest to the estimates at each position of texts that are nearly right.
+
+    That is a few hundred forward passes for a text, so it comes last.
+    """
+    done: list[int] = []
+    for row in _within(texts, _NEAR):
+        n = len(texts.precisions[row].sigma)
+        estimates = texts.best_estimates[row, :n]
+        tried = try_all(
+            Comparison.of(texts.target, texts.leaks[row]),
+            texts.best_ids[row, :n],
+            texts.table.nearest(estimates, candidates).T.contiguous(),
+            torch.where(texts.free[row, :n], -1, texts.ids[row, :n]),
+            sweeps,
+        )
+        done += texts.take(row, tried)
+    return done
+
+
+def _within(texts: EncoderBatch, share: float) -> list[int]:
+    """The texts whose residual is less than a share of their leak's variance."""
+    sizes = torch.tensor([p.scale for p in texts.precisions], device=texts.best.device).square()
+    numbers = texts.seen.sum(-1) * texts.leaked.shape[-1]
+    return (texts.best < share * sizes * numbers).nonzero().flatten().tolist()

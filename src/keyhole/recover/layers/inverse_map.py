@@ -10,31 +10,25 @@ number frequent tokens first, and text is mostly made of those. Read by cosine (
 estimates name most tokens before any pass over the text itself, the more the lower the layer. The
 covariance of the regression's error says in which directions an estimate may still be wrong: its
 root is the preconditioner of the search.
-
-The fit is made once for a model and layer and kept as long as the model lives.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from keyhole.core.numerics import with_ridge
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 
 LENGTHS = (12, 20, 28, 36)
 _RIDGE = 1e-5
 _BATCH = 2048  # tokens run at once
-_KEPT: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Exposure, int, int], InverseMap]] = (
-    weakref.WeakKeyDictionary()
-)
 _SIMILAR = 4  # others of each token by its embedding,
 _CHUNK = 2**25  # similarities held at once
 _ROUNDING = 1e-7  # of a cosine in float32
@@ -55,11 +49,8 @@ class InverseMap:
 
 def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     """The map for a leak's exposure, from about `tokens` random tokens; remembered."""
-    kept = _KEPT.setdefault(target.parts.base, {})
     key = (leak.exposure, tokens, seed)
-    if key not in kept or kept[key].M.device != target.parts.device:
-        kept[key] = _fit(target, leak, tokens, seed)
-    return kept[key]
+    return target.remembered("inverse map", key, lambda: _fit(target, leak, tokens, seed))
 
 
 def random_texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ A token is likely if its position leaked and the odds against each alternative a
 or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
 to be less than half of the leak's spread. Rows that leaked in no order are compared as a set, and
 the text's own order has alternatives too. Logits are one vector for a whole text: no token is
-verified where a text one edit away may be meant. benchmarks/text_marks.py measures how often all
+verified where a text one edit away may be meant. benchmarks/text_judge.py measures how often all
 that is right.
 
 Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
@@ -34,13 +34,12 @@ and where rows are no position's own there is no A: then the gradient's are trie
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
@@ -58,7 +57,6 @@ _FINE = 5e-3  # of the leak's spread: below it any other token shows
 _OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
 _ALIKE = 1e-2  # embeddings nearer than this (relative) may pass for each other
 _ALONE = 64  # alternatives tried one by one; more only several in a pass
-_AT_ONCE = 4096  # tokens in one pass
 _ANSWERING = 6  # alternatives of a token by what leaked at its position,
 _ANSWERING_NOISY = 32  # … where noise blurs it,
 _WISHED = 3  # … and by the gradient
@@ -69,8 +67,6 @@ _SHORT_TEXTS = 512  # in one pass
 _SHORT = 64  # tokens: of a longer text only neighbours are exchanged
 
 Misfits = Callable[[Tensor], Tensor]
-_DUPLICATES: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-_FITTED: weakref.WeakKeyDictionary[nn.Module, dict[Exposure, RowMap]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +90,9 @@ class Compared:
         """The margin that verifies a token."""
         return 2 * (math.log(self.target.vocabulary) + ODDS)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        return exposed_rows(self.target, self.leak, ids)
+    def rows(self, ids: Tensor, each: Misfits = lambda rows: rows) -> Tensor:
+        """What the model gives for other texts (b, n); `each` pass is reduced by itself."""
+        return self.target.rows(self.leak, ids, self.leak.mask, each)
 
 
 def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
@@ -112,7 +109,7 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if bool((numbers == numbers[:1]).all()):
         reason = "every number of the leak is the same: it tells no tokens apart"
         return Verdict.without_fit(Status.NOT_IDENTIFIABLE, reason, len(ids))
-    given = exposed_rows(target, leak, text[None])[0]
+    given = target.rows(leak, text[None], leak.mask)[0]
     matched = _in_best_order(leak, given)
     if matched is not None:
         leak, leaked = matched, matched.values.to(device)
@@ -141,7 +138,9 @@ def _margin(
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
     coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
-    if coarse or bool(_duplicates(target)[text].any()):
+    table = target.parts.table
+    duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
+    if coarse or bool(duplicates[text].any()):
         others = alternatives(compared, noisy=fit.level > _NOISY)
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
@@ -196,15 +195,11 @@ def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, s
     return partly, f"{words}; {misfits} positions do not fit"
 
 
-def _duplicates(target: Target) -> Tensor:
-    """Which tokens (v,) share their embedding, nearly, with another? Found once for a model.
+def _duplicates(table: Tensor) -> Tensor:
+    """Which tokens (v,) share their embedding, nearly, with another?
 
     Duplicates have nearly the same product with any vector: only neighbours in that order are met.
     """
-    table = target.parts.table.float()
-    kept = _DUPLICATES.get(target.parts.base)
-    if kept is not None and kept.device == table.device:
-        return kept
     probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
     order = (table @ probe).argsort()
     following = table[order].diff(dim=0).norm(dim=-1)
@@ -212,7 +207,6 @@ def _duplicates(target: Target) -> Tensor:
     alike = torch.zeros(len(table), dtype=torch.bool, device=table.device)
     alike[order[1:][near]] = True
     alike[order[:-1][near]] = True
-    _DUPLICATES[target.parts.base] = alike
     return alike
 
 
@@ -230,11 +224,6 @@ def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
     return lambda rows: ((rows - known) * weights).square().sum(-1)
 
 
-def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
-    """What the model gives for ids (b, n), as rows."""
-    return leak.rows(target.expose(leak, ids, _mask(target, leak, len(ids))))
-
-
 def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]:
     """The margin (n,) of each token over the nearest of others (k, n); the passes that took.
 
@@ -245,7 +234,6 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
     leak (`hidden`).
     """
     text, hidden, misfits = compared.text, compared.hidden, compared.misfits
-    size = max(1, _AT_ONCE // len(text))
     places = torch.arange(len(text), device=text.device)
     before = misfits(compared.given)
 
@@ -254,9 +242,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
         `tokens` are those of all groups (n,), or each group has its own (g, n).
         """
-        swapped = torch.where(groups, tokens, text)
-        rows = [misfits(compared.rows(part)) for part in swapped.split(size)]
-        return torch.cat(rows) - before
+        return compared.rows(torch.where(groups, tokens, text), misfits) - before
 
     if len(text) <= _ALONE:  # each alone, in as few passes as hold them
         alone = (places == places[:, None]).repeat(len(others), 1)
@@ -280,8 +266,11 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
     table, text = compared.target.parts.table, compared.text
     tokens = [most_similar(table, text)]
-    rows = _row_map(compared.target, compared.leak.exposure)
-    if rows is not None:
+    rows, exposure = None, compared.leak.exposure
+    if exposure.kind in ("hidden", "kv", "attention"):  # rows of positions
+        rows = compared.target.remembered(
+            "row map", exposure, lambda: _fitted_map(compared.target, exposure)
+        )
         unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
         count = _ANSWERING_NOISY if noisy else _ANSWERING
         tokens.append(rows.nearest(table, text, unexplained, count))
@@ -296,17 +285,13 @@ def _wished(compared: Compared) -> Tensor:
     table = target.parts.table
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
-        mask = _mask(target, leak, 1)
+        mask = None if leak.mask is None else leak.mask.to(words.device)[None]
         given = leak.rows(capture(target.model, leak.exposure, embeddings=words, mask=mask))
         (gradient,) = torch.autograd.grad(compared.misfits(given[0]).sum(), words)
     change = gradient[0] @ table.T
     change[:, target.pads()] = torch.inf
     change = change.scatter(1, text[:, None], torch.inf)
     return change.topk(min(_WISHED, change.shape[1]), largest=False).indices.T
-
-
-def _mask(target: Target, leak: Leak, count: int) -> Tensor | None:
-    return None if leak.mask is None else leak.mask.to(target.parts.device).expand(count, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,16 +317,6 @@ class RowMap:
         far = self.sizes - 2 * (wanted @ self.map.T) @ table.T
         far = far.scatter(1, text[:, None], torch.inf)
         return far.topk(min(count, len(table) - 1), largest=False).indices.T
-
-
-def _row_map(target: Target, exposure: Exposure) -> RowMap | None:
-    """The map of a model's exposure, fitted once; None where rows are not those of positions."""
-    if exposure.kind not in ("hidden", "kv", "attention"):
-        return None
-    fitted = _FITTED.setdefault(target.parts.base, {})
-    if exposure not in fitted or fitted[exposure].map.device != target.parts.device:
-        fitted[exposure] = _fitted_map(target, exposure)
-    return fitted[exposure]
 
 
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
@@ -393,10 +368,13 @@ def _open_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
     if not len(orders):  # a single token, or the same one throughout
         return unsettled, 0
     own = _least(_set_misfits(compared.given, leaked, sigma))
-    for part in orders.split(max(1, _AT_ONCE // len(text))):
-        for order, given in zip(part, compared.rows(text[part]), strict=True):
-            if not _least(_set_misfits(given, leaked, sigma)) - own > compared.odds:
-                unsettled |= text[order] != text
+
+    def least(rows: Tensor) -> Tensor:
+        return torch.tensor([_least(_set_misfits(given, leaked, sigma)) for given in rows])
+
+    for order, misfit in zip(orders, compared.rows(text[orders], least).tolist(), strict=True):
+        if not misfit - own > compared.odds:
+            unsettled |= text[order] != text
     return unsettled, len(orders)
 
 
@@ -441,8 +419,7 @@ def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     def misfit(texts: Sequence[Tokens]) -> Tensor:
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]
         rows = torch.tensor(framed, device=target.parts.device)
-        parts = rows.split(max(1, _AT_ONCE // 2 // rows.shape[1]))
-        return torch.cat([compared.misfits(compared.rows(part)).sum(-1) for part in parts])
+        return compared.rows(rows, lambda given: compared.misfits(given).sum(-1))
 
     own = float(misfit([text]))
     best: tuple[float, Tokens | None] = (compared.odds, None)

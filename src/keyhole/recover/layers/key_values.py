@@ -99,17 +99,13 @@ def _look_up(target: Target, inputs: Sequence[Tensor]) -> Iterator[tuple[int, Pr
     target.count.begin(range(len(inputs)))
     max_length = max(len(x) for x in inputs)
     padded = nn.utils.rnn.pad_sequence(list(inputs), batch_first=True).nan_to_num(0.0)
-    near = torch.zeros(*padded.shape[:2], 0, device=padded.device)
-    names = near.long()
-    chunk = max(1, _HELD // (max_length * padded.shape[-1]))
-    for part in torch.arange(target.vocabulary, device=padded.device).split(chunk):
-        table = _first_inputs(target, part[:, None].expand(-1, max_length))
-        far = -2 * torch.einsum("bnd,cnd->bnc", padded, table) + table.square().sum(-1).mT
-        near = torch.cat([near, far], -1)
-        names = torch.cat([names, part.expand(far.shape)], -1)
-        near, kept = near.topk(min(_SHORTLIST, near.shape[-1]), largest=False)
-        names = names.gather(-1, kept)
-    best = _compare(target, padded, names)
+
+    def misfit(tokens: Tensor) -> Tensor:
+        table = _first_inputs(target, tokens[:, None].expand(-1, max_length))
+        return -2 * torch.einsum("bnd,cnd->bnc", padded, table) + table.square().sum(-1).mT
+
+    batch_size = max(1, _HELD // (max_length * padded.shape[-1]))
+    best = _compare(target, padded, target.nearest_tokens(misfit, _SHORTLIST, batch_size))
     for number, x in enumerate(inputs):
         yield number, Proposal(best[number, : len(x)].tolist(), fitting=target.vocabulary)
 

@@ -80,22 +80,14 @@ class EncoderMaps:
         states = _embedded(target, frame.clamp(min=0)[None])[0]
         anchors = Anchors.of(parts, 1, states, known)
         asked = [Questions.of(log, anchors) for log in logs]
-        best: list[list[Tensor]] = [[] for _ in logs]
-        kept = min(self.shortlist, target.vocabulary)
-        step = max(1, _NUMBERS // (n * parts.width))
-        for words in torch.arange(target.vocabulary, device=parts.device).split(step):
-            measured = anchors.measure(_embedded(target, words[:, None].expand(-1, n)))
-            for chunks, questions in zip(best, asked, strict=True):
-                misfit = questions.misfit(*measured)
-                top = misfit.topk(min(kept, len(words)), 0, largest=False)
-                chunks.append(torch.stack([top.values, words[top.indices].to(misfit)]))
-        shortlists: list[Tensor] = []
-        for chunks in best:
-            misfit, words = torch.cat(chunks, 1)
-            order = misfit.topk(kept, 0, largest=False).indices
-            short = words.gather(0, order).long()
-            shortlists.append(torch.where(frame >= 0, frame, short))
-        return shortlists
+
+        def misfit(tokens: Tensor) -> Tensor:
+            measured = anchors.measure(_embedded(target, tokens[:, None].expand(-1, n)))
+            return torch.stack([questions.misfit(*measured).T for questions in asked])
+
+        batch_size = max(1, _NUMBERS // (n * parts.width))
+        best = target.nearest_tokens(misfit, self.shortlist, batch_size)
+        return [torch.where(frame >= 0, frame, short.T) for short in best]
 
     @torch.no_grad()
     def _settle(self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor) -> Proposal:

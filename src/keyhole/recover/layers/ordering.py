@@ -25,16 +25,16 @@ the fit is kept for the next leak of the same exposure, which may be another pre
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
 from keyhole.models.anatomy import unrotate
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
+from keyhole.recover.leaks import rows_of
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
 _SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
@@ -69,16 +69,9 @@ class Fit:
 class Fits:
     """Of the first position and of the others, and the tokens that were run for them."""
 
-    key: tuple[Exposure, int, int, torch.device]
     opening: Fit
     rest: Fit
     spent: int
-
-
-_LAST: weakref.WeakKeyDictionary[nn.Module, Fits] = weakref.WeakKeyDictionary()
-_TABLES: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Exposure, torch.device], Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +132,9 @@ def contents(
     target: Target, exposure: Exposure, tensors: dict[str, Tensor], positions: Tensor
 ) -> Tensor:
     """What leaked as rows (b, n, f) for tokens at `positions` (b, n), rotary positions undone."""
-    if exposure.kind != "kv":
-        return tensors["values"]
-    keys = unrotate(target.parts, tensors["keys"], positions)
-    return torch.cat([keys, tensors["values"]], -1).transpose(-3, -2).flatten(-2)
+    if exposure.kind == "kv":
+        tensors = {**tensors, "keys": unrotate(target.parts, tensors["keys"], positions)}
+    return rows_of(tensors)
 
 
 @torch.no_grad()
@@ -153,17 +145,13 @@ def fit(
 
     `error` is the standard deviation of the leak's own error where it is known.
     """
-    key = (exposure, samples, seed, target.parts.device)
-    fits = _LAST.get(target.parts.base)
-    if fits is None or fits.key != key:
-        fits = _LAST[target.parts.base] = _fits(target, *key)
+    key = (exposure, samples, seed)
+    fits = target.remembered("token order", key, lambda: _fits(target, *key))
     orders = [part.ordering(error) for part in (fits.opening, fits.rest)]
     return Orderings(orders[0], orders[1], _head(target, exposure), fits.spent)
 
 
-def _fits(
-    target: Target, exposure: Exposure, samples: int, seed: int, device: torch.device
-) -> Fits:
+def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
     stream = torch.Generator().manual_seed(seed)
     own = exposure.layer == 0  # embeddings or the first cache: no token has looked at another
     table = _table(target, exposure if own else Exposure("hidden", 1))
@@ -179,7 +167,7 @@ def _fits(
         spent += tokens.numel() * (1 if below is None else 2)
         known = table[tokens[:, first:].flatten()]
         made.append(_regress(table, known, inputs, rows, own))
-    return Fits((exposure, samples, seed, device), made[0], made[1], spent)
+    return Fits(made[0], made[1], spent)
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
@@ -195,11 +183,9 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
     """`z_v` (v, e) of each token alone; kept like the fit, for other layers too."""
-    key, kept = (exposure, target.parts.device), _TABLES.get(target.parts.base)
-    if kept is None or kept[0] != key:
-        tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
-        kept = _TABLES[target.parts.base] = (key, _run(target, exposure, tokens)[:, 0])
-    return kept[1]
+    tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
+    run = lambda: _run(target, exposure, tokens)[:, 0]  # noqa: E731
+    return target.remembered("tokens alone", exposure, run)
 
 
 def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Tensor:

@@ -23,7 +23,7 @@ states where the probabilities are not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,12 +139,18 @@ def _sweep(
     spent = losses.numel()
     if len(order) == 0:
         return Tried(ids, loss, spent)
-    prefixes = ids.repeat(len(order), 1)
-    for number, place in enumerate(order.tolist()):
-        prefixes[number:, places[place]] = candidates[best.indices[place], places[place]]
-    joint = comparison.losses(prefixes)
+    tokens = candidates[best.indices[order], places[order]]
+    return _joined(comparison.losses, ids, places[order], tokens, spent)
+
+
+def _joined(losses: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, spent: int) -> Tried:
+    """Put `tokens` at `places` one after the other: the number of them that fits best."""
+    prefixes = ids.repeat(len(places), 1)
+    for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
+        prefixes[number:, place] = token
+    joint = losses(prefixes)
     kept = int(joint.argmin())
-    return Tried(prefixes[kept], float(joint[kept]), spent + len(order))
+    return Tried(prefixes[kept], float(joint[kept]), spent + len(places))
 
 
 def try_rows(
@@ -169,16 +175,12 @@ def try_rows(
     gain = before[places] - least
     won = (least < _WON * before[places]).nonzero().flatten()
     won = won[gain[won].argsort(descending=True)]
+    best = Tried(ids, float(before.sum()), spent)
     if len(won) == 0:
-        return Tried(ids, float(before.sum()), spent)
-    prefixes = ids.repeat(len(won), 1)
-    for number, place in enumerate(won.tolist()):
-        prefixes[number:, places[place]] = candidates[place, winner[place]]
-    joint = misfits(prefixes).sum(-1)
-    best = int(joint.argmin())
-    if joint[best] >= before.sum():
-        return Tried(ids, float(before.sum()), spent + len(won))
-    return Tried(prefixes[best], float(joint[best]), spent + len(won))
+        return best
+    tokens = candidates[won, winner[won]]
+    joined = _joined(lambda ids: misfits(ids).sum(-1), ids, places[won], tokens, spent)
+    return joined if joined.loss < best.loss else replace(best, forwards=joined.forwards)
 
 
 def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:

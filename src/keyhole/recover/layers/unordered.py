@@ -154,7 +154,7 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
     for number, read in states(quiet, leaks):
         text, order = trials[number]
         ids = torch.tensor([read.ids], device=target.parts.device)
-        text.note(order, read, leaks[number].rows(target.expose(leaks[number], ids))[0])
+        text.note(order, read, target.rows(leaks[number], ids)[0])
 
 
 @dataclass(frozen=True)

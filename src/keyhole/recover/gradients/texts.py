@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.anatomy import Anatomy
+from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
@@ -391,3 +392,97 @@ def places_of(
     each = (inverse @ values.mT)[: len(tokens)].unflatten(-1, (heads, -1))
     unit = normalize(each, dim=-1)
     return Places(tokens, shares, unit)
+
+
+# The texts of a causal model's batch, left to right: prefixes that the second span admits.
+#
+# What the second attention receives at position t depends on the tokens up to t alone, so a prefix
+# lies in the span of its gradient exactly if some text of the batch begins with it (DAGER, arXiv
+# 2405.15586). All prefixes are extended side by side by all tokens of the batch; the prefix's keys
+# and values are kept (models/branches.py), so a token tried costs a token's pass through one block.
+# A prefix that no token extends is a text.
+#
+# A model with rotary positions gives the same row for a token behind itself as for the token alone,
+# because attention over equal values is that value. Such a token is no evidence: it stays only if
+# something else follows it, after a few at most.
+
+_SAME = 1e-4  # of a row's length: rows nearer than this are one and the same
+_MORE = 2  # times the texts of a batch: prefixes that are followed
+_REPEATED = 4  # times that a text's first token may follow itself
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefix:
+    """Ids, how many of them are proven by a row of their own, and the row at the end."""
+
+    ids: tuple[int, ...]
+    proven: int
+    row: Tensor | None
+
+
+@dataclass(eq=False)
+class DecoderTexts:
+    """`tokens` may stand at each position, or, where there is one entry alone, at all of them."""
+
+    target: Target
+    span: Span
+    tokens: Sequence[Tensor]
+    texts: int
+    max_length: int
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[list[int]]:
+        device = self.target.parts.device
+        branches = Branches(self.target.model, torch.zeros(1, dtype=torch.long, device=device))
+        active = [_Prefix((), 0, None)]
+        ended: list[_Prefix] = []
+        for place in range(self.max_length):
+            # A model without embeddings of positions has the same tokens everywhere.
+            tokens = self.tokens[min(place, len(self.tokens) - 1)]
+            if len(self.tokens) > 1 and place >= len(self.tokens):
+                ended += active
+                break
+            longer = self._longer(branches, active, tokens)
+            going = {parent for parent, _, _ in longer}
+            ended += [prefix for number, prefix in enumerate(active) if number not in going]
+            if not longer:
+                break
+            parents = torch.tensor([parent for parent, _, _ in longer], device=device)
+            first = torch.tensor([node for _, node, _ in longer], device=device)
+            branches.accept(first, torch.ones_like(first), parents)
+            active = [prefix for _, _, prefix in longer]
+        else:
+            ended += active
+        yield from _distinct(ended)
+
+    def _longer(
+        self, branches: Branches, active: Sequence[_Prefix], tokens: Tensor
+    ) -> list[tuple[int, int, _Prefix]]:
+        """(prefix, node, longer prefix) of those in the span, the nearest ones first."""
+        chain = torch.zeros(len(active), dtype=torch.bool, device=tokens.device)
+        ids = tokens.expand(len(active), -1)
+        states = branches.expose(Exposure("hidden", 1), chain, ids=ids)["values"]
+        rows = second_inputs(self.target.parts, states)  # (b, c, d)
+        far = self.span.distance(rows)
+        inside = (far <= self.span.tolerance).nonzero()
+        near: list[list[int]] = inside[far[inside[:, 0], inside[:, 1]].argsort()].tolist()
+        longer: list[tuple[int, int, _Prefix]] = []
+        for parent, node in near[: _MORE * self.texts]:
+            prefix, row = active[parent], rows[parent, node]
+            ids = (*prefix.ids, int(tokens[node]))
+            same = prefix.row is not None and bool((row - prefix.row).norm() <= _SAME * row.norm())
+            proven = prefix.proven if same else len(ids)
+            if len(ids) - proven > _REPEATED:
+                continue
+            longer.append((parent, node, _Prefix(ids, proven, row)))
+        return longer
+
+
+def _distinct(ended: Sequence[_Prefix]) -> Iterator[list[int]]:
+    """The proven part of each text, longest first, unless another one begins with it."""
+    texts = sorted({prefix.ids[: prefix.proven] for prefix in ended}, key=len, reverse=True)
+    kept: list[tuple[int, ...]] = []
+    for text in texts:
+        if text and not any(longer[: len(text)] == text for longer in kept):
+            kept.append(text)
+            yield list(text)

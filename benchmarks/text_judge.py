@@ -1,0 +1,368 @@
+"""Is a text that is called verified the input, and are its tokens marked rightly?
+
+`marks`: hidden states of every layer in turn, as they are and rounded, noisy (stated or not) and
+with positions missing, of the classifier that ships and of all-MiniLM-L6-v2 (`--models`;
+subjects.py: `--encoder`, `--data`): how often a token that is marked verified or likely is right.
+Special tokens do not count: nobody has to read them. `--texts` for each precision, `--partial` for
+each partial leak (its search is long, so it ends early); `--states "int4;noise of 10%"` takes some.
+
+`false`: leaks of MiniLM that are not what they say, `--leaks` of them from number `--start` on, and
+rows in no order of which one is another text's or layer's. A claim is false if a verified text was
+not the input. (Keys of layer 1 hold one token a row; spliced from two texts they are the leak of
+the spliced text, which then is the input.) A leak is made from its number alone, so a run in slices
+sees the same leaks as a run of all. `--quick` takes a random-weight model instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import show
+import subjects
+from keyhole import invert
+from keyhole.models import Exposure, Loaded, anatomy
+from keyhole.models.demo import load_demo
+from keyhole.recover import (
+    CachedKeys,
+    EncoderMaps,
+    EncoderStates,
+    Mark,
+    TextRecovery,
+    TokenSearch,
+    recover_texts,
+)
+from keyhole.recover.attack import Attack, Target
+from keyhole.recover.leaks import Leak
+from show import Row
+from subjects import Change, degraded, leak_of
+
+# Of 20 leaks so many are of each exposure.
+SHARES = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
+          "kv:3": 1, "maps:1": 1}  # fmt: skip
+
+
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 1000,
+    partial: int = 100,
+    models: list[str] = ["demo", "minilm"],  # noqa: B006 - read, never changed
+    states: str = "",
+    leaks: int = 1000,
+    start: int = 0,
+    parts: list[str] = ["marks", "false"],  # noqa: B006
+) -> Iterator[Row]:
+    if quick:
+        tiny, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
+        yield from marks(tiny, ids[:2], 2, EncoderStates(rounds=2, samples=1000))
+        few = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
+        yield from false_claims(Subject.of(tiny, ids), few)
+        yield shuffled(tiny, ids[:3], 1)
+        return
+    for name in models if "marks" in parts else ():
+        loaded = load_demo(device=device) if name == "demo" else subjects.minilm(encoder, device)
+        ids = subjects.encoded(loaded, subjects.sst2(data, texts), anatomy(loaded.model).max_length)
+        chosen = states.split(";") if states else None
+        yield from marks(loaded, ids, partial, EncoderStates(), chosen)
+    if "false" in parts:
+        loaded = subjects.minilm(encoder, device)
+        ids = subjects.encoded(loaded, subjects.sst2(data, 100))
+        yield from false_claims(Subject.of(loaded, ids), plan(leaks, start))
+        yield shuffled(loaded, ids[:6], 3)
+
+
+def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
+    return [
+        (
+            Exposure.parse(name),
+            range(start * share // 20, start * share // 20 + -(-count * share // 20)),
+        )
+        for name, share in SHARES.items()
+    ]
+
+
+# Marks of tokens.
+
+
+def marks(
+    loaded: Loaded,
+    ids: list[Tensor],
+    partial: int,
+    attack: EncoderStates,
+    chosen: list[str] | None = None,
+) -> Iterator[Row]:
+    """One row for each state that a leak may be in."""
+    whole: dict[str, Change] = {
+        "float32": degraded(), "bfloat16": degraded("bfloat16"), "int8": degraded("int8"),
+        "int4": degraded("int4"), "noise of 10%": degraded(noise=0.1),
+        "noise of 20%": degraded(noise=0.2), "noise of 10%, stated": stated(0.1),
+        "noise of 20%, stated": stated(0.2),
+    }  # fmt: skip
+    missing: dict[str, Change] = {
+        "every second position": leaving_out(2),
+        "two of three positions": leaving_out(3, kept=False),
+        "every second position, int4": leaving_out(2, degraded("int4")),
+        "every second position, noise of 10%": leaving_out(2, degraded(noise=0.1)),
+    }
+    for name, change in (whole | missing).items():
+        if chosen is None or name in chosen:
+            few = ids[:partial] if name in missing else ids
+            search = replace(attack, rounds=min(attack.rounds, 4)) if name in missing else attack
+            yield measure(f"{loaded.name}, {name}", loaded, few, change, search)
+
+
+def stated(noise: float) -> Change:
+    """Noise whose strength the attacker knows."""
+    add = degraded(noise=noise)
+
+    def change(leak: Leak) -> Leak:
+        return replace(add(leak), noise=noise * float(leak.tensors["values"].std()))
+
+    return change
+
+
+def leaving_out(step: int, first: Change | None = None, kept: bool = True) -> Change:
+    """Only every so many positions leak; or, if they are not `kept`, only the others."""
+
+    def change(leak: Leak) -> Leak:
+        values = (first(leak) if first else leak).tensors["values"]
+        rows = (torch.arange(len(values)) % step == 0) == kept
+        return replace(leak, values=values.where(rows[:, None], torch.nan))
+
+    return change
+
+
+@dataclass
+class Marked:
+    """How many tokens have a mark, and how many of those are right."""
+
+    tokens: int = 0
+    right: int = 0
+
+    @property
+    def wrong(self) -> int:
+        return self.tokens - self.right
+
+    @property
+    def share(self) -> str:
+        return f"{self.right / self.tokens:.2%} of {self.tokens:,} right" if self.tokens else "none"
+
+
+def measure(
+    what: str, loaded: Loaded, ids: list[Tensor], change: Change, attack: EncoderStates
+) -> Row:
+    """All layers in turn: text k leaks from layer k mod L."""
+    started = time.perf_counter()
+    target, layers = Target.of(loaded.model, loaded.tokenizer), anatomy(loaded.model).layers
+    marked = {mark: Marked() for mark in Mark}
+    exact = 0
+    for layer in range(1, layers + 1):
+        chosen = ids[layer - 1 :: layers]
+        leaks = [
+            subjects.leak_of(loaded, text, Exposure("hidden", layer), change) for text in chosen
+        ]
+        recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
+        for text, recovery in zip(chosen, recoveries, strict=True):
+            count(target, text, recovery, marked)
+            exact += recovery.verified
+    verified, likely, unknown = (marked[mark] for mark in Mark)
+    met = verified.wrong == 0 and likely.right >= 0.9 * likely.tokens
+    seconds = (time.perf_counter() - started) / len(ids)
+    measured = f"likely: {likely.share}; verified: {verified.tokens:,}, {verified.wrong} wrong"
+    details = f"unknown: {unknown.share}; {exact} texts verified; {seconds:.2f} s a text"
+    what = f"{what}, {len(ids)} texts of layers 1 to {layers}"
+    return Row(what, measured, "likely >= 90%, verified 0 wrong", met, details)
+
+
+def count(target: Target, text: Tensor, recovery: TextRecovery, marked: dict[Mark, Marked]) -> None:
+    """Add up the marks of one text, its frame left out."""
+    known = target.framed(len(text)).cpu()
+    tokens = zip(recovery.marks, recovery.ids, text.tolist(), known.tolist(), strict=True)
+    for mark, id_, true, framed in tokens:
+        if framed != true:
+            marked[mark].tokens += 1
+            marked[mark].right += id_ == true
+
+
+# Leaks that are not what they say.
+
+ROWS = ("swap_row", "splice", "shuffle_rows", "shuffle_columns", "mix", "shift", "noise",
+        "other_layer", "other_model")  # fmt: skip
+MAPS = ROWS[4:]  # which are no rows of numbers, one for each position
+
+
+def changed(kind: str, a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
+    """The leak of one text, mixed with that of another text, layer or model."""
+    match kind:
+        case "swap_row":
+            place = torch.randint(1, len(a), (1,), generator=stream)
+            return a.index_copy(0, place, b[place])
+        case "splice":
+            place = int(torch.randint(1, len(a), (1,), generator=stream))
+            return torch.cat([a[:place], b[place:]])
+        case "shuffle_rows":
+            return a[torch.randperm(len(a), generator=stream)]
+        case "shuffle_columns":
+            return a[:, torch.randperm(a.shape[1], generator=stream)]
+        case "mix":
+            return 0.6 * a + 0.4 * b
+        case "shift":
+            return a + 0.3 * a.std() * torch.randn(a.shape[1], generator=stream)
+        case "noise":
+            return a + a.std() * torch.randn(a.shape, generator=stream)
+        case _:  # another layer's, another model's
+            return b
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    kind: str
+    leak: Leak
+    truth: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model, a model of the same shape with other weights, and texts."""
+
+    loaded: Loaded
+    other: Loaded
+    texts: list[Tensor]
+
+    @classmethod
+    def of(cls, loaded: Loaded, texts: list[Tensor], share: float = 0.1) -> Subject:
+        """The other model's weights differ by `share` of their own size, as after fine-tuning."""
+        model = copy.deepcopy(loaded.model)
+        stream = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=stream).to(weight)
+            weight.data += share * weight.data.square().mean().sqrt() * drawn
+        return cls(loaded, replace(loaded, model=model), texts)
+
+    def mismatch(self, exposure: Exposure, number: int) -> Mismatch:
+        kinds = MAPS if exposure.kind == "maps" else ROWS
+        kind = kinds[number % len(kinds)]
+        first, second = self._pair(number, same=exposure.kind == "maps")
+        a, b = (leak_of(self.loaded, ids, exposure) for ids in (first, second))
+        if kind == "other_layer":
+            last, layer = anatomy(self.loaded.model).layers, exposure.layer
+            other = replace(exposure, layer=layer + 1 if layer < last else layer - 1)
+            b = leak_of(self.loaded, first, other)
+        elif kind == "other_model":
+            b = leak_of(self.other, first, exposure)
+        values = {}
+        for name in a.names:
+            rows = [_rows(leak.tensors[name]) for leak in (a, b)]
+            n = min(map(len, rows))
+            stream = torch.Generator().manual_seed(number)  # keys and values change alike
+            new = changed(kind, rows[0][:n], rows[1][:n], stream)
+            values[name] = _back(new, a.tensors[name], exposure.kind == "maps")
+        leak = replace(a, **values)
+        truth = first[: leak.length]
+        if str(exposure) == "kv:1" and kind in ("swap_row", "splice"):
+            # Each row is one token's there: the leak is, to the last digit, that of a spliced text.
+            stream = torch.Generator().manual_seed(number)
+            truth = changed(kind, truth, second[: leak.length], stream)
+        return Mismatch(kind, leak, truth.tolist())
+
+    def _pair(self, number: int, same: bool) -> tuple[Tensor, Tensor]:
+        """Two texts; maps of texts of different lengths cannot be laid over each other."""
+        first = self.texts[number % len(self.texts)]
+        after = (number + 1 + number // len(ROWS)) % len(self.texts)
+        second = self.texts[after]
+        if same and len(first) != len(second):
+            middle = first[1:-1]
+            second = torch.cat([first[:1], middle.flip(0), first[-1:]])
+        return first, second
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(positions, numbers) of a leaked tensor; heads come first in it."""
+    return tensor.transpose(0, 1).flatten(1) if tensor.ndim == 3 else tensor
+
+
+def _back(rows: Tensor, like: Tensor, maps: bool) -> Tensor:
+    """As it leaked; maps are probabilities again."""
+    if like.ndim == 2:
+        return rows
+    back = rows.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+    if maps:
+        back = back[..., : len(rows)].clamp(min=1e-9)
+        back = back / back.sum(-1, keepdim=True)
+    return back.contiguous()
+
+
+def _attack(exposure: Exposure) -> Attack:
+    """Short searches: what matters here is the judge."""
+    states = EncoderStates(rounds=1)
+    return {
+        "hidden": states,
+        "kv": CachedKeys(encoder=states),
+        "maps": EncoderMaps(deeper=TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)),
+    }[exposure.kind]
+
+
+def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterator[Row]:
+    """A row for each exposure, and one for all."""
+    made, claims, wrong = 0, 0, 0
+    for exposure, numbers in plan:
+        started = time.perf_counter()
+        given = [subject.mismatch(exposure, number) for number in numbers]
+        leaks = [mismatch.leak for mismatch in given]
+        model, words = subject.loaded.model, subject.loaded.tokenizer
+        found = invert.recover_texts(model, words, leaks, method=_attack(exposure))
+        verified: Counter[str] = Counter()
+        false: Counter[str] = Counter()
+        for mismatch, result in zip(given, found, strict=True):
+            verified[mismatch.kind] += result.verified
+            false[mismatch.kind] += result.verified and result.ids != mismatch.truth
+        made, claims, wrong = made + len(given), claims + verified.total(), wrong + false.total()
+        seconds = (time.perf_counter() - started) / max(1, len(given))
+        yield Row(
+            f"{exposure}, {len(given)} corrupted or mismatched leaks: falsely verified",
+            str(false.total()), "0", false.total() == 0,
+            f"the right text verified: {_listed(verified - false)}; false: {_listed(false)}; "
+            f"{seconds:.2f} s a leak",
+        )  # fmt: skip
+    details = f"{claims} verified, of which the text was right in {claims - wrong}"
+    what = f"false 'verified' in {made} corrupted or mismatched leaks"
+    yield Row(what, str(wrong), "0", wrong == 0, details)
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in counts.items() if count) or "none"
+
+
+def shuffled(loaded: Loaded, ids: list[Tensor], layer: int) -> Row:
+    """Rows in no order that are no text's: some are another text's, or of another layer."""
+    exposures = [Exposure("hidden", layer), Exposure("hidden", layer - 1)]
+    leaks: list[Leak] = []
+    stream = torch.Generator().manual_seed(0)
+    for text, next_text in itertools.pairwise(ids):
+        own, lower = (subjects.leak_of(loaded, text, exposure) for exposure in exposures)
+        other = subjects.leak_of(loaded, next_text, exposures[0]).tensors["values"]
+        last = min(len(other), len(text)) - 2
+        for strange in (other, lower.tensors["values"]):
+            values = own.tensors["values"].clone()
+            values[last] = strange[last]
+            leak = replace(own, values=values)
+            leaks.append(invert.degrade(leak, "float32", 0.0, stream, ["permuted"]))
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
+    claimed = sum(recovery.verified for recovery in recoveries)
+    what = f"layer {layer}, permuted, one row of another text or layer, {len(leaks)} leaks"
+    return show.exactly(f"{what}: verified", claimed, 0)
+
+
+if __name__ == "__main__":
+    show.main(run)
