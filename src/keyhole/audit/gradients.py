@@ -65,7 +65,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     originals = [Original.of(loaded.tokenizer, text, max_length) for text in target.texts]
     precisions = [name for name in _PRECISIONS if name in target.precisions]
     progress = track(words.exposure(exposure), len(precisions))
-    cells: list[Readings] = []
+    results: list[Readings] = []
     notes: list[str] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
@@ -78,23 +78,23 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
         # The nearest of all that was read is taken for each text.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
-        cells.append(Readings(KIND, 1, precision, readings, chance))
-        notes.append(f"{precision} {percent(cells[-1].known)}")
+        results.append(Readings(KIND, 1, precision, readings, chance))
+        notes.append(f"{precision} {percent(results[-1].known)}")
         progress(number)
-    status, exact = _status(cells), cells[0].exact if cells else 0
+    status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
     finding = Finding(
         exposure=exposure,
-        attack="GradientSpans" if cells else "",
+        attack="GradientSpans" if results else "",
         status=status,
-        reason=reason + ", ".join(notes) if cells else "none of the precisions asked for is tried",
+        reason=f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried",
         remedy=REMEDY,
         error=None,
         queries=1,
         seconds=time.perf_counter() - started,
-        known=cells[0].known if cells else 0.0,
+        known=results[0].known if results else 0.0,
         sought="text",
-        texts=tuple(cells),
+        texts=tuple(results),
     )
     return Checked((finding,))
 
@@ -110,10 +110,10 @@ def _shared(truth: Sequence[int], ids: Sequence[int]) -> float:
     return 2 * same / max(1, len(truth) + len(ids))
 
 
-def _status(cells: Sequence[Readings]) -> Status:
-    if not cells:
+def _status(results: Sequence[Readings]) -> Status:
+    if not results:
         return Status.NOT_APPLICABLE
-    if cells[0].exact == len(cells[0].readings):
+    if results[0].exact == len(results[0].readings):
         return Status.RECOVERED
-    partly = cells[0].exact or cells[0].known >= 0.5 or not explained(cells[0])
+    partly = results[0].exact or results[0].known >= 0.5 or not explained(results[0])
     return Status.INEXACT if partly else Status.UNSOLVED

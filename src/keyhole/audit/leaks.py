@@ -10,17 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from keyhole.audit.check import Check, Checked, Part
-from keyhole.audit.texts import exposure_of
+from keyhole.audit.texts import exposure_of, reading_alone
 from keyhole.core import Finding, Status
 from keyhole.core.exposure import Exposure
-from keyhole.core.finding import Piece, Reading, Readings
+from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
-from keyhole.models.pieces import unknown_token, written
-from keyhole.recover import TextRecovery, recover_text
+from keyhole.recover import recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak
@@ -68,8 +66,8 @@ def _check(
     leak = opened.leak
     progress = track(f"tokens from {leak.exposure}", leak.length)
     recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
-    readings = (_read(loaded, recovery),)
-    cell = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
+    readings = (reading_alone(loaded.tokenizer, recovery),)
+    result = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
     finding = Finding(
         exposure=exposure,
         attack=recovery.method,
@@ -79,25 +77,11 @@ def _check(
         error=None,
         queries=0,
         seconds=time.perf_counter() - started,
-        known=cell.known if recovery.status is not Status.MISMATCH else 0.0,
+        known=result.known if recovery.status is not Status.MISMATCH else 0.0,
         sought="text",
-        texts=(cell,),
+        texts=(result,),
     )
     return Checked((finding,))
-
-
-def _read(loaded: Loaded, recovery: TextRecovery) -> Reading:
-    """What was read of a text that nobody has: a verified token counts as right."""
-    tokenizer: Any = loaded.tokenizer
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
-    tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
-    pieces = tuple(
-        Piece(text, mark.value, None) for text, mark, id_ in tokens if id_ not in special
-    )
-    return Reading(
-        original="", pieces=pieces, exact=recovery.status is Status.RECOVERED,
-        verified=recovery.verified, tokens=len(pieces),
-    )  # fmt: skip
 
 
 def _remedy(leak: Leak) -> str:

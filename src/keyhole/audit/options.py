@@ -49,6 +49,7 @@ class AuditOptions:
         "The encoder that made a store's vectors: a folder, a hub name, or demo; given several "
         "times, the right one is found. For a server or a leak, its model.",
         TARGET,
+        metavar="MODEL",
     )
     authorized: bool = option(
         False, "State that you may test the server, which is not on this machine.", TARGET

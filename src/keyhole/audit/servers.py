@@ -195,14 +195,14 @@ def _texts(
         reading_of(loaded.tokenizer, original, recovery)
         for original, recovery in zip(originals, recoveries, strict=True)
     )
-    cell = Readings("hidden", parts.layers, "as served", readings)
-    status = Status.RECOVERED if cell.exact == len(readings) else recoveries[0].status
-    if status is Status.RECOVERED and cell.exact < len(readings):
+    result = Readings("hidden", parts.layers, "as served", readings)
+    status = Status.RECOVERED if result.exact == len(readings) else recoveries[0].status
+    if status is Status.RECOVERED and result.exact < len(readings):
         status = Status.INEXACT
-    reason = f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
+    reason = f"{result.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
     return _checked(
         exposure, recoveries[0].method, status, reason, route.remedy, started,
-        queries=len(readings), known=cell.known, sought="text", texts=(cell,),
+        queries=len(readings), known=result.known, sought="text", texts=(result,),
     )  # fmt: skip
 
 

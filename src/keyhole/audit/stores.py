@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part
-from keyhole.audit.texts import aligned
+from keyhole.audit.texts import aligned, reading_alone, special_ids, tokens_read
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
-from keyhole.core.finding import Piece, Reading
+from keyhole.core.finding import Reading
 from keyhole.core.journal import digest
 from keyhole.core.machine import device_of
 from keyhole.core.progress import Track, untracked
@@ -33,7 +33,6 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
-from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Pooled, TextRecovery
 from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
@@ -281,18 +280,18 @@ def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tupl
 def _joined(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     first = parts[0].texts[0]
     readings = tuple(reading for part in parts for reading in part.texts[0].readings)
-    cell = replace(first, readings=readings)
-    status = status_of(cell, [part.status for part in parts])
+    result = replace(first, readings=readings)
+    status = status_of(result, [part.status for part in parts])
     estimate, about = None, parts[0].reason
     if status is Status.BUDGET:
         about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
     if status not in _NO_SHARE:
-        estimate = Estimate.of(cell.exact, len(readings), facts.count)
-        about = str(estimate) if cell.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
+        estimate = Estimate.of(result.exact, len(readings), facts.count)
+        about = str(estimate) if result.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
     notes = (about, facts.pooling, facts.note, facts.read_with)
     reason = "; ".join(part for part in notes if part)
     return finding(
-        parts[0].exposure, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
+        parts[0].exposure, status, reason, attack=parts[0].attack, result=result, estimate=estimate,
         seconds=sum(part.seconds for part in parts),
     )  # fmt: skip
 
@@ -318,10 +317,10 @@ def read(loaded: Loaded, part: Vectors, track: Track) -> Checked:
     readings = tuple(
         _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
     )
-    cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    result = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
     made = finding(
-        part.exposure, status_of(cell, [recovery.status for recovery in recoveries]),
-        recoveries[0].reason, attack=recoveries[0].method, cell=cell,
+        part.exposure, status_of(result, [recovery.status for recovery in recoveries]),
+        recoveries[0].reason, attack=recoveries[0].method, result=result,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
     return Checked((made,))
@@ -362,7 +361,7 @@ def finding(
     reason: str,
     *,
     attack: str = "",
-    cell: Readings | None = None,
+    result: Readings | None = None,
     estimate: Estimate | None = None,
     seconds: float = 0.0,
 ) -> Finding:
@@ -373,22 +372,22 @@ def finding(
         reason=reason,
         remedy=_REMEDY,
         error=None,
-        queries=0 if cell is None else len(cell.readings),
+        queries=0 if result is None else len(result.readings),
         seconds=seconds,
-        known=0.0 if cell is None else cell.known,
+        known=0.0 if result is None else result.known,
         sought="text",
-        texts=() if cell is None else (cell,),
+        texts=() if result is None else (result,),
         estimate=estimate,
     )
 
 
-def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
+def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
     """What became of all texts; `statuses` are those of each, or of some of them together."""
     if len(set(statuses)) == 1 and statuses[0] in _SAME:
         return statuses[0]
-    if cell.exact == len(cell.readings):
+    if result.exact == len(result.readings):
         return Status.RECOVERED
-    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    partly = result.exact or Status.INEXACT in statuses or result.known >= _PARTLY
     return Status.INEXACT if partly else Status.BUDGET
 
 
@@ -411,21 +410,12 @@ def _recover(loaded: Loaded, part: Vectors, track: Track) -> list[TextRecovery]:
 def _reading(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) -> Reading:
     """What was read of one vector, next to the store's own text where it has one."""
     tokenizer, text = loaded.tokenizer, part.texts[place]
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
-    pieces = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
-    tokens = [token for token in pieces if token[2] not in special]
     near = _similarity(loaded, part, place, recovery)
     if text is None or not text.strip():
-        return Reading(
-            original="",
-            pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
-            exact=recovery.status is Status.RECOVERED,
-            verified=recovery.verified,
-            note=f"vector {part.rows[place]}: the store has no text of it",
-            tokens=len(tokens),
-            similarity=near,
-        )
+        note = f"vector {part.rows[place]}: the store has no text of it"
+        return reading_alone(tokenizer, recovery, note, near)
     original = Original.of(tokenizer, text, part.max_length)
+    tokens, special = tokens_read(tokenizer, recovery), special_ids(tokenizer)
     truth = [id_ for id_ in original.ids if id_ not in special]
     return Reading(
         original=original.text,

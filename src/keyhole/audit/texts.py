@@ -175,7 +175,7 @@ def _check(
     max_length = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, max_length) for text in texts]
     above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
-    cells: list[Readings] = []
+    results: list[Readings] = []
     first: list[TextRecovery] = []
     for precision in [name for name in row.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
@@ -186,27 +186,27 @@ def _check(
             for original, recovery in zip(originals, recoveries, strict=True)
         )
         chance = None
-        if not cells:
+        if not results:
             first = recoveries
             chance = share_by_chance(tokenizer, originals, recoveries, max_length)
-        cells.append(Readings(row.kind, above, precision, readings, chance))
-    status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
+        results.append(Readings(row.kind, above, precision, readings, chance))
+    status, reason = _verdict(results, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
         status, reason = _unread(first, reason)
     if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(
         exposure=exposure,
-        attack=type(attack).__name__ if cells else "",
+        attack=type(attack).__name__ if results else "",
         status=status,
         reason=reason,
         remedy=row.remedy,
         error=None,
         queries=len(texts),
         seconds=time.perf_counter() - started,
-        known=cells[0].known if cells else 0.0,
+        known=results[0].known if results else 0.0,
         sought="text",
-        texts=tuple(cells),
+        texts=tuple(results),
     )
     return Checked((finding,))
 
@@ -229,10 +229,35 @@ def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
     return degrade(leak, precision)
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that stand for no text; the unknown one does."""
+    return set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+
+
+def tokens_read(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
+    """What was read without special tokens: as it is written, how far to be believed, its id."""
+    special = special_ids(tokenizer)
+    pieces = written(tokenizer, recovery.ids)
+    tokens = zip(pieces, recovery.marks, recovery.ids, strict=True)
+    return [token for token in tokens if token[2] not in special]
+
+
+def reading_alone(
+    tokenizer: Any, recovery: TextRecovery, note: str = "", similarity: float | None = None
+) -> Reading:
+    """What was read of a text that nobody has: a verified token counts as right."""
+    tokens = tokens_read(tokenizer, recovery)
+    return Reading(
+        original="", pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
+        exact=recovery.status is Status.RECOVERED, verified=recovery.verified, note=note,
+        tokens=len(tokens), similarity=similarity,
+    )  # fmt: skip
+
+
 def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
     """A text next to what was read of it, token by token."""
     truth = original.ids
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    special = special_ids(tokenizer)
     note = "; ".join(original.notes)
     pieces = written(tokenizer, recovery.ids)
     tokens = list(zip(pieces, recovery.marks, recovery.ids, strict=True))
@@ -248,34 +273,33 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
             if true not in special
         )
     else:  # another length than the text's, or no proposal at all
-        inside = [id_ for id_ in truth if id_ not in special]
-        pieces = tuple(aligned([token for token in tokens if token[2] not in special], inside))
+        pieces = tuple(aligned(tokens_read(tokenizer, recovery), _inside(tokenizer, truth)))
     exact = original.is_exactly(tokenizer, recovery.ids)
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
-def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
+def _verdict(results: list[Readings], read_with: str) -> tuple[Status, str]:
     """By the leak as it is; the reason lists the other precisions too."""
-    if not cells:
-        return Status.NOT_APPLICABLE, "none of the precisions asked for is tried"
-    count = len(cells[0].readings)
-    exact, known = cells[0].exact, cells[0].known
-    shares = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
+    if not results:
+        return Status.NOT_APPLICABLE, "no precision asked for is tried"
+    count = len(results[0].readings)
+    exact, known = results[0].exact, results[0].known
+    shares = [f"{result.precision} {percent(result.known)}" for result in results]
     reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
-    notes = list(dict.fromkeys(reading.note for reading in cells[0].readings if reading.note))
+    notes = list(dict.fromkeys(reading.note for reading in results[0].readings if reading.note))
     more = [f"{len(notes) - _NOTES} more texts are not whole"] if len(notes) > _NOTES else []
     reason = "; ".join([reason, *notes[:_NOTES], *more, *([read_with] if read_with else [])])
     if exact == count:
         return Status.RECOVERED, reason
-    if cells[0].kind == "pooled":
+    if results[0].kind == "pooled":
         reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
     if exact or known >= _PARTLY:
         return Status.INEXACT, reason
-    if cells[0].kind != "pooled" and known:
-        reason = f"{reason}; guesses without the leak have {percent(cells[0].chance or 0)} right"
-        if not explained(cells[0]):
+    if results[0].kind != "pooled" and known:
+        reason = f"{reason}; guesses without the leak have {percent(results[0].chance or 0)} right"
+        if not explained(results[0]):
             return Status.INEXACT, reason
-    return Status.BUDGET if cells[0].kind == "pooled" else Status.UNSOLVED, reason
+    return Status.BUDGET if results[0].kind == "pooled" else Status.UNSOLVED, reason
 
 
 # Which layers of a model an audit looks at, and which it leaves out.
@@ -367,21 +391,21 @@ def share_by_chance(
     return max(shares, default=1.0)
 
 
-def explained(cell: Readings) -> bool:
+def explained(result: Readings) -> bool:
     """Is as much right as chance alone may well have right?"""
-    if cell.chance is None:
+    if result.chance is None:
         return True
     from scipy.stats import binom  # on demand: it takes a second to load
 
-    pieces = [piece for reading in cell.readings for piece in reading.pieces]
+    pieces = [piece for reading in result.readings for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
     # The probability of so many right or more, each by itself with the probability `chance`.
-    return float(binom.sf(right - 1, len(pieces), cell.chance)) > _BY_CHANCE
+    return float(binom.sf(right - 1, len(pieces), result.chance)) > _BY_CHANCE
 
 
 def _inside(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Without special tokens, which stand in every text; but with the unknown one."""
-    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    """Without special tokens, which stand in every text."""
+    special = special_ids(tokenizer)
     return [id_ for id_ in ids if id_ not in special]
 
 

@@ -125,7 +125,8 @@ def capture(
         ),
     ],
     text: Annotated[
-        list[str] | None, opt.about("A text to run the model on; may be repeated.", DATA)
+        list[str] | None,
+        opt.about("A text to run the model on; may be repeated.", DATA, metavar="TEXT"),
     ] = None,
     data: Annotated[
         Path | None,
