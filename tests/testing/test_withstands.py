@@ -185,8 +185,8 @@ WRONG = [
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share is for flips"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget must be 1 or"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1), "a tokenizer goes"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", precision="fp4"), "a precision am"),
-    (lambda: assert_withstands("demo", "hidden:1", examples=["w"]), "examples with flips"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", precision="fp4"), "a precision must"),
+    (lambda: assert_withstands("demo", "hidden:1", examples=["w"]), "examples are for flips"),
     (lambda: assert_withstands("demo", "hidden:1", []), "expected a list of texts"),
     (lambda: assert_withstands("demo", "hidden:1", budget=3), "budget is for scores"),
 ]  # fmt: skip
