@@ -145,7 +145,7 @@ def test_another_width_is_refused(tmp_path):
     with pytest.raises(InputError, match="a tiny encoder makes vectors of 32 numbers"):
         sampled(name)
     name = made_stores.jsonl(tmp_path, np.ones((3, 8)), TEXTS[:3])  # fewer, and not its first
-    with pytest.raises(InputError, match=r"got 8 in .*, and not the first of those: give"):
+    with pytest.raises(InputError, match=r"have 8, and not the first of those: give"):
         sampled(name)
 
 
@@ -231,6 +231,8 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
     page = (tmp_path / "keyhole-vectors.jsonl.html").read_text("utf-8")
+    if not right:
+        assert "was it another encoder? Name it with --model" in " ".join(done.stdout.split())
     if right:
         assert f"{finding.estimate.share} of texts" in done.stdout
         assert text in page

@@ -47,6 +47,7 @@ def audit(
     processes: int = 0,
     dask: str | None = None,
     journal: str | Path | None = None,
+    answers: str | Path | None = None,
     force: bool = False,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
@@ -61,8 +62,9 @@ def audit(
     `dask` on the cluster at that address; an endpoint over the network, or with a ledger, is asked
     by this process alone. `journal` is the file that remembers finished checks, from which an audit
     that was stopped goes on (`resuming` is called then); remove it once the findings are saved.
-    Another audit's journal is refused, or replaced with `force`. `notice` is called with what a
-    person should know at once.
+    Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
+    those of a server, where the options name no ledger. `notice` is called with what a person
+    should know at once.
     """
     started = time.perf_counter()
     options = AuditOptions(**more) if options is None else options
@@ -76,8 +78,12 @@ def audit(
     else:
         opened = target_of(target)
     opening = time.perf_counter() - started
-    with opened.ready(options.ledger, notice) as ready, ExitStack() as stack:
+    ledger = options.ledger or (answers if opened.is_asked else None)
+    with opened.ready(ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
+        for check in checks.values():
+            if check.queries:
+                notice(f"{words.exposure(check.exposure)}: up to {check.queries:,} questions")
         plan = Plan.of(opened, checks, options, opening)
         sendable = all(check.for_worker for check in checks.values())
         if workers and named is not None and named.local_only and not sendable:

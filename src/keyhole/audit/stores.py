@@ -153,7 +153,7 @@ class StoreTarget(Vectors, Part):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
-            reason = f"{self.pooling.reason}: was it another encoder?"
+            reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
             mismatch = finding(self.exposure, Status.MISMATCH, reason)
             return [Check(self.exposure, lambda _: Checked((mismatch,)))]
         attack, count = _ready_once(self), len(self.rows)

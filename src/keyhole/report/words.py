@@ -142,10 +142,20 @@ def counts(assessment: Assessment) -> str:
     kept = total - exposed - unchecked
     if not total:
         return "no check was made"
-    parts = [f"{exposed} of {total} checks gave something away"]
-    parts += [f"{kept} came back empty"] if kept else []
+    checks = "check" if total == 1 else "checks"
+    parts = [f"{exposed} of {total} {checks} gave something away"]
+    parts += [f"{kept} found nothing"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
+
+
+def unfinished(audit: Audit) -> list[str]:
+    """Why attacks had no result, and what to do: each reason once, with what it is about."""
+    reasons: dict[str, list[str]] = {}
+    for finding in audit.attacks:
+        if finding.outcome is Outcome.UNCHECKED:
+            reasons.setdefault(finding.reason, []).append(exposure(finding.exposure))
+    return [f"{', '.join(dict.fromkeys(about))}: {reason}" for reason, about in reasons.items()]
 
 
 def apart(assessment: Assessment) -> str:

@@ -200,8 +200,8 @@ def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> P
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
     if error > agrees:
         reason = (
-            f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
-            f"{error:.1e} of their length off"
+            f"no pooling of this encoder gives the vectors of {witness} (the nearest, {words}, is "
+            f"{error:.1e} of their length off)"
         )
     return Pooling(best, error, reason, agrees=agrees)
 
