@@ -112,6 +112,8 @@ class StoreTarget(Vectors, Part):
         cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
     ) -> StoreTarget:
         """Sample an open store, and find out how its vectors were made."""
+        if store.packed is not None and store.packed.dim == anatomy(loaded.model).width:
+            store = store.packed
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)

@@ -35,7 +35,8 @@ class Store:
     `vectors(rows)` gives a tensor (rows, dim) and `texts(rows)` a list, None for a row without a
     text; rows are numbers from 0 in ascending order. `note` says what a reader must know of how
     they were read. `steps` (dim,) between `ends` (2, dim), or a `codebook` (blocks, codes,
-    numbers), are there where the store keeps codes: they say which vectors share one.
+    numbers), are there where the store keeps codes: they say which vectors share one. `packed` is
+    the same store where each of its numbers may also be eight signs.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Store:
     steps: Tensor | None = None
     ends: Tensor | None = None
     codebook: Tensor | None = None
+    packed: Store | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dim < 2:
