@@ -226,11 +226,11 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
         "audit", "vectors.jsonl", "--model", encoder, "--texts", 1,
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
-    audited = Audit.load(tmp_path / "keyhole-report.json")
+    audited = Audit.load(tmp_path / "keyhole-vectors.jsonl.json")
     assert done.returncode == audited.exit_code, done.stderr
     assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
-    page = (tmp_path / "keyhole-report.html").read_text("utf-8")
+    page = (tmp_path / "keyhole-vectors.jsonl.html").read_text("utf-8")
     if right:
         assert f"{finding.estimate.share} of texts" in done.stdout
         assert text in page

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,13 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.text import percent
+from keyhole.extract.arithmetic import (
+    ALLOWED,
+    EXACT,
+    own_error,
+    precision_of,
+    within_own_error,
+)
 from keyhole.extract.domain import CHANGED, Domain, Explorer, Witness, within, within_reach
 from keyhole.extract.extraction import Check, Extraction, Step
 from keyhole.oracle.ledger import remembered
@@ -70,11 +78,15 @@ class Exam:
 
     This one is for an oracle that answers exactly. In every set, the first half of the questions
     has tokens of norm about 1, the second half of norm about √d. `excused` is the largest error
-    with which a model is still an approximation.
+    with which a model is still an approximation. Where the target computes with less than float64,
+    `precision` is that of an answer and `own` the error of these, relative to the largest answer of
+    the same length and norm (arithmetic.py).
     """
 
     sets: tuple[tuple[Tensor, Tensor], ...]
     excused: float = NEARLY
+    precision: float = 0.0
+    own: float = 0.0
 
     @property
     def domain(self) -> Domain | None:
@@ -91,7 +103,25 @@ class Exam:
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
             sets.append(within_reach(oracle, sequences.flatten(0, 1)))
-        return cls(tuple(sets))
+        precision = precision_of(oracle, torch.cat([answers.flatten() for _, answers in sets]))
+        return cls(tuple(sets), precision=precision)
+
+    def with_own_error(self, oracle: Oracle) -> Exam:
+        """The exam with the error of its answers measured: every question in three other ways."""
+        if self.precision <= EXACT:
+            return self
+        own = [own_error(oracle, *each, self.precision).unflatten(0, (2, -1)) for each in self.sets]
+        shares = [error.amax(1) / scale for error, scale in zip(own, self.scales, strict=True)]
+        return replace(self, own=float(torch.stack(shares).max()))
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """The largest answer to tokens of norm about 1 and about √d, (2,) for each set."""
+        largest = max(float(answers.abs().max()) for _, answers in self.sets)
+        # Answers of one length and norm may all cancel to rounding errors.
+        least = max(_TINY_SHARE * largest, torch.finfo(torch.float64).tiny)
+        sizes = [answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1) for _, answers in self.sets]
+        return [size.clamp(min=least) for size in sizes]
 
     def check(self, errors: list[Tensor]) -> Check:
         every = torch.cat(errors)
@@ -101,13 +131,9 @@ class Exam:
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
-        largest = max(float(answers.abs().max()) for _, answers in self.sets)
-        # Answers of one length and norm may all cancel to rounding errors.
-        least = max(_TINY_SHARE * largest, torch.finfo(torch.float64).tiny)
-        for sequences, answers in self.sets:
+        for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
-            scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
-            errors.append((wrong / scale.clamp(min=least)).clamp(max=_INFINITE).flatten())
+            errors.append((wrong / scale[:, None]).clamp(max=_INFINITE).flatten())
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -121,7 +147,8 @@ class Exam:
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         del step
-        return verdict(check, accepted, self.excused)
+        status, reason = verdict(check, max(accepted, ALLOWED * self.own), self.excused)
+        return status, f"{reason}; the answers' own error is {self.own:.1e}" if self.own else reason
 
 
 def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Status, str]:
@@ -216,10 +243,14 @@ def _examine(
     checks = [exam.grade(step.model) for _, step in steps]
     check, limit = checks[-1], method.accepted
     status, reason = exam.verdict(check, last, limit)
+    if status is Status.INEXACT:
+        with suppress(BudgetExhausted, OracleError, InputError):
+            exam = exam.with_own_error(witness.inner)
+            status, reason = exam.verdict(check, last, limit)
     domain: Domain | None = None
     if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
         error = max(limit, _SLACK * check.worst)
-        changed = witness.contradicted(exam.agrees, error)
+        changed = witness.contradicted(exam.agrees, error, exam.precision)
         domain, differs = _explore(method, witness, exam, exam.domain, last, error)
         reason = f"{reason}, tried on {domain}"
         if changed:
@@ -241,7 +272,14 @@ def _explore(
     """The domain in which model and target agree, and whether they differ beyond it."""
 
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
-        return exam.agrees(given, answers, error) or exam.explained(step, sequences, answers)
+        return (
+            exam.agrees(given, answers, error)
+            or exam.explained(step, sequences, answers)
+            # The model inherits the answers' errors, and far out they weigh more.
+            or within_own_error(
+                witness.inner, sequences, given, answers, exam.precision, _SLACK * ALLOWED
+            )
+        )
 
     max_norm = float(getattr(method, "max_norm", None) or math.inf)
     explorer = Explorer(witness.inner, step.model, same, error, method.seed, max_norm)
