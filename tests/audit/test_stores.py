@@ -145,7 +145,7 @@ def test_another_width_is_refused(tmp_path):
     with pytest.raises(InputError, match="a tiny encoder makes vectors of 32 numbers"):
         sampled(name)
     name = made_stores.jsonl(tmp_path, np.ones((3, 8)), TEXTS[:3])  # fewer, and not its first
-    with pytest.raises(InputError, match=r"got 8 in .*, and not the first of those: give"):
+    with pytest.raises(InputError, match=r"have 8, which are not its first ones: give"):
         sampled(name)
 
 
@@ -177,7 +177,7 @@ def test_truncated_vectors_are_recognised_without_a_text(tmp_path):
     )
     assert "they vary together as the encoder's first numbers do" in target.pooling.reason
     other = np.roll(vectors, 5, axis=1)
-    message = r"do not look like the first of those: .* --known"
+    message = r"do not look like its first ones: .* --known"
     with (
         open_store(made_stores.npy(tmp_path, other, texts)) as store,
         pytest.raises(InputError, match=message),
@@ -226,11 +226,11 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
         "audit", "vectors.jsonl", "--model", encoder, "--texts", 1,
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
-    audited = Audit.load(tmp_path / "keyhole-report.json")
+    audited = Audit.load(tmp_path / "keyhole-vectors.jsonl.json")
     assert done.returncode == audited.exit_code, done.stderr
     assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
-    page = (tmp_path / "keyhole-report.html").read_text("utf-8")
+    page = (tmp_path / "keyhole-vectors.jsonl.html").read_text("utf-8")
     if right:
         assert f"texts ({finding.estimate.share}" in done.stdout
         assert text in page

@@ -166,5 +166,5 @@ def _again(assessment: Assessment) -> list[str]:
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
         f"{as_code(audit.identity, CELL)}.", "",
         "```sh", f"keyhole audit TARGET --seed {audit.seed}",
-        "keyhole report keyhole-report.json  # this audit as a page", "```", "", "</details>",
+        "keyhole report AUDIT.json  # this audit as a page", "```", "", "</details>",
     ]  # fmt: skip
