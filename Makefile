@@ -27,7 +27,7 @@ $(READY): requirements.lock $(DEMO_READY)
 	touch $@
 
 demo: $(DEMO_READY)
-	@$(BIN)/keyhole audit demo --force --processes 2 || [ $$? -eq 1 ]  # 1: something was given away, as it should be
+	@$(BIN)/keyhole audit demo --processes 2 || [ $$? -eq 1 ]  # 1: something was given away, as it should be
 
 # Workers that have nothing left to do take tests from those that have.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal

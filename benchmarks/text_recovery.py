@@ -412,20 +412,22 @@ def searched(
     loaded: Loaded, ids: list[Tensor], exposure: Exposure, search: TokenSearch | None,
     how: str = "fp32", change: Change | None = None, least: float | None = None,
 ) -> Row:  # fmt: skip
-    """Texts from an exposure by this search, or in closed form."""
+    """Texts from an exposure by this search, or in closed form; special tokens are not counted."""
     attacks = {"maps": EncoderMaps, "attention": SubLayerOutput, "pooled": PooledEmbedding}
     attack = EncoderMaps() if search is None else attacks[exposure.kind](search)
     got = recover(loaded, ids, exposure, change, attack)
     pairs = [(each.ids, truth) for each, truth in zip(got.recoveries, got.truths, strict=True)]
     right = sum(a == b for a, b in pairs)
+    tokens = sum(a == b for x, y in pairs for a, b in zip(x[1:-1], y[1:-1], strict=False))
+    share = tokens / sum(len(truth) - 2 for truth in got.truths)
     verified = sum(recovery.verified for recovery in got.recoveries)
     shared = statistics.mean(subjects.f1(a[1:-1], b[1:-1]) for a, b in pairs)
     return Row(
         f"{exposure}, {how}, {len(ids)} texts",
-        f"{got.tokens:.1%} of tokens, {right} of {len(ids)} exact, {verified} verified, "
+        f"{share:.1%} of tokens, {right} of {len(ids)} exact, {verified} verified, "
         f"token F1 {shared:.2f}",
         "" if least is None else f">= {least:.0%} of tokens",
-        None if least is None else got.tokens >= least,
+        None if least is None else share >= least,
         f"{got.cost}; {got.false} falsely verified",
     )
 

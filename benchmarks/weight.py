@@ -151,8 +151,8 @@ COMMANDS = {  # as they were, and as they are where that differs
     "invert text demo leak.safetensors --json": "recover demo leak.safetensors --json",
     "disrupt demo --examples 1 --json": "",
     "audit head.safetensors": "",
-    "audit head.safetensors --force --baseline keyhole-report.json": "",
-    "report keyhole-report.json --output markdown=-": "",
+    "audit head.safetensors --force --baseline keyhole-head.safetensors.json": "",
+    "report keyhole-head.safetensors.json --output markdown=-": "",
     "check-config vllm.sh": "",
     "audit head.safetensors --fail": "",
 }

@@ -32,8 +32,8 @@ _OF_THE_RUN = {"seconds", "created", "environment", "remembered", "resumed", "pe
 
 
 def records(name: str) -> Callable[[Path], int]:
-    """How far a journal has come."""
-    return lambda folder: records_in(folder / name)
+    """How far a journal has come; `name` may be a pattern."""
+    return lambda folder: sum(map(records_in, folder.glob(name)))
 
 
 def size(name: str) -> Callable[[Path], int]:

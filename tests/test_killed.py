@@ -107,20 +107,22 @@ def cases(place):
     flip = ("disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.1,
             "--method", "as-released", "--resume", "run.jsonl", "--out", "flips.json",
             "--output", "html=flips.html")  # fmt: skip
-    report = ("keyhole-report.json", "keyhole-report.html")
-    journal = records("keyhole-report.json.journal")
-    checks = r"\d+ finished checks are in keyhole-report.json.journal: the same command resumes"
+    report = ("audit.json", "audit.html")
+    named = tuple(f"--output={file.rpartition('.')[2]}={file}" for file in report)
+    journal = records("audit.json.*.journal")
+    checks = r"\d+ finished checks are in audit.json.\w{8}.journal: the same command resumes"
     outcomes = {
         "grown": records("run.jsonl"), "journal": "run.jsonl",
         "kept": "what is finished is in run.jsonl: the same command resumes",
     }  # fmt: skip
     return {
         "audit of an endpoint": Case(
-            ("audit", place / "layer.safetensors"), report, journal, checks, taken_over=checks_done,
+            ("audit", place / "layer.safetensors", *named),
+            report, journal, checks, taken_over=checks_done,
         ),
         "audit of a model": Case(
             ("audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1,
-             "--flips", 2, "--layers", 1),
+             "--flips", 2, "--layers", 1, *named),
             report, journal, checks, taken_over=checks_done,
         ),
         "audit of a fleet": Case(
@@ -175,7 +177,7 @@ def cases(place):
         "plant": Case(
             ("lab", "plant", "target.safetensors", "-o", "dim=256"), ("target.safetensors",)
         ),
-        "report": Case(("report", place / "audit.json"), ("keyhole-report.html",)),
+        "report": Case(("report", place / "audit.json"), ("audit.html",)),
     }  # fmt: skip
 
 

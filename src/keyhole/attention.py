@@ -55,6 +55,13 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
     return torch.softmax(scores, dim=-1)
 
 
+def normed(tokens: Tensor, epsilon: float, *, centred: bool) -> Tensor:
+    """A LayerNorm (`centred`) or an RMSNorm without weights."""
+    if centred:
+        tokens = tokens - tokens.mean(-1, keepdim=True)
+    return tokens / (tokens.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
 def output(
     tokens: Tensor,
     W: Tensor,

@@ -1,4 +1,4 @@
-"""Endpoints that take texts or numbers of tokens: what their answers expose."""
+"""Endpoints that take texts or token ids: what their answers expose."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_vector_for_each_token_is_given_away():
     assert "16 numbers for each token" in finding.reason
     assert audit.exit_code == 1
     assert [r["inputs"][0]["name"] for r in endpoint.requests] == ["input_ids"] * 3
-    assert "takes numbers of tokens" in audit.target
+    assert "takes token ids" in audit.target
 
 
 def served(encoder, form):

@@ -94,8 +94,8 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
         "audit", "demo", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )
     assert done.returncode == 1, done.stderr
-    audit = Audit.load(tmp_path / "keyhole-report.json")
-    page = (tmp_path / "keyhole-report.html").read_text()
+    audit = Audit.load(tmp_path / "keyhole-demo.json")
+    page = (tmp_path / "keyhole-demo.html").read_text()
     reasons = [part.reason for part in (*audit.findings, *audit.skips)]
     advised = [reason for reason in reasons if "pip install" in reason]
     said = f"not all of it was tried or proved: pip install 'keyhole[{missing[0]}]' adds the rest"

@@ -92,7 +92,7 @@ def test_the_command_reads_with_a_corpus(store, tmp_path, monkeypatch, capsys):
     here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     done = here("audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2)
     assert done.returncode == 1, done.stderr
-    (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
+    (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.estimate.exact, finding.estimate.sample) == (2, 2)
     assert finding.attack == "CountedReader"
     assert "counts of the corpus, nothing learnt" in finding.reason

@@ -133,7 +133,7 @@ def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, c
     done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "all")
     assert done.returncode in (1, 3), done.stderr
     assert "audit: 1 of 2 checks" in done.stderr
-    (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
+    (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert len(finding.texts[0].readings) == 4
     done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "some")
     assert done.returncode == 2

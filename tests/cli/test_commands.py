@@ -15,8 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from command_line import inside, interrupted, keyhole
-from keyhole import audit, invert, oracle
+from command_line import KEYHOLE, inside, interrupted, keyhole, started
+from keyhole import invert, oracle
+from keyhole.audit.run import Checking
+from keyhole.core import Audit
+from keyhole.core.journal import records_in
 from keyhole.extract.extraction import Extraction
 
 
@@ -91,36 +94,37 @@ def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
 def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, here):
     done = here("audit", target, "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout) == json.loads((tmp_path / "keyhole-report.json").read_text())
-    page = (tmp_path / "keyhole-report.html").read_text()
-    again = here("report", "keyhole-report.json", "--output", "html=again.html")
+    assert json.loads(done.stdout) == json.loads(
+        (tmp_path / "keyhole-target.safetensors.json").read_text()
+    )
+    page = (tmp_path / "keyhole-target.safetensors.html").read_text()
+    again = here("report", "keyhole-target.safetensors.json", "--output", "html=again.html")
     assert again.returncode == 0
     assert (tmp_path / "again.html").read_text() == page
 
 
-def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(target, tmp_path, here):
-    journal = tmp_path / "keyhole-report.json.journal"
+def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
+    target, tmp_path, here, monkeypatch
+):
+    usual = Checking.take
 
-    def stop(name, total=None):
-        def progress(done, total=None, note=""):
-            if (name, done) == ("audit", 3):
-                raise KeyboardInterrupt
+    def stopping(checking, done, unopened=0):
+        usual(checking, done, unopened)
+        if checking.done == 3:
+            raise KeyboardInterrupt
 
-        return progress
-
-    with pytest.raises(KeyboardInterrupt):
-        audit(str(target), journal=journal, track=stop)
-    other = here("audit", target, "--seed", 1)
-    assert other.returncode == 2
-    assert other.stderr == (
-        "keyhole: this run has seed 1, that of keyhole-report.json.journal has "
-        "seed 0: give --force to begin anew, or remove this file\n"
-    )
+    monkeypatch.setattr(Checking, "take", stopping)
+    assert here("audit", target).returncode == 130
+    monkeypatch.setattr(Checking, "take", usual)
+    (journal,) = tmp_path.glob("*.journal")
+    other = here("audit", target, "--seed", 1)  # another command: the journal is none of its own
+    assert other.returncode == 1
+    assert not other.stderr.startswith("resuming")
+    assert journal.exists()
     done = here("audit", target)
     assert done.returncode == 1
     assert re.match(r"resuming: 3 of \d\d checks are done\n", done.stderr)
-    assert not journal.exists()
-    assert not here("audit", target, "--seed", 1, "--force").stderr.startswith("resuming")
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, here, monkeypatch):
@@ -133,12 +137,12 @@ def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, here, mon
     monkeypatch.setattr(oracle.Head, "__call__", silent)
     done = here("audit", target)
     assert done.returncode == 3
-    assert "the same command with --force makes those again" in done.stderr.splitlines()[-1]
+    assert "the same command makes those again" in done.stderr.splitlines()[-1]
     monkeypatch.setattr(oracle.Head, "__call__", usual)
-    again = here("audit", target, "--force")
+    again = here("audit", target)
     assert again.returncode == 1
     assert again.stderr.startswith("resuming: ")
-    assert not (tmp_path / "keyhole-report.json.journal").exists()
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_a_clean_target_exits_with_zero(tmp_path, here):
@@ -225,3 +229,23 @@ def test_version(tmp_path):
     assert keyhole("--version", cwd=tmp_path).stdout.strip() == importlib.metadata.version(
         "keyhole"
     )
+
+
+def test_three_targets_in_one_folder_and_one_is_killed(tmp_path):
+    """The journal of one that was killed is in nobody's way, and it goes on from it."""
+    names = [f"{name}.safetensors" for name in "abc"]
+    for seed, name in enumerate(names):
+        oracle.save(oracle.plant(dim=16, seed=seed), tmp_path / name)
+    with started([*KEYHOLE, "audit", names[0]], cwd=tmp_path) as process:
+        end = time.monotonic() + 60
+        while not any(map(records_in, tmp_path.glob("*.journal"))) and time.monotonic() < end:
+            time.sleep(0.02)
+        process.kill()
+    assert list(tmp_path.glob("*.journal"))
+    for name in (names[1], names[2], names[0]):
+        done = keyhole("audit", name, cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert ("resuming" in done.stderr) is (name == names[0])
+    identities = {Audit.load(tmp_path / f"keyhole-{name}.json").identity for name in names}
+    assert len(identities) == 3
+    assert not list(tmp_path.glob("*.journal"))

@@ -14,11 +14,8 @@ FLIPS = ("disrupt", "nowhere", "--data", "no.tsv")
 TRAINED = ("harden", "nowhere", "--data", "no.tsv", "--dev", "no.tsv", "--out", "new")
 LEAK = ("lab", "capture", "nowhere", "--text", "a", "--expose", "hidden:1")
 EXISTING = {
-    "audit's page": ("keyhole-report.html", AUDIT),
-    "audit's findings": ("keyhole-report.json", AUDIT),
     "audit's page by name": ("p.html", (*AUDIT, "--output", "html=p.html")),
     "audit's findings by name": ("f.json", (*AUDIT, "--output", "json=f.json")),
-    "report's page": ("keyhole-report.html", ("report", "no.json")),
     "extract's result": ("f.json", ("extract", "no.safetensors", "--out", "f.json")),
     "extract's weights": ("f.safetensors", ("extract", "no.safetensors", "--out", "f.json")),
     "invert's result": ("f.json", LAYER),
@@ -69,9 +66,15 @@ def test_force_replaces(tmp_path, here):
     assert (tmp_path / "t.safetensors").read_bytes() == first
     assert here(*made, "--seed", 1, "--force").returncode == 0
     assert (tmp_path / "t.safetensors").read_bytes() != first
-    for command in (("audit", "t.safetensors"), ("report", "keyhole-report.json")):
-        assert here(*command, "--force").returncode in (0, 1)
-        assert here(*command).returncode == 2
+
+
+def test_what_keyhole_named_itself_is_written_again(tmp_path, here):
+    here("lab", "plant", "t.safetensors", "-o", "dim=3")
+    for command in (("audit", "t.safetensors"), ("report", "keyhole-t.safetensors.json")):
+        first, second = here(*command), here(*command)
+        assert first.returncode == second.returncode in (0, 1), second.stderr
+    assert here("audit", "t.safetensors", "--output=json=mine.json").returncode == 1
+    assert here("audit", "t.safetensors", "--output=json=mine.json").returncode == 2
 
 
 def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, here):

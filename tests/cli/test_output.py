@@ -105,7 +105,7 @@ def test_rows_are_whole_in_a_file(here, place):
     for finding in Audit.load(place / "audit.json").findings:
         (row,) = (line for line in lines if f"  {words.exposure(finding.exposure)}  " in line)
         assert row.rstrip().endswith(cost(finding))
-    assert done.stderr == "html: keyhole-report.html\n"
+    assert done.stderr == "html: audit.html\n"
 
 
 @pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("audit ")])

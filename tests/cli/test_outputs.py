@@ -33,7 +33,7 @@ def test_every_format_from_a_saved_audit(here, tmp_path):
     assert (tmp_path / "out.markdown").read_text("utf-8").startswith("## 🔴 Keyhole: ")
     assert (tmp_path / "out.html").read_text("utf-8").startswith("<!")
     assert Audit.load(tmp_path / "out.json") == whole()
-    assert not (tmp_path / "keyhole-report.html").exists()  # only what was asked for
+    assert not (tmp_path / "audit.html").exists()  # only what was asked for
 
 
 def test_a_page_beside_other_formats(here, tmp_path):
@@ -55,7 +55,7 @@ def test_an_audit_writes_them_too(here, tmp_path):
     assert done.returncode == 1, done.stderr
     (run,) = json.loads((tmp_path / "a.sarif").read_text())["runs"]
     assert run["invocations"][0]["exitCode"] == 1
-    saved = json.loads((tmp_path / "keyhole-report.json").read_text())
+    saved = json.loads((tmp_path / "keyhole-t.safetensors.json").read_text())
     assert saved["$schema"] == json_form.SCHEMA
     assert saved["assessment"]["exit_code"] == 1
     cases = list(ElementTree.parse(tmp_path / "a.xml").iter("testcase"))

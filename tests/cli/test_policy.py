@@ -37,18 +37,18 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     code, words = keyhole("audit")
     assert code == 1
     assert "fail-on weights" in " ".join(words.split())
-    saved = json.loads((planted / "keyhole-report.json").read_text())
+    saved = json.loads((planted / "keyhole-head.safetensors.json").read_text())
     assert saved["assessment"]["decision"]["exit_code"] == 1
     assert {f["exposure"]["variant"] for f in saved["findings"]} >= {"full", "budget"}
     assert not any("SIGNS" in f["exposure"]["rule"] for f in saved["findings"])
-    assert "fail-on weights" in (planted / "keyhole-report.html").read_text()
+    assert "fail-on weights" in (planted / "keyhole-head.safetensors.html").read_text()
     code, words = keyhole("audit", "--environment", "laboratory", "--force")
     assert code == 0
-    code, words = keyhole("policy", "keyhole-report.json", "--json")
+    code, words = keyhole("policy", "keyhole-head.safetensors.json", "--json")
     assert code == 1
     rulings = json.loads(words)["rulings"]
     assert {ruling["ruling"] for ruling in rulings} == {"fails", "passes"}
-    code, _ = keyhole("policy", "keyhole-report.json", "--environment", "laboratory")
+    code, _ = keyhole("policy", "keyhole-head.safetensors.json", "--environment", "laboratory")
     assert code == 0
 
 
@@ -66,7 +66,7 @@ def test_what_a_baseline_has_does_not_fail(planted):
     code, words = keyhole("audit", *judged)  # more than the baseline knows
     assert code == 1
     assert "new" in words
-    code, words = keyhole("policy", "old.json", "--baseline", "keyhole-report.json")
+    code, words = keyhole("policy", "old.json", "--baseline", "keyhole-head.safetensors.json")
     assert code == 0
     assert "gone since the baseline" in words
 
@@ -84,7 +84,7 @@ def test_wrong_input_is_one_line_before_any_work(planted, words, said):
     code, output = keyhole("audit", "head.safetensors", *words)
     assert code == 2
     assert said in " ".join(output.split())
-    assert not (planted / "keyhole-report.json").exists()
+    assert not (planted / "keyhole-head.safetensors.json").exists()
 
 
 def test_an_audit_of_nothing_says_what_it_wants(planted):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,14 +21,14 @@ from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_folder, unwritable, write_text
-from keyhole.core.journal import records_in
+from keyhole.core.journal import digest, records_in
 from keyhole.core.options import OUTPUT, TARGET
 
 if TYPE_CHECKING:
     from keyhole.assess import FleetAssessment
     from keyhole.audit.fleets import Member
 
-PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")
+_NAMED = re.compile(r"[^\w.-]+")
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
@@ -76,10 +77,10 @@ def audit(
 ) -> None:
     """Try every attack that applies, and report what the target gives away.
 
-    The page goes to keyhole-report.html and the findings to keyhole-report.json, unless --output
-    names other files. Every finished check is kept in a journal next to the findings until those
-    are written; the same command goes on from there. Without TARGET the policy's targets are
-    audited.
+    The page goes to keyhole-NAME.html and the findings to keyhole-NAME.json, where NAME comes from
+    the target, unless --output names other files. Every finished check is kept in a journal next to
+    the findings until those are written; the same command goes on from there. Without TARGET the
+    policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
     options = replace(options, only=options.only or tuple(judge.policy.exposures))
@@ -120,7 +121,7 @@ class _Run:
         stack.enter_context(interruptible(kept))
         track = stack.enter_context(bars("audit", "checks"))
         return {
-            **self.scale, "journal": journal, "force": self.force, "track": track,
+            **self.scale, "journal": journal, "track": track,
             "resuming": report_resuming,
         }  # fmt: skip
 
@@ -131,13 +132,17 @@ def _audit_one(target: str, run: _Run) -> int:
     from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
-    always = {"html": PAGE, "json": FINDINGS}
+    stem = f"keyhole-{short_name(target)}"
+    always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
     findings = wanted.file("json")
-    journal = findings.with_name(f"{findings.name}.journal")
+    # A journal for each command: another one, stopped before it, is not in its way.
+    mine = digest(target, asdict(replace(run.options, ledger=None)))[:8]
+    journal = findings.with_name(f"{findings.name}.{mine}.journal")
     with ExitStack() as stack:
         started = run.start(stack, journal, lambda: _kept(journal, run.options.ledger))
-        result = audit_target(target, run.options, **started, notice=say)
+        # What this command kept of a target that has changed since is of no use.
+        result = audit_target(target, run.options, **started, force=True, notice=say)
         assessment = run.judge(result)
         wanted.write(assessment)
     again = _unfinished([replace(result, skips=())], journal)
@@ -150,8 +155,25 @@ def _audit_one(target: str, run: _Run) -> int:
         missing = ",".join(sorted(extras))
         say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
     if again:
-        say(f"some checks had no answer: {again} with --force makes those again")
+        force = " with --force" if run.outputs else ""
+        say(f"some checks had no answer: {again}{force} makes those again")
     return assessment.exit_code
+
+
+def short_name(target: str) -> str:
+    """What files are called after a target: its own name, and digits where that is not all."""
+    from keyhole.oracle.connection import without_password
+
+    public = without_password(target).rstrip("/")
+    name = shown = public.rpartition("://")[2]
+    if exists(target):  # as it is found from here; folders elsewhere are left out
+        place, here = Path(target).resolve(), Path.cwd()
+        inside = place.is_relative_to(here) and place != here
+        shown = str(place.relative_to(here) if inside else place)
+        name = shown if inside else place.name
+    stem = _NAMED.sub("-", name.replace("./", "")).strip("-.")[:60]
+    told = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
+    return stem if told else "-".join(filter(None, (stem, digest(shown)[:6])))
 
 
 def _kept(journal: Path, ledger: str | None) -> str:
@@ -204,6 +226,7 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
         result = fleet(
             members,
             **run.start(stack, journal, lambda: kept if records_in(journal) else ""),
+            force=run.force,
             finished=lambda member, audit: _write(out, member, judges[member.name], audit),
         )  # fmt: skip
         assessment = assess_fleet(result, lambda name, audit: judges[name](audit))

@@ -63,8 +63,8 @@ class Outputs(Generic[_Result]):
     ) -> Outputs[_Result]:  # fmt: skip
         """What was asked for, checked before any work.
 
-        `defaults` are the files of formats that are always written; `others` are files that the
-        command writes itself.
+        `defaults` are the files of formats that are always written, over what is there; `others`
+        are files that the command writes itself.
         """
         pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"]
@@ -78,7 +78,8 @@ class Outputs(Generic[_Result]):
         twice = next((path for path in places if places.count(path) > 1), None)
         if twice is not None:
             raise InputError(f"two outputs go to {twice}: name a file for each")
-        expect_new(*(path for _, path in files), force=force)
+        expect_new(*(path for _, path in first), force=True)
+        expect_new(*(path for _, path in named), force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
 
     def file(self, name: str) -> Path:

@@ -92,7 +92,7 @@ class Judge:
 @command(
     "keyhole lab plant target.safetensors -o dim=8",
     "keyhole audit target.safetensors",
-    "keyhole policy keyhole-report.json",
+    "keyhole policy keyhole-target.safetensors.json",
 )
 def policy(
     findings: AuditFile,

@@ -27,8 +27,8 @@ def _print_schema(asked: bool) -> None:
 @command(
     "keyhole lab plant target.safetensors -o dim=8",
     "keyhole audit target.safetensors",
-    "keyhole report keyhole-report.json --output html=again.html",
-    "keyhole report keyhole-report.json --output junit=keyhole.xml --output markdown=-",
+    "keyhole report keyhole-target.safetensors.json --output html=again.html",
+    "keyhole report keyhole-target.safetensors.json --output junit=keyhole.xml --output markdown=-",
 )
 def report(
     findings: AuditFile,
@@ -51,14 +51,14 @@ def report(
 ) -> None:
     """Make the page again from the findings, or the report in another format.
 
-    Without --output the page goes to keyhole-report.html.
+    Without --output the page goes to a file of the findings' name, in this folder.
     """
     from keyhole import report as reports
     from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
     del schema  # its callback has printed it
-    page = {} if outputs else {"html": Path("keyhole-report.html")}
+    page = {} if outputs else {"html": Path(f"{findings.stem}.html")}
     wanted = Outputs.of(outputs, FORMATS, force=force, as_json=as_json, defaults=page)
     judge = Judge.of(policy, environment, baseline)
     audit = Audit.load(findings)

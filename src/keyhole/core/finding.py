@@ -34,7 +34,8 @@ class Finding:
     achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
     precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
     a sample says of all the texts of a store, `remedied` what was left where a remedy was tried.
-    `extra` names what is not installed, where more could be found out or proved with it.
+    `extra` names what is not installed, where more could be found out or proved with it. `tried` is
+    how many predictions `known` is a share of.
     """
 
     exposure: Exposure
@@ -55,6 +56,7 @@ class Finding:
     estimate: Estimate | None = None
     remedied: tuple[Remedied, ...] = ()
     extra: str = ""
+    tried: int = 0
 
     def __post_init__(self) -> None:  # a file may say anything
         if self.exposure.rule == NOT_CHECKED:

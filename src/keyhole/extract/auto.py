@@ -1,7 +1,9 @@
 """Chooses the method that applies from the target's answers to a few dozen queries.
 
-First what the server does to its scores is undone (`find_link`), and how precise the answers are is
-read off their digits. Then each kind of target leaves a mark that a few answers show:
+First it is found out how exact the answers are (arithmetic.py), and what the server does to its
+scores is undone (`find_link`). Answers in less than float64 are fitted within their own error
+(fitted.py), and so are those to tokens behind a norm. In exact answers each kind of target leaves a
+mark that a few of them show:
 
     vectors                                       an attention layer        FullOutput
     nothing but 0 and 1                           a threshold               SignOnly
@@ -28,10 +30,11 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.extract.arithmetic import EXACT, digits, measured_precision
 from keyhole.extract.bilinear import random_units
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.fitted import Fitted
+from keyhole.extract.fitted import Fitted, Refined, find_norm
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
@@ -46,13 +49,12 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
-_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_EXACT = 1e-12  # relative errors of answers below this are rounding of float64
-_FINE = 1e-6  # up to which the exact methods work, with a tolerance
 _FAR = 1e6  # length of tokens that are asked where shorter ones all have one answer
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
-_UNKNOWNS = 400  # that a fit is tried for
-_CLAIMS = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+_NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
+_WIDEST = 128  # tokens that a fit is tried for
+_RECOVERED = (Status.RECOVERED, Status.WITHIN)
+_CLAIMS = (*_RECOVERED, Status.INEXACT)
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -80,7 +82,7 @@ class Arithmetic:
 
     @property
     def exact(self) -> bool:
-        return self.plain and self.precision <= _EXACT
+        return self.plain and self.precision <= EXACT
 
     @property
     def accepted(self) -> float:
@@ -124,7 +126,9 @@ class Choice:
 
     def view(self, oracle: Oracle) -> Oracle:
         """The oracle with its link undone."""
-        return oracle if self.link is None else Undone(oracle, self.link)
+        if self.link is None:
+            return oracle
+        return Undone(oracle, self.link, precision=self.arithmetic.precision)
 
 
 @dataclass(frozen=True)
@@ -149,10 +153,11 @@ class Auto(Method):
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        if result.status in _ANOTHER_KIND and choice.fallback is not None:
+        inexact = result.status is Status.INEXACT
+        if choice.fallback is not None and (inexact or result.status in _ANOTHER_KIND):
             spent += result.queries + (0 if result.check is None else result.check.queries)
             second = choice.fallback(view)
-            if second.status not in _ANOTHER_KIND:
+            if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
                 why = f"{type(choice.fallback).__name__}, since {why} was wrong"
                 result = second
         result = self._asked_again(result, early, choice)
@@ -172,7 +177,8 @@ class Auto(Method):
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
-        changed = early.contradicted(within, choice.arithmetic.repeated)
+        arithmetic = choice.arithmetic
+        changed = early.contradicted(within, arithmetic.repeated, arithmetic.precision)
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
@@ -191,7 +197,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     """Look at a few dozen answers and name the method that fits them."""
     stream = torch.Generator().manual_seed(seed)
     a, b, x, y = random_units(4, oracle.dim, stream)
-    pairs = ask(oracle, torch.stack([torch.stack([a, b]), torch.stack([x, y])]))
+    first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
+    pairs = ask(oracle, first)
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
@@ -201,8 +208,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
-    precision = _precision(seen)
-    decimals = exact_decimals(seen, most=_DECIMALS) if precision <= _EXACT else None
+    precision = measured_precision(oracle, first, pairs, seen)
+    decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
@@ -212,8 +219,12 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
                 OneLayerTransformer(seed=seed, tolerance=NEARLY, resolution=error),
                 f"{why} and {_NOT_ODD}",
             )
-        fallback = Fitted(answer_error=error, seed=seed) if _small(oracle) else None
+        fallback = Fitted(answer_error=error, seed=seed) if oracle.dim <= _WIDEST else None
         return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
+    if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b, x]), alone):
+        fit = Fitted(precision=max(precision, 1e-14), seed=seed)
+        why = "answers do not grow with a token"
+        return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     link = find_link(oracle, seed, precision)
     plain = link.name == "identity" and not bool(link.offset.any())
     arithmetic = Arithmetic(precision, plain)
@@ -221,40 +232,45 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         return _choice(oracle, pairs, (a, b, x), alone, seed, arithmetic)
     scores = link.scores(pairs), (a, b, x), link.scores(alone)
     # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
-    digits = 1e-14 if link.name == "identity" else 1e-8
-    choice = _choice(Undone(oracle, link), *scores, seed, arithmetic, digits)
+    least = 1e-14 if link.name == "identity" else 1e-8
+    choice = _choice(Undone(oracle, link), *scores, seed, arithmetic, least)
     return replace(choice, link=link, why=f"behind {link} {choice.why}")
 
 
 def _choice(
     view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], alone: Tensor, seed: int,
-    arithmetic: Arithmetic, digits: float = 1e-14,
+    arithmetic: Arithmetic, least: float = 1e-14,
 ) -> Choice:  # fmt: skip
-    """The choice among kinds, once the link is undone; scores have these digits at most."""
+    """The choice among kinds, once the link is undone; `least` is the least error of a score."""
     accepted = arithmetic.accepted
+
+    def refined(method: Method) -> Method:
+        return method if arithmetic.exact else Refined(method)
+
     if pairs.ndim > 1:
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
         return Choice(
             Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
-            FullOutput(seed=seed, tolerance=accepted), "the answers are vectors",
+            refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
             arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
         )  # fmt: skip
     if float((alone[0::2] + alone[1::2]).abs().max()) > arithmetic.same * float(alone.abs().max()):
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
-        return Choice(Kind.LAYER, method, _NOT_ODD, arithmetic=arithmetic)
+        return Choice(Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic)
     fit = None
-    if _small(view):
-        fit = Fitted(precision=max(arithmetic.precision, digits), seed=seed)
+    if view.dim <= _WIDEST:
+        fit = Fitted(precision=max(arithmetic.precision, least), seed=seed)
+        if arithmetic.precision > EXACT:
+            why = f"the answers are exact to {arithmetic.precision:.0e}"
+            return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
     if _one_head(view, *tokens, arithmetic.same):
         kind, why = Kind.HEAD, "its logits add up as one head's do"
         method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
-        if arithmetic.precision > _FINE and fit is not None:
-            method = replace(fit, heads=1)
     else:
         kind, why = Kind.HEADS, "its logits do not add up as one head's would"
         method = MultiHead(seed=seed, tolerance=accepted)
         if fit is not None and not arithmetic.exact:
-            method = fit
+            method, fit = fit, None
     return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
 
 
@@ -266,17 +282,12 @@ def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
         return seen
 
 
-def _small(oracle: Oracle) -> bool:
-    """Is a fit of two heads affordable?"""
-    return 2 * (oracle.dim**2 + oracle.dim) <= _UNKNOWNS
-
-
-def _precision(answers: Tensor) -> float:
-    """The relative error of answers that all are numbers of a shorter format, or of float64."""
-    for dtype in _FORMATS:
-        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
-            return torch.finfo(dtype).eps / 2
-    return torch.finfo(torch.float64).eps
+def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
+    """Is a token eight times as long the same to the target, as behind a norm?"""
+    signs = alone.view(-1, 2)
+    off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
+    flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
+    return flat and find_norm(oracle, torch.Generator().manual_seed(0)).normed
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:

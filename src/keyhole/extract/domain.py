@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.extract.arithmetic import within_own_error
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
 
 _STREAM = 0x444F4D41  # keeps these questions apart from every attack's
@@ -188,8 +189,8 @@ class Witness:
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
         return answers
 
-    def contradicted(self, agrees: Agrees, error: float) -> int:
-        """How many of the kept questions have another answer now."""
+    def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
+        """How many of the kept questions have another answer now, beyond its own error."""
         changed = 0
         sizes = [float(answers.abs().max()) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
@@ -202,5 +203,8 @@ class Witness:
                 largest = max(float(now.abs().max()), float(answers.abs().max()))
                 if largest <= _FAINT * gain * norm:  # answers that cancel are all rounding
                     continue
-                changed += now.shape != answers.shape or not agrees(now, answers, error)
+                changed += now.shape != answers.shape or not (
+                    agrees(now, answers, error)
+                    or within_own_error(self.inner, sequences, now, answers, precision)
+                )
         return changed

@@ -1,20 +1,30 @@
-"""One or several heads from inexact answers, by least squares on random queries (ours).
+"""Heads from inexact answers, by least squares (ours): with biases, behind a norm, several of them.
 
 The exact methods solve for one number at a time at scales where everything else vanishes; answers
-in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted at once,
-to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
+in float32 or less, or behind a sigmoid, do not reach that far. Here weights are fitted to many
+answers of ordinary size. Fix the last token x, and put δ = n(y) − n(x), where n is a norm or
+nothing, and g_h = W_h n(x) + c_h. Then
 
-    min_{W, v}  Σ_k (f(X_k) − a_k)² / σ_k²,    f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i,
+    φ(y) = f([y ; x]) − f([x]) = Σ_h σ(g_hᵀδ)·v_hᵀδ,                  u = Σ_h v_h,
+    φ(y) − ½uᵀδ               = ½ Σ_h tanh(½g_hᵀδ)·v_hᵀδ.
 
-by Levenberg–Marquardt from several starts, with the Jacobian in closed form: for A = softmax and
-g_i = A_i (vᵀx_i − f), ∂f/∂W = (Σ_i g_i x_i) x_Nᵀ and ∂f/∂v = Σ_i A_i x_i. σ_k is what rounding
-does to an answer. H is the smallest number of heads that explains the answers within it; that no
-fewer do, and that fresh questions agree, is the evidence. It takes a few times as many queries as
-there are unknowns, and suits up to a few hundred of them.
+u is known from single tokens, f([x]) = b + uᵀn(x). The right side is the same for (g_h, v_h) and
+(−g_h, −v_h), so no fit ends in a wrong sign: Σ_h v_h = u settles the signs afterwards. The stages:
+
+    b and u                     linear least squares on single tokens
+    g_h and v_h at one x        Levenberg–Marquardt, 2dH unknowns, several starts; H = 1, 2, …
+    g_h at d further tokens x   the same with v_h known, from the first g_h
+    W_h and c_h                 linear least squares
+    all of them                 Gauss–Newton on every answer
+
+H is the smallest number that explains the answers within their own error (arithmetic.py); fresh
+questions are the evidence. c = 0 is tried first. It takes a few times as many queries as there are
+unknowns. A norm shows on one token: f([t·a]) hardly depends on t > 0, and its ε on where it does.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,40 +32,46 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
-from keyhole.core.numerics import LinAlgError, least_squares
-from keyhole.extract.bilinear import ask_scores
+from keyhole.core.numerics import least_squares
+from keyhole.extract.arithmetic import answered, own_error, precision_of, rounding
+from keyhole.extract.bilinear import random_orthogonal, scalar
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Step, setting
-from keyhole.extract.gauss_newton import levenberg
+from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import NEARLY, Exam, Method
-from keyhole.extract.single_head import SingleHead
-from keyhole.oracle.planted import Head, MultiHead
-from keyhole.oracle.protocol import Oracle, OracleError
+from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer
+from keyhole.oracle.protocol import Oracle, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
-_LENGTHS = (1, 2, 3, 4)  # of the questions, in turn
 _SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looked at for a scale
-_PAIRS = 8  # that are looked at for a scale
+_PAIRS = 16  # that are looked at for a scale, and for the answers' own error
 _OPEN = 0.2  # |α − ½| of gates that are half open
-_EXPLAINED = 2.0  # root mean square of the residuals in units of σ
-_FINE = 1e-6  # errors of answers with which weak attention is still seen clearly
-_STEPS = 120
-_UNKNOWNS = 400  # of all heads, up to which their number is looked for
-_STALLED = 12  # steps within which a start has to gain a tenth
+_EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error
+_NONLINEAR = 30.0  # the same, of single tokens that no heads explain
+_STEPS = 150
+_STALLED = 15  # steps within which some start has to gain a fifth
+_BATCH = 4096
+_LENGTHS = (2, 3, 4)  # of the random sequences
+_ROUNDS = 4  # batches of starts for each number of heads
+_FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
+_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once
+_WORK = 192  # H·d of the largest fit at one token
+UNKNOWNS = 1500  # up to which all are fitted at once
 
 
 @dataclass(frozen=True)
 class Fitted(Method):
-    """All weights at once from inexact answers."""
+    """All weights of one or several heads from inexact answers."""
 
     heads: int | None = setting(None, "how many there are, if that is known")
     answer_error: float = setting(0.0, "how far an answer may be off")
     precision: float = setting(_EPSILON, "relative error of an answer")
     most: int = setting(6, "heads that are tried, where their number is not known")
-    oversampling: float = setting(4.0, "questions for each unknown")
-    starts: int = setting(8, "random starts of each fit")
+    oversampling: float = setting(3.0, "questions for each unknown")
+    starts: int = setting(8, "starts of a fit that run as one batch")
     seed: int = 0
     tolerance: float = 1e-8
 
@@ -74,148 +90,338 @@ class Fitted(Method):
         return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
     def expected_queries(self, dim: int) -> int | None:
-        return None if self.heads is None else self._count(self.heads, dim)
-
-    def _count(self, heads: int, dim: int) -> int:
-        return math.ceil(self.oversampling * heads * (dim * dim + dim))
+        if self.heads is None:
+            return None
+        return math.ceil(self.oversampling * (self.heads * dim * (dim + 3) + dim + 1))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        scale = _scale(oracle, stream)
-        if max(self.precision, self.answer_error) <= _FINE:
-            scale /= 2  # softer attention has fewer false minima, and digits enough are left
-        answered = _Answers(oracle, stream, scale)
-        unknowns = oracle.dim**2 + oracle.dim
-        most = max(1, min(self.most, _UNKNOWNS // unknowns))
+        norm = find_norm(oracle, stream)
+        field = _NearField(self, oracle, norm, stream)
+        most = max(1, min(self.most, _WORK // oracle.dim))
         counts = range(1, most + 1) if self.heads is None else (self.heads,)
         miss = math.inf
-        for count in counts:
-            answered.extend(self._count(count, oracle.dim))
-            if count == counts[0]:
-                self._expect_linear(answered)
-            first = _solved(oracle, self.seed) if count == 1 else None
-            W, v, miss = self._fit(answered, count, stream, first)
+        for heads in counts:
+            g, v, miss = field.heads_at_one_token(heads)
             if miss <= _EXPLAINED:
-                model = Head(W[0], v[0]) if count == 1 else MultiHead(list(W), list(v))
-                remark = f"{count} heads explain the answers" if count > 1 else ""
-                yield Step(model, count * unknowns, count * unknowns, remark=remark)
+                yield self._fitted(field, *field.further_tokens(g, v))
                 return
-            if count == counts[0]:
-                self._expect_steady(answered)  # before the long search for more heads
+            if heads == counts[0]:
+                field.expect_steady()  # before the long search for more heads
+        status = Status.UNVERIFIED if most < self.most else Status.MISMATCH
         raise Unsuccessful(
-            Status.MISMATCH,
-            f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
+            status, f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error"
         )
 
-    def _expect_linear(self, answered: _Answers) -> None:
-        """One token has nothing to attend to but itself: heads answer with `(Σ_h v_h)ᵀx`."""
-        y, X = answered.parts[1], answered.questions[1][:, 0]
-        if not bool(answered.values.any()):
-            if self.answer_error or self.precision > _EPSILON:
+    def _fitted(self, field: _NearField, x: Tensor, g: Tensor, v: Tensor) -> Step:
+        """W and c from g (tokens, H, d) at tokens x, then all unknowns at once."""
+        b, norm, dim = field.b, field.norm, field.oracle.dim
+        n, ones = norm.applied(x), torch.ones(len(x), 1, dtype=torch.float64)
+        values, heads = g.flatten(1), len(v)
+        plain = least_squares(n, values).unflatten(1, (heads, dim))
+        biased = least_squares(torch.cat([n, ones], 1), values).unflatten(1, (heads, dim))
+        zero = torch.zeros_like(v)
+        candidates = [
+            (("W", "v", "b"), plain, zero),
+            (("W", "v", "c", "b"), biased[:-1], biased[-1]),
+        ]
+        field.ask_at_large(math.ceil(self.oversampling / 2 * heads * (dim + 1) * dim))
+        models: list[BiasedHeads] = []
+        for free, Wt, c in candidates[norm.normed :]:
+            W = Wt.permute(1, 2, 0).contiguous()
+            model = BiasedHeads(W, v, c, b, norm.normed, norm.centred, norm.epsilon)
+            if model.unknowns <= UNKNOWNS:
+                model = refined(model, free, field.asked)
+            models.append(model)
+            if field.missed(model) <= _EXPLAINED:
+                break
+        remark = f"{heads} heads explain the answers" if heads > 1 else ""
+        model, offset = _simplest(min(models, key=field.missed), field.error)
+        unknowns = model.unknowns
+        return Step(model, unknowns, unknowns, remark="; ".join(filter(None, (remark, offset))))
+
+
+def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | BiasedHeads, str]:
+    """The model as plain heads if that is what it is, and what it has besides in words."""
+    if model.normed:
+        return model, "behind a LayerNorm" if model.centred else "behind an RMSNorm"
+    if bool(model.c.any()) or float(model.b.abs()) > _EXPLAINED * error:
+        return model, "with biases"
+    W, v = model.W, model.v
+    return (Head(W[0], v[0]) if len(v) == 1 else MultiHead(list(W), list(v))), ""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a target does to its tokens first: nothing, a LayerNorm (`centred`), an RMSNorm."""
+
+    normed: bool = False
+    centred: bool = False
+    epsilon: float = 0.0
+
+    def applied(self, tokens: Tensor) -> Tensor:
+        if not self.normed:
+            return tokens
+        return attention.normed(tokens, self.epsilon, centred=self.centred)
+
+
+def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
+    """Do answers to [t·a] depend on t? To [a + 1]? From which t on?"""
+    directions = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
+    if oracle.dim < 2:
+        return Norm()
+    a = attention.normed(directions, 0.0, centred=True)
+
+    def odd(tokens: Tensor) -> Tensor:
+        """What the sign of a token changes."""
+        answers = _scores(oracle, torch.cat([tokens, -tokens]).unsqueeze(1)).view(2, -1)
+        return answers[0] - answers[1]
+
+    first = odd(a)
+    size = first.abs().max()
+    for factor in (8.0, 0.125):
+        if not bool(((odd(factor * a) - first).abs() <= 0.01 * size).all()) or not float(size):
+            return Norm()
+    shifted = _scores(oracle, torch.stack([a[0], a[0] + 1]).unsqueeze(1))
+    centred = bool((shifted[1] - shifted[0]).abs() <= 0.01 * size)
+    pick = int(first.abs().argmax())
+    square = 1e-5
+    for _ in range(8):
+        share = float(odd(math.sqrt(square) * a[pick : pick + 1])[0] / first[pick]) ** 2
+        if share > 0.98 and square > 1e-13:
+            square /= 30
+        elif share < 0.05:
+            square *= 30
+        else:
+            break
+    else:
+        return Norm(True, centred)
+    epsilon = max(0.0, square * (1 - share) / (share - square))
+    return Norm(True, centred, epsilon if share <= 0.98 else 0.0)
+
+
+class _NearField:
+    """Answers to single tokens and to pairs [y ; x], and what they say of the heads."""
+
+    def __init__(self, method: Fitted, oracle: Oracle, norm: Norm, stream: torch.Generator) -> None:
+        self.method, self.oracle, self.norm, self.stream = method, oracle, norm, stream
+        self.asked: list[tuple[Tensor, Tensor, Tensor]] = []  # sequences, answers, errors
+        self.error, self.precision = 0.0, method.precision
+        dim = oracle.dim
+        scale = _scale(oracle, norm, stream)
+        # Behind a norm the length of x does not matter, and δ alone sets the scale.
+        self.spread = scale
+        self.x = self._normals(dim) / math.sqrt(dim) * (math.sqrt(dim) if norm.normed else scale)
+        size = float(torch.linalg.vector_norm(self.x))
+        self.size = size
+        count = math.ceil(method.oversampling * (dim + 1))
+        tokens = self._normals(count, dim) * size / math.sqrt(dim)
+        answers = self._ask(tokens.unsqueeze(1))
+        tokens = self.asked[-1][0][:, 0]
+        self.precision = max(method.precision, precision_of(oracle, answers))
+        if not bool(answers.any()):
+            if method.answer_error or self.precision > _EPSILON:
                 raise Unsuccessful(
                     Status.MISMATCH, "every answer of ordinary size is rounded to zero"
                 )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
-        miss = (y - X @ _total(answered)) / self._sigma(y)
-        if float(miss.square().mean().sqrt()) > 4 * _EXPLAINED:
+        paired = self._ask(self._pairs(self.x, _PAIRS))
+        own = own_error(oracle, self.asked[-1][0], paired, self.precision)
+        own = max(float(own.square().mean().sqrt()), method.answer_error / math.sqrt(3))
+        self.error = own + 32 * _EPSILON * float(torch.cat([answers, paired]).abs().max())
+        # Of what was asked before the error was known.
+        self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
+        n, weights = norm.applied(tokens), 1 / self.asked[0][2][:, None]
+        rows = torch.cat([n, torch.ones(len(n), 1, dtype=torch.float64)], 1)
+        solution = least_squares(weights * rows, weights * answers[:, None])
+        self.u, self.b = solution[:-1, 0], solution[-1]
+        miss = weights * (answers[:, None] - rows @ solution)
+        if float(miss.square().mean().sqrt()) > _NONLINEAR:
             raise Unsuccessful(
                 Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
             )
 
-    def _expect_steady(self, answered: _Answers) -> None:
+    def _errors(self, answers: Tensor) -> Tensor:
+        """How far each answer may be off: near the end of a link's range, further than others."""
+        return torch.hypot(
+            rounding(self.oracle, answers, self.precision), torch.full_like(answers, self.error)
+        )
+
+    def _normals(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.stream, dtype=torch.float64)
+
+    def _ask(self, sequences: Tensor) -> Tensor:
+        """Answers to those questions that have one (a link may be saturated), kept for the end."""
+        answers = _scores(self.oracle, sequences)
+        usable = answers.isfinite()
+        answers = answers[usable]
+        self.asked.append((sequences[usable], answers, self._errors(answers)))
+        return answers
+
+    def _pairs(self, x: Tensor, count: int) -> Tensor:
+        """Sequences [y ; x], y around x."""
+        sizes = 0.3 + torch.rand(count, 1, generator=self.stream, dtype=torch.float64)
+        y = x + self.spread * sizes / math.sqrt(len(x)) * self._normals(count, len(x))
+        return torch.stack([y, x.expand_as(y)], 1)
+
+    def _even(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """δ (count, d), φ − ½uᵀδ and its error (count,) of new questions at x."""
+        answers = self._ask(self._pairs(x, count))
+        pairs, error = self.norm.applied(self.asked[-1][0]), self.asked[-1][2]
+        delta = pairs[:, 0] - pairs[:, 1]
+        phi = answers - self.b - pairs[:, 1] @ self.u
+        return delta, phi - 0.5 * delta @ self.u, error
+
+    def heads_at_one_token(self, heads: int) -> tuple[Tensor, Tensor, float]:
+        """g and v (H, d) at the first token, and the residual in units of the error."""
+        dim = len(self.x)
+        unknowns = dim if heads == 1 else 2 * heads * dim
+        delta, even, error = self._even(self.x, math.ceil(self.method.oversampling * unknowns) + 8)
+        size = float(self.u.abs().mean()) or float(even.abs().max())
+        spread = 1 / float(delta.square().sum(1).mean().sqrt())
+        best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
+        for _ in range(_ROUNDS if heads < 4 else _ROUNDS // 2):
+            shape = self.method.starts, heads, dim
+            g, v = spread * self._normals(*shape), size * self._normals(*shape)
+            if heads == 1:
+                g[0], v = 0.0, self.u.expand(shape)
+            g, v, misses = _levenberg(delta, even, g, v, error, fixed=heads == 1)
+            for k in range(len(g)):
+                signs = _signs(v[k], self.u)
+                if float(misses[k]) < best[2] and signs is not None:
+                    best = g[k] * signs, v[k] * signs, float(misses[k])
+            if best[2] <= _EXPLAINED:
+                break
+        return best
+
+    def further_tokens(self, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens x (d + 1, d), g (d + 1, H, d) there and v; the first is the one known already."""
+        heads, dim = v.shape
+        count = math.ceil(self.method.oversampling / 2 * heads * dim) + 8
+        steps = _FURTHER * self.size * random_orthogonal(dim, self.stream)
+        tokens, known = self.x.unsqueeze(0), g.unsqueeze(0)
+        for _ in range(_ROUNDS):
+            x = self.x + steps
+            data = [self._even(each, count) for each in x]
+            least = min(len(even) for _, even, _ in data)
+            columns = zip(*data, strict=True)
+            delta, even, error = (torch.stack([p[:least] for p in part]) for part in columns)
+            start = g.expand(len(x), heads, dim)
+            found, _, misses = _levenberg(
+                delta, even, start, v.expand_as(start), error, fixed=True, every=True
+            )
+            good = misses <= 2 * _EXPLAINED
+            tokens, known = torch.cat([tokens, x[good]]), torch.cat([known, found[good]])
+            steps = steps[~good] / 2
+            if not len(steps):
+                return tokens, known, v
+        raise Unsuccessful(
+            Status.UNVERIFIED, "the heads found at one token were not found again at others"
+        )
+
+    def ask_at_large(self, count: int) -> None:
+        """Random sequences: pairs around a few tokens say less about the rest of the space."""
+        dim = len(self.x)
+        for length in _LENGTHS:
+            shape = math.ceil(count / len(_LENGTHS)), length, dim
+            self._ask(self.size / math.sqrt(dim) * self._normals(*shape))
+
+    def missed(self, model: BiasedHeads) -> float:
+        """The root mean square of what a model misses, in units of the error."""
+        misses = torch.cat([(model(X) - y) / error for X, y, error in self.asked if len(y)])
+        return float(misses.square().mean().sqrt())
+
+    def expect_steady(self) -> None:
         """The first questions once more: no heads explain a target that changes."""
-        y, X = answered.parts[1], answered.questions[1][:_PAIRS]
-        off = (_answered(answered.oracle, X) - y[:_PAIRS]).abs() / self._sigma(y)[:_PAIRS]
-        changed = int((off > 4 * _EXPLAINED).sum())
+        questions, answers, error = (part[:_PAIRS] for part in self.asked[0])
+        off = (_scores(self.oracle, questions) - answers).abs()
+        changed = int((off > 4 * _EXPLAINED * error).sum())
         if changed:
             raise Unsuccessful(
-                Status.MISMATCH, f"asked again, {changed} of {len(X)} questions {CHANGED}"
+                Status.MISMATCH, f"asked again, {changed} of {len(answers)} questions {CHANGED}"
             )
 
-    def _sigma(self, y: Tensor) -> Tensor:
-        """What rounding does to each answer."""
-        error = self.answer_error + self.precision * (y.abs() + y.abs().median())
-        return error / math.sqrt(3) + 16 * _EPSILON * y.abs().max().clamp(min=1e-300)
 
-    def _fit(
-        self,
-        answered: _Answers,
-        heads: int,
-        stream: torch.Generator,
-        first: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, float]:
-        """The best of several starts, which ends early when one explains the answers."""
-        sigma = self._sigma(answered.values)
-        fits: list[tuple[Tensor, Tensor, float]] = []
-        for _ in range(self.starts):
-            drawn = _start(answered, heads, stream)
-            start = drawn if fits or first is None else first
-            fits.append(_fitted(answered, sigma, start))
-            if fits[-1][2] <= _EXPLAINED:
-                break
-        return min(fits, key=lambda fit: fit[2])
+def _signs(v: Tensor, u: Tensor) -> Tensor | None:
+    """The signs (H, 1) with which values v (H, d) add up to u."""
+    choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype)
+    misses = torch.linalg.vector_norm(choices @ v - u, dim=1)
+    best = int(misses.argmin())
+    size = float(torch.linalg.vector_norm(v, dim=1).max().clamp(min=torch.linalg.vector_norm(u)))
+    return choices[best].unsqueeze(1) if float(misses[best]) <= _UNSIGNED * size else None
 
 
-class _Answers:
-    """Random questions of several lengths with their answers; more can be asked."""
+def _levenberg(
+    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, *, fixed: bool,
+    every: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fits from starts g and v (S, H, d), v `fixed` or not, as one batch.
 
-    def __init__(self, oracle: Oracle, stream: torch.Generator, scale: float) -> None:
-        self.oracle, self.stream, self.scale = oracle, stream, scale
-        self.questions = {
-            length: torch.empty(0, length, oracle.dim, dtype=torch.float64) for length in _LENGTHS
-        }
-        self.parts = {length: torch.empty(0, dtype=torch.float64) for length in _LENGTHS}
-
-    def extend(self, count: int) -> None:
-        """Ask until there are `count` answers."""
-        for place, length in enumerate(_LENGTHS):
-            wanted = (count + len(_LENGTHS) - 1 - place) // len(_LENGTHS)
-            missing = wanted - len(self.parts[length])
-            if missing <= 0:
-                continue
-            shape = (missing, length, self.oracle.dim)
-            tokens = torch.randn(shape, generator=self.stream, dtype=torch.float64)
-            sizes = torch.rand(missing, 1, 1, generator=self.stream, dtype=torch.float64)
-            tokens = self.scale * (0.1 + 1.2 * sizes) * tokens
-            answers = _answered(self.oracle, tokens)
-            usable = answers.isfinite()  # a link may be saturated
-            self.questions[length] = torch.cat([self.questions[length], tokens[usable]])
-            self.parts[length] = torch.cat([self.parts[length], answers[usable]])
-
-    @property
-    def values(self) -> Tensor:
-        return torch.cat([self.parts[length] for length in _LENGTHS])
-
-    def model(self, W: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Answers of heads W (H, d, d), v (H, d), and the Jacobian (N, H(d² + d))."""
-        parts = [_heads(W, v, X) for X in self.questions.values()]
-        outputs, slopes = zip(*parts, strict=True)
-        return torch.cat(outputs), torch.cat(slopes)
-
-
-def _heads(W: Tensor, v: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    last = X[:, -1]
-    A = torch.einsum("nid,hde,ne->hni", X, W, last).softmax(-1)
-    values = torch.einsum("nid,hd->hni", X, v)
-    each = (A * values).sum(-1)
-    g = torch.einsum("hni,nid->hnd", A * (values - each.unsqueeze(-1)), X)
-    by_W = torch.einsum("hnd,ne->nhde", g, last).flatten(1)
-    by_v = torch.einsum("hni,nid->nhd", A, X).flatten(1)
-    return each.sum(0), torch.cat([by_W, by_v], 1)
+    δ (N, d) is the same for all starts, or each has its own (S, N, d). Ends when one start explains
+    the answers and gains no more (with `every`, each), with residuals in units of the error.
+    """
+    shape, count = g.shape, g[0].numel()
+    damping = torch.full((len(g),), 0.1, dtype=torch.float64)
+    r, J = _residuals(delta, even, g, v, error, fixed)
+    loss = mark = r.square().mean(1)
+    for turn in range(1, _STEPS + 1):
+        if turn % _STALLED == 0:
+            if not bool((loss < 0.8 * mark).any()):
+                break  # minima that are not zero
+            mark = loss
+        square, slope = J.mT @ J, J.mT @ r.unsqueeze(-1)
+        diagonal = square.diagonal(dim1=-2, dim2=-1)
+        least = 1e-12 * diagonal.amax(1, keepdim=True).clamp(min=1e-300)
+        system = square + torch.diag_embed(damping[:, None] * torch.maximum(diagonal, least))
+        step, _ = torch.linalg.solve_ex(system, slope)
+        step = step.squeeze(-1).nan_to_num(0.0)
+        ahead_g = g + step[:, :count].view(shape)
+        ahead_v = v if fixed else v + step[:, count:].view(shape)
+        ahead_r, ahead_J = _residuals(delta, even, ahead_g, ahead_v, error, fixed)
+        ahead = ahead_r.square().mean(1)
+        better = ahead < loss
+        small = ~better | (loss - ahead < 1e-3 * loss)
+        g, v = torch.where(_like(better, g), ahead_g, g), torch.where(_like(better, g), ahead_v, v)
+        r, J = torch.where(better[:, None], ahead_r, r), torch.where(_like(better, J), ahead_J, J)
+        loss = torch.where(better, ahead, loss)
+        damping = torch.where(better, damping / 4, damping * 4).clamp(1e-14, 1e14)
+        done = small & (loss <= _EXPLAINED**2) | (damping > 1e12) | (loss <= 1e-4)
+        if bool(done.all() if every else (done & (loss <= _EXPLAINED**2)).any() | done.all()):
+            break
+    return g, v, loss.sqrt()
 
 
-def _scale(oracle: Oracle, stream: torch.Generator) -> float:
-    """The size of tokens at which attention is neither uniform nor all in one place.
+def _like(mask: Tensor, values: Tensor) -> Tensor:
+    return mask.view(-1, *(1,) * (values.ndim - 1))
 
-    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s².
+
+def _residuals(
+    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, fixed: bool
+) -> tuple[Tensor, Tensor]:
+    """Residuals (S, N) in units of the error, and the Jacobian (S, N, unknowns) of the model."""
+    tanh, values = torch.tanh(0.5 * g @ delta.mT), v @ delta.mT
+    r = (even - 0.5 * (tanh * values).sum(1)) / error
+    slopes = [0.25 * (1 - tanh.square()) * values] + ([] if fixed else [0.5 * tanh])
+    rows = delta.unsqueeze(-2)  # (…, N, 1, d)
+    J = torch.cat([(s.mT.unsqueeze(-1) * rows).flatten(2) for s in slopes], -1)
+    return r, J / error.unsqueeze(-1)
+
+
+def _scale(oracle: Oracle, norm: Norm, stream: torch.Generator) -> float:
+    """The size of tokens, or behind a norm of δ, at which gates are half open.
+
+    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s.
     """
     raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
     x, delta = raw / math.sqrt(oracle.dim)
+    if norm.normed:
+        x = x * math.sqrt(oracle.dim)
     for square in _SQUARES.tolist():
         s = math.sqrt(square)
-        alone = _answered(oracle, s * torch.cat([x, delta]).unsqueeze(1)).view(2, -1)
-        both = _answered(oracle, s * torch.stack([x + delta, x], 1))
-        alpha = (both - alone[0]) / alone[1]
+        y, last = (x + s * delta, x) if norm.normed else (s * (x + delta), s * x)
+        single = _scores(oracle, torch.cat([last, y]).unsqueeze(1)).view(2, -1)
+        both = _scores(oracle, torch.stack([y, last], 1))
+        alpha = (both - single[0]) / (single[1] - single[0])
         if not bool(alpha.isfinite().all()):
             return s / 4  # a link is saturated: stay well below
         if float((alpha - 0.5).abs().median()) > _OPEN:
@@ -223,55 +429,42 @@ def _scale(oracle: Oracle, stream: torch.Generator) -> float:
     return 1.0
 
 
-def _solved(oracle: Oracle, seed: int) -> tuple[Tensor, Tensor] | None:
-    """One head as exact answers would give it: near enough to start from."""
-    try:
-        *_, step = SingleHead(seed=seed).steps(oracle)
-    except (Unsuccessful, OracleError, LinAlgError):
-        return None
-    model = step.model
-    return (model.W.unsqueeze(0), model.v.unsqueeze(0)) if isinstance(model, Head) else None
+def _scores(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """One score a sequence, NaN where the oracle's answer says nothing."""
+    return torch.cat([scalar(answered(oracle, X)) for X in sequences.split(_BATCH)])
 
 
-def _answered(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """Scores, NaN where the oracle's answer says nothing."""
-    try:
-        return ask_scores(oracle, sequences)
-    except OracleError as error:
-        if error.answers is None or error.answers.ndim != 1:
-            raise
-        return error.answers
+@dataclass(frozen=True)
+class Refined(Method):
+    """A method for exact answers, with its result fitted to inexact ones.
 
+    Parameters read one by one inherit rounding; fitted to a few answers each, they average it.
+    """
 
-def _total(answered: _Answers) -> Tensor:
-    """Σ_h v_h, from the answers to single tokens."""
-    tokens, answers = answered.questions[1][:, 0], answered.parts[1]
-    return least_squares(tokens, answers[:, None])[:, 0]
+    method: Method
+    seed: int = 0
+    tolerance: float = 1e-8
 
+    def __post_init__(self) -> None:
+        for name in ("seed", "tolerance"):
+            object.__setattr__(self, name, getattr(self.method, name))
 
-def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random heads whose values add up to the linear function of single tokens."""
-    dim = answered.oracle.dim
-    total = _total(answered)
-    size = 0.3 / (answered.scale**2 * math.sqrt(dim))
-    W = size * torch.randn(heads, dim, dim, generator=stream, dtype=torch.float64)
-    v = torch.randn(heads, dim, generator=stream, dtype=torch.float64) * total.abs().mean()
-    return W, v + (total - v.sum(0)) / heads
-
-
-def _fitted(
-    answered: _Answers, sigma: Tensor, start: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, float]:
-    """The heads near a start, and the root mean square of their residuals in units of σ."""
-    y, shape = answered.values, start[0].shape
-    size = start[0].numel()
-
-    def model(unknowns: Tensor) -> tuple[Tensor, Tensor]:
-        given, J = answered.model(unknowns[:size].view(shape), unknowns[size:].view(shape[:2]))
-        return (given - y) / sigma, J / sigma[:, None]
-
-    explained = 0.1 * math.sqrt(len(y))
-    first = torch.cat([part.flatten() for part in start])
-    unknowns, left = levenberg(model, first, _STEPS, explained, _STALLED)
-    W, v = unknowns[:size].view(shape), unknowns[size:].view(shape[:2])
-    return W, v, left / math.sqrt(len(y))
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        step: Step | None = None
+        for step in self.method.steps(oracle):
+            yield step
+        if step is None or not isinstance(step.model, OneLayer | Attention):
+            return
+        model, stream = step.model, torch.Generator().manual_seed(self.seed)
+        if model.unknowns > UNKNOWNS:
+            return
+        # An answer holds one gate for each token but the last, whatever numbers it has.
+        lengths, share = ((1, 2, 3, 4), 1) if isinstance(model, OneLayer) else ((1, 4, 8), 8)
+        asked: list[tuple[Tensor, Tensor, Tensor]] = []
+        for length in lengths:
+            shape = math.ceil(model.unknowns / share) + 8, length, oracle.dim
+            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
+            tokens[::2] /= oracle.dim**0.25  # scores of about 1, where W is of ordinary size
+            answers = ask(oracle, tokens)
+            asked.append((tokens, answers, torch.full_like(answers, float(answers.abs().max()))))
+        yield replace(step, model=refined(model, tuple(model.tensors()), asked))

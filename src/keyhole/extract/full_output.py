@@ -72,17 +72,18 @@ class FullOutput(Method):
         # How many heads there are, and so how many unknowns, is open.
         first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
-        single = _SingleHead(panel, total, stream, self.resolution)
+        same = max(_SAME, 16 * self.tolerance)  # of inexact answers more is to be expected
+        single = _SingleHead(panel, total, stream, self.resolution, same)
         if single.possible():
             yield from single.steps(unknowns)
             if single.confirmed:
                 return
             yield first  # nothing but the sum of the values is known after all
-        yield from _several_heads(panel, total, stream, unknowns)
+        yield from _several_heads(panel, total, stream, unknowns, same)
 
 
 def _several_heads(
-    panel: Panel, total: Tensor, stream: torch.Generator, unknowns: int
+    panel: Panel, total: Tensor, stream: torch.Generator, unknowns: int, same: float
 ) -> Iterator[Step]:
     """Values, then weights. Another key is tried where two heads look like one at the first."""
     d = panel.dim
@@ -98,7 +99,7 @@ def _several_heads(
                 raise
             continue
         yield Step(layer, everything, None)
-        if _agrees(panel, layer, stream):
+        if _agrees(panel, layer, stream, same):
             yield Step(layer, everything, everything)
             return
 
@@ -106,8 +107,11 @@ def _several_heads(
 class _SingleHead:
     """The attempt to read the answers as those of one head with values V."""
 
-    def __init__(self, panel: Panel, V: Tensor, stream: torch.Generator, resolution: float) -> None:
+    def __init__(
+        self, panel: Panel, V: Tensor, stream: torch.Generator, resolution: float, same: float
+    ) -> None:
         self._panel = panel
+        self._same = same
         self._V = V
         self._stream = stream
         self._keys, self._rank = key_basis(V, resolution)
@@ -126,7 +130,7 @@ class _SingleHead:
         value = key @ self._V
         weight = (answer @ value) / (value @ value)
         apart = torch.linalg.vector_norm(answer - weight * value)
-        return bool(apart <= _SAME * torch.linalg.vector_norm(value))
+        return bool(apart <= self._same * torch.linalg.vector_norm(value))
 
     def steps(self, unknowns: int) -> Iterator[Step]:
         d = self._panel.dim
@@ -142,7 +146,7 @@ class _SingleHead:
             more = random_units(_EXTRA, d, self._stream)
             Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
             apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
-            self.confirmed = bool((apart <= _SAME * Z.abs().max()).all())
+            self.confirmed = bool((apart <= self._same * Z.abs().max()).all())
             if self.confirmed:
                 yield Step(layer(Z[:d]), unknowns, unknowns)
             return
@@ -153,7 +157,7 @@ class _SingleHead:
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
             yield Step(layer(Z), self._V.numel() + Z.numel(), if_one_head)
-        self.confirmed = _agrees(self._panel, layer(Z), self._stream)
+        self.confirmed = _agrees(self._panel, layer(Z), self._stream, self._same)
         if self.confirmed:
             yield Step(layer(Z), unknowns, unknowns)
 
@@ -191,7 +195,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
     return X.mT @ Z @ keys
 
 
-def _agrees(panel: Panel, layer: Attention, stream: torch.Generator) -> bool:
+def _agrees(panel: Panel, layer: Attention, stream: torch.Generator, same: float) -> bool:
     """One question with two keys and scores of about 1: are these the right heads?"""
     keys, x = random_units(2, panel.dim, stream), random_units(1, panel.dim, stream)
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
@@ -200,7 +204,7 @@ def _agrees(panel: Panel, layer: Attention, stream: torch.Generator) -> bool:
     weights = weights / (panel.references(1, 0) + weights.sum(1, keepdim=True))
     expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
     answer = panel.respond(keys.unsqueeze(0), x, square)[0, 0]
-    return bool((answer - expected).abs().max() <= _SAME * expected.abs().max())
+    return bool((answer - expected).abs().max() <= same * expected.abs().max())
 
 
 def _condition(values: Tensor) -> float:

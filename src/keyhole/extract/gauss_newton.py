@@ -14,13 +14,15 @@ the size d²×d².
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core.numerics import least_squares
+from keyhole.oracle.planted import Parametric
 
 _STEPS = 8
 _INNER = 100  # conjugate gradients
@@ -190,20 +192,13 @@ def _square(theta: Theta) -> float:
     return float(theta[0].square().sum() + theta[1].square().sum())
 
 
-def levenberg(
-    model: Model, start: Tensor, steps: int = 80, enough: float = 0.0, patience: int = 20
-) -> tuple[Tensor, float]:
-    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|.
-
-    It ends where |misses| is `enough`, or falls by less than a tenth in `patience` steps.
-    """
+def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
+    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
     point, damping = start, 1e-3
     miss, J = model(point)
     best = mark = float(torch.linalg.vector_norm(miss))
     for turn in range(1, steps + 1):
-        if best <= enough:
-            break
-        if turn % patience == 0:
+        if turn % 20 == 0:
             if best > 0.9 * mark:
                 break  # a minimum that is not zero
             mark = best
@@ -226,3 +221,58 @@ def levenberg(
             if damping > 1e8:
                 break
     return point, best
+
+
+_Model = TypeVar("_Model", bound=Parametric)
+_REFINEMENTS = 30
+
+
+def refined(
+    model: _Model, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> _Model:
+    """The model whose `free` parameters fit best, from these on.
+
+    `asked` are sequences (b, n, d), their answers (b, …) and the errors of those.
+
+    Levenberg–Marquardt with the Jacobian by automatic differentiation, a row for each answer.
+    """
+    start = model.tensors()
+    shapes = {name: start[name].shape for name in free}
+    asked = [part for part in asked if len(part[1])]
+
+    def put(flat: Tensor) -> _Model:
+        """The model with these parameters, unchecked."""
+        moved, parts = copy(model), flat.split([shape.numel() for shape in shapes.values()])
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            object.__setattr__(moved, name, part.view(shape))
+        return moved
+
+    def answer(flat: Tensor, tokens: Tensor) -> Tensor:
+        return put(flat).answers(tokens.unsqueeze(0)).squeeze(0)
+
+    def misses(flat: Tensor) -> Tensor:
+        return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
+
+    rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
+    flat = torch.cat([start[name].flatten() for name in free])
+    damping, miss = 1e-6, misses(flat)
+    for _ in range(_REFINEMENTS):
+        J = torch.cat([
+            (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
+        ])  # fmt: skip
+        square, slope = J.mT @ J, J.mT @ miss
+        diagonal = square.diagonal()
+        diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max().clamp(min=1e-300)))
+        before = float(miss @ miss)
+        while True:
+            step, failed = torch.linalg.solve_ex(square + damping * torch.diag(diagonal), slope)
+            ahead = misses(flat - step)
+            if not failed and float(ahead @ ahead) < before:
+                break
+            damping *= 10
+            if damping > 1e8:
+                return put(flat)
+        flat, miss, damping = flat - step, ahead, max(damping / 10, 1e-14)
+        if float(miss @ miss) > 0.999 * before:
+            break
+    return put(flat)

@@ -86,14 +86,23 @@ def _inside(answers: Tensor, low: float, high: float) -> Tensor:
 
 
 class Undone(Wrapper):
-    """An oracle whose link is undone: it answers with the scores."""
+    """An oracle whose link is undone: it answers with the scores.
 
-    def __init__(self, inner: Oracle, link: Link) -> None:
+    `precision` is the relative error of the answers themselves.
+    """
+
+    def __init__(self, inner: Oracle, link: Link, precision: float | None = None) -> None:
         super().__init__(inner, f"undone:{link.name}")
-        self.link = link
+        self.link, self.precision = link, precision
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.link.scores(ask(self.inner, sequences))
+
+    def rounding(self, scores: Tensor, precision: float) -> Tensor:
+        """How far scores are off behind answers that are rounded."""
+        answers = self.link.answer(scores)
+        moved = [self.link.scores(answers * (1 + sign * precision)) for sign in (1, -1)]
+        return torch.stack([(each - scores).abs() for each in moved]).nan_to_num(posinf=1e9).amax(0)
 
 
 class Linked:

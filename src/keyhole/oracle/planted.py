@@ -33,6 +33,13 @@ class Parametric(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name, as they are stored."""
 
+    @abstractmethod
+    def answers(self, tokens: Tensor) -> Tensor:
+        """To sequences (b, n, d) of the right shape."""
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.answers(check_sequences(sequences, self.dim))
+
     def flags(self) -> dict[str, str]:
         """What is not a tensor but changes the answers."""
         return {}
@@ -82,9 +89,8 @@ class Head(Parametric):
     def tensors(self) -> dict[str, Tensor]:
         return {"W": self.W, "v": self.v}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
-        return attention.output(sequences, self.W.mT, self.v[:, None], last=True).squeeze(-1)
+    def answers(self, tokens: Tensor) -> Tensor:
+        return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +120,56 @@ class MultiHead(Parametric):
     def tensors(self) -> dict[str, Tensor]:
         return {"W": torch.stack(list(self.W)), "v": torch.stack(list(self.v))}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
+    def answers(self, tokens: Tensor) -> Tensor:
         W, V = self._stacked
-        return attention.output(sequences, W, V, last=True).squeeze(-1)
+        return attention.output(tokens, W, V, last=True).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class BiasedHeads(Parametric):
+    """Heads with biases, behind a norm or none.
+
+        f(X) = b + Σ_h Σ_i softmax_i(n_iᵀ(W_h n_N + c_h)) · v_hᵀn_i,    n = x or norm(x)
+
+    A query's bias changes every score alike and a factor of the norm is part of W and v, so this is
+    what any head with projections, biases and a LayerNorm (`centred`) or RMSNorm in front amounts
+    to. `W` is (H, d, d), `v` and `c` are (H, d), `b` is (1,).
+    """
+
+    W: Tensor
+    v: Tensor
+    c: Tensor
+    b: Tensor
+    normed: bool = False
+    centred: bool = False
+    epsilon: float = 0.0
+    kind = "biased-heads"
+
+    def __post_init__(self) -> None:
+        self._require("v", self.v, None, None)
+        self._require("W", self.W, len(self.v), self.dim, self.dim)
+        self._require("c", self.c, len(self.v), self.dim)
+        self._require("b", self.b, 1)
+
+    @property
+    def dim(self) -> int:
+        return self.v.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": self.W, "v": self.v, "c": self.c, "b": self.b}
+
+    def flags(self) -> dict[str, str]:
+        return {
+            "normed": str(self.normed),
+            "centred": str(self.centred),
+            "epsilon": repr(self.epsilon),
+        }
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        if self.normed:
+            tokens = attention.normed(tokens, self.epsilon, centred=self.centred)
+        V = self.v.unsqueeze(-1)
+        return attention.output(tokens, self.W.mT, V, last=True, key_bias=self.c)[:, 0] + self.b
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +197,8 @@ class OneLayer(Parametric):
     def tensors(self) -> dict[str, Tensor]:
         return {"W": self.W, "A": self.A, "w": self.w}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
-        hidden = attention.output(sequences, self.W.mT, self.A.mT, last=True)
+    def answers(self, tokens: Tensor) -> Tensor:
+        hidden = attention.output(tokens, self.W.mT, self.A.mT, last=True)
         return torch.relu(hidden) @ self.w
 
 
@@ -170,9 +221,8 @@ class ReluFfn(Parametric):
     def tensors(self) -> dict[str, Tensor]:
         return {"A": self.A, "w": self.w}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
-        return torch.relu(sequences[:, -1] @ self.A.mT) @ self.w
+    def answers(self, tokens: Tensor) -> Tensor:
+        return torch.relu(tokens[:, -1] @ self.A.mT) @ self.w
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,10 +253,9 @@ class Attention(Parametric):
     def flags(self) -> dict[str, str]:
         return {"every_token": str(self.every_token), "causal": str(self.causal)}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
+    def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(
-            sequences, self.W, self.V, causal=self.causal, last=not self.every_token
+            tokens, self.W, self.V, causal=self.causal, last=not self.every_token
         )
 
 
@@ -262,8 +311,8 @@ class OutputMatrix(Parametric):
     def flags(self) -> dict[str, str]:
         return {"constant": str(self.constant), "blocks": str(self.blocks)}
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        return check_sequences(sequences, self.dim)[:, -1] @ self.W.mT
+    def answers(self, tokens: Tensor) -> Tensor:
+        return tokens[:, -1] @ self.W.mT
 
     def outside(self, answers: Tensor) -> Tensor:
         """What no state explains of answers (b, tokens), centred where W is: zero for its own."""

@@ -22,16 +22,33 @@ from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
-from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, OutputMatrix, ReluFfn
+from keyhole.oracle.planted import (
+    Attention,
+    BiasedHeads,
+    Head,
+    MultiHead,
+    OneLayer,
+    OutputMatrix,
+    ReluFfn,
+)
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
-Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
+Planted = Head | MultiHead | BiasedHeads | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
 # What a file may hold, by kind; orthogonal heads are stored as heads like any other.
 _CLASSES: dict[str, type[Planted]] = {
     planted.kind: planted
-    for planted in (Head, MultiHead, OneLayer, ReluFfn, Attention, OutputMatrix, SubLayer)
+    for planted in (
+        Head,
+        MultiHead,
+        BiasedHeads,
+        OneLayer,
+        ReluFfn,
+        Attention,
+        OutputMatrix,
+        SubLayer,
+    )
 }
 
 

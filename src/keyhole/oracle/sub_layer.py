@@ -23,10 +23,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from keyhole.attention import probabilities
+from keyhole import attention
 from keyhole.core.errors import InputError
 from keyhole.oracle.planted import Parametric
-from keyhole.oracle.protocol import check_sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,15 +100,14 @@ class SubLayer(Parametric):
         free = groups * (between + self.V.shape[2] ** 2)
         return super().unknowns - free + (self.epsilon is not None)
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
-        tokens = sequences
+    def answers(self, tokens: Tensor) -> Tensor:
+        given = tokens
         if self.epsilon is not None:
-            tokens = sequences / (sequences.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+            tokens = attention.normed(tokens, self.epsilon, centred=False)
         asking = slice(None) if self.every_token else slice(-1, None)
         output = self._attention(tokens, tokens[:, asking])
         if self.residual:
-            output = output + sequences[:, asking]
+            output = output + given[:, asking]
         return output if self.every_token else output[:, 0]
 
     @cached_property
@@ -130,7 +128,7 @@ class SubLayer(Parametric):
             queries = self._turned(queries, positions[n - m :], heads // groups)
         queries = queries.unflatten(2, (groups, -1))
         scores = torch.einsum("bmghk,bngk->bghmn", queries, keys)
-        weights = probabilities(scores, causal=self.causal and self.every_token)
+        weights = attention.probabilities(scores, causal=self.causal and self.every_token)
         values = (tokens @ V).unflatten(-1, (groups, -1))
         mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)
         return mixed.flatten(2) @ O + self.b

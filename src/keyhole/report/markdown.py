@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from keyhole.assess import Assessment, Card, Item
+from keyhole.assess import Assessment, Card, Item, Level
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome
 from keyhole.core.text import as_code
@@ -79,6 +79,8 @@ def _cards(cards: Sequence[Card]) -> list[str]:
     rows = [
         f"| {SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
         f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
+        if card.level is not Level.NOT_TRIED  # no severity, which nobody looked for
+        else f"| – | {card.family} | {card.level} | – | |"
         for card in cards
     ]
     return [
@@ -164,5 +166,5 @@ def _again(assessment: Assessment) -> list[str]:
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
         f"{as_code(audit.identity, CELL)}.", "",
         "```sh", f"keyhole audit TARGET --seed {audit.seed}",
-        "keyhole report keyhole-report.json  # this audit as a page", "```", "", "</details>",
+        "keyhole report AUDIT.json  # this audit as a page", "```", "", "</details>",
     ]  # fmt: skip

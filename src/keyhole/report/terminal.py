@@ -107,7 +107,7 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
         return widths, 2
-    widths[2], widths[4] = min(widths[2], 16), min(widths[4], 14)
+    widths[2], widths[4] = min(widths[2], 21), min(widths[4], 14)
     widths[1] = max(12, width - gaps - sum(widths) + widths[1])
     return widths, 1
 

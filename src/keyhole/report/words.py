@@ -14,6 +14,7 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Policy
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.finding import Reading
 from keyhole.core.text import inert, legible, percent
 
 # What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
@@ -167,9 +168,13 @@ def outcome(finding: Finding) -> str:
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
     if finding.sought == "prediction":
-        return f"{percent(finding.known)} flipped"
+        share, tried = percent(finding.known), finding.tried
+        count = round(finding.known * tried)
+        return f"{count:,} of {tried:,} flipped ({share})" if tried else f"{share} flipped"
     if finding.estimate is not None:
-        return f"{finding.estimate.share} of texts"
+        given = finding.estimate
+        of_all = "" if given.sample == given.population else " of all"
+        return f"{given.exact:,} of {given.sample:,} texts ({given.share}{of_all})"
     if finding.status is Status.RECOVERED:
         return "recovered"
     if finding.status is Status.WITHIN:
@@ -178,12 +183,25 @@ def outcome(finding: Finding) -> str:
         cell = finding.texts[0] if finding.texts else None
         if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
             return f"{cell.exact} of {len(cell.readings)} texts"
-        return f"{percent(finding.known)} of tokens"
+        return _of_tokens(finding)
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.known and finding.sought == "weights":
         return f"{percent(finding.known)} known"
     return "not recovered"
+
+
+def _of_tokens(finding: Finding) -> str:
+    share = percent(finding.known)
+    pieces = [piece for reading in _readings(finding) for piece in reading.pieces]
+    right = sum(piece.counts for piece in pieces)
+    if not pieces or percent(right / len(pieces)) != share:  # a file may say anything
+        return f"{share} of tokens"
+    return f"{right:,} of {len(pieces):,} tokens ({share})"
+
+
+def _readings(finding: Finding) -> Sequence[Reading]:
+    return finding.texts[0].readings if finding.texts else ()
 
 
 def brief(remedy: str) -> str:

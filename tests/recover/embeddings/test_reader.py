@@ -60,7 +60,7 @@ def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):
     name = jsonl(tmp_path, vectors, [note])
     done = keyhole("audit", name, "--model", "demo")
     assert done.returncode == 1, done.stderr
-    (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
+    (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.status, finding.attack) == (Status.RECOVERED, "CountedReader")
     assert finding.reason.endswith(READ_WITH)
 
