@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Level, Rule, Source, Unreadable
+from keyhole.configs.finding import Hit, Known, Level, Rule, Source, Unreadable
 from keyhole.core.files import parse
 
 # Settings of a Hugging Face model
@@ -39,10 +39,15 @@ SCORES = Rule(
     "keyhole extract FOLDER --method output-layer",
 )  # fmt: skip
 SETTINGS = ("output_hidden_states", "output_attentions", "output_scores", "output_logits")
+MODEL_WORDS = (*SETTINGS, "model_type", "architectures", "transformers_version")  # of its files
 _RETURNED = {"output_hidden_states": HIDDEN_STATES, "output_attentions": ATTENTIONS}
 
 
-def look_at_model(source: Source) -> Iterator[Hit]:
+def look_at_model(source: Source) -> Iterator[Known]:
+    yield Known("model", "Hugging Face model", 1, tuple(_returned(source)))
+
+
+def _returned(source: Source) -> Iterator[Hit]:
     """Settings that are on, wherever they stand: parts of a model have settings of their own."""
     settings = _json(source)
     on = set(_names_that_are_on(settings))
@@ -107,11 +112,16 @@ _NAMES = (
 )
 OUTPUT_WORDS = (
     "hidden", "attention", "key", "past", "present", "cache", "embed", "pool", "vector",
-    "encoder_out", "logits", "prob", "feature-extraction",
+    "encoder_out", "logits", "prob", "feature-extraction", "implementation", "platform", "backend",
+    "max_batch_size",
 )  # fmt: skip
 
 
-def look_at_mlserver(source: Source) -> Iterator[Hit]:
+def look_at_mlserver(source: Source) -> Iterator[Known]:
+    yield Known("model", "model of MLServer", 1, tuple(_mlserver_outputs(source)))
+
+
+def _mlserver_outputs(source: Source) -> Iterator[Hit]:
     """model-settings.json: the outputs it lists, and the task of the Hugging Face runtime."""
     settings = _json(source)
     outputs = _at(settings, "outputs")
@@ -124,7 +134,11 @@ def look_at_mlserver(source: Source) -> Iterator[Hit]:
         yield Hit(SERVED_STATES, _line(source, task), "task feature-extraction")
 
 
-def look_at_triton(source: Source) -> Iterator[Hit]:
+def look_at_triton(source: Source) -> Iterator[Known]:
+    yield Known("model", "model of Triton", 1, tuple(_triton_outputs(source)))
+
+
+def _triton_outputs(source: Source) -> Iterator[Hit]:
     """config.pbtxt: the names inside `output` blocks."""
     text = re.sub(r"#[^\n]*", lambda match: " " * len(match[0]), source.text)
     opening, at = re.compile(r"\boutput\s*:?\s*(?=[\[{])"), 0
@@ -188,7 +202,12 @@ SLOT_MAGIC = b"qsgg"  # as recover/files/arrays.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 
-def look_at_saved(path: Path) -> Iterator[Hit]:
+def look_at_saved(path: Path) -> Iterator[Known]:
+    for hit in _saved(path):
+        yield Known("saved file", hit.rule.name, 1, (hit,))
+
+
+def _saved(path: Path) -> Iterator[Hit]:
     try:
         with path.open("rb") as file:
             start = file.read(8)
