@@ -49,6 +49,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "counts": {
             "checked": len(assessment.items),
             "exposed": len(assessment.exposed),
+            "open": sum(item.finding.open for item in assessment.items),
             "unchecked": audit.unchecked,
             "controls": len(assessment.controls),
             "skipped": len(audit.skips),

@@ -102,6 +102,7 @@ def row(item: Item, of: str = "") -> str:
     """A finding; `of` is what stands before its exposure."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
+    tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
     ignored = ""
     if item.ignored is not None:
         reason = as_code(item.ignored.reason, CELL)
@@ -109,7 +110,7 @@ def row(item: Item, of: str = "") -> str:
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
         f"{of}{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
-        f"{words.outcome(finding)} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
+        f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 

@@ -325,6 +325,7 @@ def _sentence(item: Item) -> str:
     if finding.exposed:
         parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
     parts += [finding.reason] if finding.reason else []
+    parts += [f"Try it: {finding.command}"] if finding.command else []
     parts += [f"Fix: {finding.remedy}"] if finding.exposed and finding.remedy else []
     return " ".join(parts)
 

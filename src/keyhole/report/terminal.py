@@ -44,6 +44,9 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     if assessment.items:
         parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))
+    if ways := [item.finding for item in assessment.items if item.finding.command]:
+        parts.append(_line("Open, not tried: what tries it", "bold"))
+        parts += [_line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways]
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
     if assessment.gone:

@@ -12,6 +12,7 @@ from itertools import groupby
 from markupsafe import Markup
 
 from keyhole.assess import Assessment, Policy
+from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.finding import Reading
@@ -138,12 +139,14 @@ _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 def counts(assessment: Assessment) -> str:
     """How many of the checks that count came to what."""
-    total, exposed = len(assessment.items), len(assessment.exposed)
+    total, ways = len(assessment.items), sum(item.finding.open for item in assessment.items)
+    exposed = len(assessment.exposed) - ways
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
-    kept = total - exposed - unchecked
+    kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
     parts = [f"{exposed} of {total} checks gave something away"]
+    parts += [f"{ways} found a way open that was not tried"] if ways else []
     parts += [f"{kept} came back empty"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
@@ -167,6 +170,10 @@ def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
+    if finding.open:
+        return "open, not tried"
+    if is_vector(finding) and finding.status is Status.RECOVERED:
+        return "vector recovered"
     if finding.sought == "prediction":
         share, tried = percent(finding.known), finding.tried
         count = round(finding.known * tried)
