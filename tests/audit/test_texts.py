@@ -204,7 +204,7 @@ def test_an_audit_says_which_layers_it_left_out(audited):
 def test_wrong_wishes():
     with pytest.raises(InputError, match="no texts to read back"):
         TextTarget(target("bert").loaded, ())
-    with pytest.raises(InputError, match="precisions among"):
+    with pytest.raises(InputError, match="precisions must be one or more of"):
         target("bert", precisions=("int3",))
     with pytest.raises(InputError, match="from 0 to 2"):
         audit(target("bert", layers=[7]))

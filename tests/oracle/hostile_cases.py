@@ -281,7 +281,7 @@ def _models() -> Iterator[Case]:
     limit, shape, dim = (
         "at most 16,384",
         "expected the shape of an input",
-        "expected a dimension in",
+        "has no dimension",
     )
     shapes: dict[str, tuple[object, str]] = {
         "16,385": ([-1, -1, 16_385], limit),

@@ -124,9 +124,7 @@ def test_tensors_are_chosen_by_name():
 
 def test_a_dimension_that_is_not_stated_is_given():
     with serving(Endpoint([vectors(-1)], scores(TARGET))) as endpoint:
-        with pytest.raises(
-            InputError, match=r"expected a dimension .*, got none: give --endpoint dim"
-        ):
+        with pytest.raises(InputError, match=r"has no dimension: give --endpoint dim"):
             opened(endpoint)
         with opened(endpoint, dim=DIM) as remote:
             assert torch.equal(remote(draw(2)), TARGET(draw(2)))
@@ -159,7 +157,7 @@ def test_labels_are_signs(labels, positive):
         ({"name": "text", "datatype": "BYTES", "shape": [-1]}, r"takes texts \(BYTES\)"),
         (
             {"name": "input_ids", "datatype": "INT64", "shape": [-1, 128]},
-            r"takes numbers of tokens \(INT64\)",
+            r"takes token ids \(INT64\)",
         ),
         ({"name": "image", "datatype": "UINT8", "shape": [-1, 9]}, r"got .*image \(UINT8\)"),
     ],

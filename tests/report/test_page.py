@@ -130,8 +130,8 @@ def read(found: Audit, right: int, of: int) -> Audit:
 def test_a_share_is_the_same_in_the_terminal_and_on_the_page(found, right, of, share):
     made = read(found, right, of)
     page = report.render(made)
-    assert f" {share} of tokens" in words(made)
-    assert f">{escape(share)} of tokens<" in page
+    assert f"{right} of {of} tokens ({share})" in " ".join(words(made).split())
+    assert f">{right} of {of} tokens ({escape(share)})<" in page
     assert f'#text-the-classifier-in-the-box-hidden-states-layer-1">{escape(share)}</a>' in page
 
 

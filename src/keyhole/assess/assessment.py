@@ -20,6 +20,7 @@ class Level(StrEnum):
     NOT_TRIED = "not tried"
     NONE = "none"
     UNKNOWN = "could not check"
+    OPEN = "open"  # a route or a vector: nothing of the secret was read
     PARTLY = "partly"
     ALL = "all"
 
@@ -151,7 +152,8 @@ def _level(mine: Sequence[Item], exposed: Sequence[Item], unchecked: int) -> Lev
         return Level.NOT_TRIED
     if exposed:
         whole = any(item.proved and item.share >= ALL for item in exposed)
-        return Level.ALL if whole else Level.PARTLY
+        tried = any(item.exact is not None for item in exposed)
+        return Level.ALL if whole else Level.PARTLY if tried else Level.OPEN
     return Level.UNKNOWN if unchecked else Level.NONE
 
 
@@ -167,16 +169,16 @@ _PARTLY = {
 }
 
 
+_OPEN = {family: f"a way to the {family} is open" for family in Family}
+_WORDS = {Level.ALL: _ALL, Level.PARTLY: _PARTLY, Level.OPEN: _OPEN}
+
+
 def _verdict(audit: Audit, families: Sequence[Card]) -> str:
     """One line: what is lost, then what nobody knows."""
     total = len(audit.attacks)
     if total == 0 and not audit.unchecked:
         return "Nothing was checked: no attack applies to this target."
-    lost = [
-        (_ALL if card.level is Level.ALL else _PARTLY)[card.family]
-        for card in families
-        if card.exposed
-    ]
+    lost = [_WORDS[card.level][card.family] for card in families if card.exposed]
     unchecked = f"{audit.unchecked} of {total + _skipped(audit)} checks had no result"
     if lost:
         listed = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}"
@@ -247,7 +249,7 @@ class Item:
         return share(self.finding)
 
     @property
-    def exact(self) -> float:
+    def exact(self) -> float | None:
         return exact(self.finding)
 
     @property

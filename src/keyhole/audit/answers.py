@@ -28,7 +28,7 @@ from keyhole.models.loading import Loaded, class_names, head_of
 from keyhole.oracle.connection import without_password
 from keyhole.oracle.open_inference import FLOATS
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.text_endpoint import Given, TextEndpoint
+from keyhole.oracle.text_endpoint import Output, TextEndpoint
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave
 _SUM = 1e-3  # how far rounded probabilities may add up to other than 1
@@ -42,6 +42,11 @@ _REMEDIES = {
     _CLASSES: "Return the label alone, or round to what clients need.",
     _SCORE: "Round to what clients need.",
     _LABELS: "Limit how often clients may ask.",
+}
+
+_COMMANDS = {  # what reads texts from such answers, saved to a file
+    _STATES: "keyhole recover MODEL STATES.safetensors",
+    _VECTOR: "keyhole audit VECTORS.npy --model MODEL",
 }
 
 
@@ -71,7 +76,7 @@ def _check(exposure: Exposure, target: AnswersTarget, track: Track) -> Checked:
     """Every output for every text; then each output by itself."""
     started = time.perf_counter()
     progress = track("answers to texts", len(target.texts))
-    given: dict[str, list[Given]] = {}
+    given: dict[str, list[Output]] = {}
     own: list[dict[str, Tensor]] = []
     try:
         with closing(TextEndpoint(target.url, target.model, target.options)) as endpoint:
@@ -104,7 +109,7 @@ def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequ
 
 
 def _finding(
-    exposure: Exposure, name: str, outputs: Sequence[Given], loaded: Loaded | None,
+    exposure: Exposure, name: str, outputs: Sequence[Output], loaded: Loaded | None,
     own: Sequence[Mapping[str, Tensor]], seconds: float,
 ) -> Finding:  # fmt: skip
     kind, words = _kind(name, outputs)
@@ -112,23 +117,18 @@ def _finding(
     if loaded is not None:
         compared, error = _compared(outputs, loaded, own)
         reason = f"{reason}; {compared}"
-    status = Status.RECOVERED if kind == _STATES else Status.NOT_APPLICABLE
-    if kind != _STATES:
-        reason = f"{reason}; {_unread(kind)}"
+    status = Status.EXPOSED if kind in _COMMANDS else Status.NOT_APPLICABLE
+    if kind not in _COMMANDS:
+        reason = f"{reason}; no attack reads weights or texts from that"
     return Finding(
         exposure=replace(exposure, variant=kind, name=name), attack="asked",
         status=status, reason=reason, remedy=_REMEDIES[kind], error=error, queries=len(outputs),
         seconds=seconds, sought="token states" if kind == _STATES else "answers",
+        command=_COMMANDS.get(kind, ""),
     )  # fmt: skip
 
 
-def _unread(kind: str) -> str:
-    if kind == _VECTOR:
-        return "what a vector gives away is found out from a file of them: keyhole audit FILE.npy"
-    return "no attack reads weights or texts from that"
-
-
-def _kind(name: str, outputs: Sequence[Given]) -> tuple[str, str]:
+def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
     """What an output is, by its shape and by what its numbers add up to."""
     first = outputs[0]
     if first.values is None:
@@ -190,7 +190,7 @@ def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
 
 
 def _compared(
-    outputs: Sequence[Given], loaded: Loaded, own: Sequence[Mapping[str, Tensor]]
+    outputs: Sequence[Output], loaded: Loaded, own: Sequence[Mapping[str, Tensor]]
 ) -> tuple[str, float | None]:
     """Whether the answers are the model's own, and in which form; how far they are off."""
     name = loaded.name
@@ -218,7 +218,7 @@ def _compared(
 
 
 def _worst(
-    outputs: Sequence[Given], own: Sequence[Mapping[str, Tensor]], form: str
+    outputs: Sequence[Output], own: Sequence[Mapping[str, Tensor]], form: str
 ) -> float | None:
     """The largest difference, relative to the largest number; None where shapes differ."""
     worst = 0.0

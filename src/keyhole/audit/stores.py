@@ -112,6 +112,8 @@ class StoreTarget(Vectors, Part):
         cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
     ) -> StoreTarget:
         """Sample an open store, and find out how its vectors were made."""
+        if store.packed is not None and store.packed.dim == anatomy(loaded.model).width:
+            store = store.packed
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
@@ -175,19 +177,19 @@ class StoreTarget(Vectors, Part):
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
     """Refuse vectors of fewer numbers than the encoder gives, unless they are its first.
 
-    Known texts tell, or else how the numbers vary together.
+    Known texts show it, or else how the numbers vary together.
     """
     if pooling.error is not None:
         if not pooling.sure:
-            raise _another_width(store, loaded, ", and not the first of those")
+            raise _another_width(store, loaded, ", which are not its first ones")
         return pooling
     lines = corpus_texts(SHIPPED)
     some = lines[:: len(lines) // _OWN]
     own = embeddings(loaded.model, loaded.tokenizer, some, pooling.exposure)
     if not same_numbers(own, store.read(sample(store.count, _MANY, 0))):
         raise _another_width(
-            store, loaded, ", which do not look like the first of those", " (or texts of the store "
-            "with --known, which show it)"
+            store, loaded, ", which do not look like its first ones", " (or texts of the "
+            "store with --known, which show it)"
         )  # fmt: skip
     return replace(
         pooling, reason=f"{pooling.reason}; they vary together as the encoder's first numbers do"

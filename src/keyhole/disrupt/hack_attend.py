@@ -1,9 +1,10 @@
 """HackAttend: flip a prediction by cutting a small share of attention, the text left alone.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). There are two schedules: `Greedy`,
-as released (greedy.py), and `Rerank`, stronger at the same budget (rerank.py). A ranking says which
-units go first (rankings.py), a scope what the share is a share of (budget.py). Examples that the
-model gets wrong are skipped and counted; the judge decides what is a flip (judge.py).
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). A unit is one entry of an attention
+map: a layer, a head, a query and a key (units.py). A ranking says which units are cut first
+(rankings.py), a budget how many may be (budget.py), a schedule in which order masks are tried:
+`Greedy`, as released (greedy.py), or `Rerank`, stronger at the same budget (rerank.py). Examples
+that the model gets wrong are skipped and counted; the judge decides what is a flip (judge.py).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _SPARED = {"special": "special tokens", "special keys": "special keys",
 
 @dataclass(frozen=True)
 class HackAttend:
-    """At most `share` of each head's units, or with scope "model" of all units of the model.
+    """Cut at most `share` of each head's units, or with scope "model", of all units of the model.
 
-    `head_units`: a head has (n−1)² units ("paper") or n² ("all"). `least`: units that a head may
-    lose in any case, even where the share of a short text is none. `target` is the class to flip
+    `head_units`: a head has (n−1)² units ("paper") or n² ("all"). `least`: units that may be cut in
+    each head even where the share of a short text comes to none. `target` is the class to flip
     to, None for any other. `continuation` is the number of tokens that a language model is asked
     for. `spare`: no unit of a special token is cut, as query or key ("special"); only none with a
     special key ("special keys"); none of the first token, as query or key ("first token", as
-    released); or "padding". `batch` is the most sequences in one pass, which
-    bounds memory. `one_at_a_time` asks as the released code does, to compare speed.
+    released); or only padding ("padding"). `batch` is the batch size of a forward pass.
+    `one_at_a_time` runs masks one by one, as the released code does, to compare speed.
     """
 
     share: float = 0.01
@@ -82,7 +83,7 @@ class HackAttend:
         cls, share: float = 0.01, scale: Scale = "full", *, order: Order = "importance",
         **changes: Any,
     ) -> HackAttend:  # fmt: skip
-        """The released code's: greedy.py. `ranking="magnitude"` is what the paper's text says."""
+        """As the released code attacks (greedy.py). The paper's text says `ranking="magnitude"`."""
         released: dict[str, Any] = {
             "ranking": "gradient", "least": 1, "loss": "cross-entropy", "spare": "first token",
         }  # fmt: skip
@@ -99,9 +100,9 @@ class HackAttend:
 
     @classmethod
     def random(cls, share: float = 0.01, **changes: Any) -> HackAttend:
-        """The control: heads and units in a random order, as many of them as released."""
-        usual: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
-        return cls.as_released(share, **{**usual, **changes})
+        """The control: as `as_released`, with heads and units in a random order."""
+        settings: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
+        return cls.as_released(share, **{**settings, **changes})
 
     @classmethod
     def from_dict(cls, method: Mapping[str, Any]) -> HackAttend:
@@ -119,34 +120,35 @@ class HackAttend:
 
     @property
     def words(self) -> str:
-        """How attention is cut, in people's words."""
+        """How attention is cut, for a person to read."""
         what = "each head's attention" if self.scope == "head" else "all attention"
-        return f"{100 * self.share:g}% of {what} cut{self._how()}"
+        return f"{100 * self.share:g}% of {what} cut{self._differences()}"
 
-    def _how(self) -> str:
+    def _differences(self) -> str:
+        """What differs from the default attack, each part after a comma."""
         if self.control:
             return " at random"
         schedule, parts = self.schedule, list[str]()
-        usual, spared = "removal", "special"
+        default_ranking, default_spare = "removal", "special"
         if isinstance(schedule, Greedy):
-            usual, spared = "gradient", "first token"
+            default_ranking, default_spare = "gradient", "first token"
             parts.append("as released" if self.as_published else "released schedule")
-        if self.ranking != usual:
+        if self.ranking != default_ranking:
             parts.append(f"ranked by {self.ranking}")
         if isinstance(schedule, Greedy) and schedule.order != "importance":
             parts.append(f"{schedule.order} order")
         if isinstance(schedule, Greedy) and schedule.scale == "half":
             parts.append("half scale")
-        if self.spare != spared:
+        if self.spare != default_spare:
             parts.append(f"{_SPARED[self.spare]} spared")
         return "".join(f", {part}" for part in parts)
 
     @property
     def as_published(self) -> bool:
         """Are budget, loss and what may be cut the released code's? Rankings may differ."""
-        kept = HackAttend.as_released(self.share)
+        released = HackAttend.as_released(self.share)
         names = ("scope", "head_units", "least", "loss", "target", "spare")
-        return all(getattr(self, name) == getattr(kept, name) for name in names)
+        return all(getattr(self, name) == getattr(released, name) for name in names)
 
     @property
     def control(self) -> bool:
@@ -181,7 +183,7 @@ class HackAttend:
         self, model: Any, question: Question, names: list[str], started: float
     ) -> Disruption:
         units = survey(model, question, spare=self.spare)
-        zero, clean = run_control(model, question, units, self.batch)
+        control, clean = run_control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:
             right &= ~(question.labels == question.target).all(-1)  # nothing to flip there
@@ -198,7 +200,7 @@ class HackAttend:
         seconds = time.perf_counter() - started
         parameter = next(model.parameters())
         return Disruption(
-            described(self), tuple(outcomes), zero, seconds, type(model).__name__,
+            described(self), tuple(outcomes), control, seconds, type(model).__name__,
             str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=question.task,
         )  # fmt: skip
 
@@ -225,12 +227,12 @@ class HackAttend:
             }
 
     def _size(self, question: Question) -> int:
-        """Examples, or masks of one example, in a pass."""
+        """How many examples, or masks of one example, go through the model in one pass."""
         return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
 
 
 def _noise(question: Question, units: Units, seed: int) -> Tensor:
-    """Uniform numbers for each example that do not depend on its neighbours in the batch."""
+    """Uniform numbers for each example, which do not depend on the rest of its batch."""
     rows: list[Tensor] = []
     for number in range(question.size):
         first = next(iter(question.inputs.values()))[number].double().cpu().flatten()

@@ -52,6 +52,7 @@ _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error
 _NONLINEAR = 30.0  # the same, of single tokens that no heads explain
 _STEPS = 150
+_STALLED = 15  # steps within which some start has to gain a fifth
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
@@ -279,7 +280,7 @@ class _NearField:
         size = float(self.u.abs().mean()) or float(even.abs().max())
         spread = 1 / float(delta.square().sum(1).mean().sqrt())
         best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if heads < 4 else _ROUNDS // 2):
             shape = self.method.starts, heads, dim
             g, v = spread * self._normals(*shape), size * self._normals(*shape)
             if heads == 1:
@@ -362,8 +363,12 @@ def _levenberg(
     shape, count = g.shape, g[0].numel()
     damping = torch.full((len(g),), 0.1, dtype=torch.float64)
     r, J = _residuals(delta, even, g, v, error, fixed)
-    loss = r.square().mean(1)
-    for _ in range(_STEPS):
+    loss = mark = r.square().mean(1)
+    for turn in range(1, _STEPS + 1):
+        if turn % _STALLED == 0:
+            if not bool((loss < 0.8 * mark).any()):
+                break  # minima that are not zero
+            mark = loss
         square, slope = J.mT @ J, J.mT @ r.unsqueeze(-1)
         diagonal = square.diagonal(dim1=-2, dim2=-1)
         least = 1e-12 * diagonal.amax(1, keepdim=True).clamp(min=1e-300)

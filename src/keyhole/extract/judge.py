@@ -1,10 +1,11 @@
-"""The judge: attacks propose, shared code decides on queries that the attack did not use.
+"""The judge: attacks propose a model, shared code judges it by queries that they did not use.
 
 `settle` runs an attack step by step, turns every way of failing into a Status, and measures the
 result (and each step on the way, for the plot of error against queries) on the same fresh
-questions. Their answers are asked for once. The truth is never looked at: only tests and
-benchmarks, which planted it, may compare parameters. `Exam` is for exact scores; exams.py has those
-for answers that are thresholded or inexact.
+questions, whose answers are asked for once. Where the model passes, it is tried further and further
+from them (domain.py). The true weights are never looked at: only tests and benchmarks, which made
+them, may compare parameters. `Exam` is for exact scores; exams.py has those for answers that are
+thresholded or inexact.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, NotFinite, Oracle,
 
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function
-PER_KIND = 4
-_FAINT = 1e-6
-_BEYOND = 1e99  # an infinite error, kept finite so that results can be written as JSON
+PER_KIND = 4  # questions of each length and norm
+_TINY_SHARE = 1e-6  # of the largest answer: the least size that errors are relative to
+_INFINITE = 1e99  # stands for an infinite error, because JSON has no infinity
+_SLACK = 4  # beyond the exam, a model may be off by so many times its worst error there
 JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
 
 
@@ -74,10 +76,11 @@ class Method:
 class Exam:
     """Fresh questions with their answers, to judge any number of models by.
 
-    This one is for an oracle that answers exactly: in every set short tokens come first, then as
-    many long ones. `excused` is the largest error with which a model is still an approximation.
-    Where the target computes with less than float64, `precision` is that of an answer and `own` the
-    error of these, relative to the largest of their kind (arithmetic.py).
+    This one is for an oracle that answers exactly. In every set, the first half of the questions
+    has tokens of norm about 1, the second half of norm about √d. `excused` is the largest error
+    with which a model is still an approximation. Where the target computes with less than float64,
+    `precision` is that of an answer and `own` the error of these, relative to the largest answer of
+    the same length and norm (arithmetic.py).
     """
 
     sets: tuple[tuple[Tensor, Tensor], ...]
@@ -87,7 +90,7 @@ class Exam:
 
     @property
     def domain(self) -> Domain | None:
-        """What the questions cover; None where nothing is to be tried beyond them."""
+        """The lengths and norms that the questions cover; None if nothing beyond is to be tried."""
         return Domain.of(*zip(*self.sets, strict=True))
 
     @classmethod
@@ -113,10 +116,10 @@ class Exam:
 
     @property
     def scales(self) -> list[Tensor]:
-        """The largest answer to short tokens and to long ones, (2,) for each set."""
+        """The largest answer to tokens of norm about 1 and about √d, (2,) for each set."""
         largest = max(float(answers.abs().max()) for _, answers in self.sets)
-        # Where all answers of a kind cancel, rounding is measured by the others.
-        least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
+        # Answers of one length and norm may all cancel to rounding errors.
+        least = max(_TINY_SHARE * largest, torch.finfo(torch.float64).tiny)
         sizes = [answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1) for _, answers in self.sets]
         return [size.clamp(min=least) for size in sizes]
 
@@ -126,19 +129,19 @@ class Exam:
         return Check(float(every.max()), float(every.mean()), queries)
 
     def grade(self, model: Oracle) -> Check:
-        """The worst and mean error, each relative to the largest answer of its kind."""
+        """The worst and mean error, relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
         for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
-            errors.append((wrong / scale[:, None]).clamp(max=_BEYOND).flatten())
+            errors.append((wrong / scale[:, None]).clamp(max=_INFINITE).flatten())
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
-        """Are a model's answers the target's, but for a relative error?"""
+        """Do a model's answers equal the target's up to this relative error?"""
         return within(given, answers, allowed)
 
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
-        """Can what is proved of a model's errors have caused all that it is off by?"""
+        """Is the difference within what is proved of the model's errors? Never for exact scores."""
         del step, sequences, answers
         return False
 
@@ -157,13 +160,13 @@ def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Sta
 
 
 def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
-    """How far a model is off; infinitely, if it overflows or answers in another shape."""
+    """How far a model is off: infinitely, if it overflows or answers in another shape."""
     try:
         given = ask(model, sequences)
     except OracleError:
         given = answers.new_empty(0)
     if given.shape != answers.shape:
-        return torch.full_like(answers, _BEYOND)
+        return torch.full_like(answers, _INFINITE)
     return (given - answers).abs()
 
 
@@ -173,7 +176,7 @@ def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
 
 
 def settle(method: Method, oracle: Oracle) -> Extraction:
-    """Run an attack, and judge what it proposes by the method's exam."""
+    """Run an attack, and judge the model it proposes by the method's exam."""
     started = time.perf_counter()
     counted, before = Counted(oracle), remembered(oracle)
     witness = Witness(counted)
@@ -183,19 +186,19 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
         seconds=time.perf_counter() - started, remembered=remembered(oracle) - before,
     )  # fmt: skip
     if not steps:
-        return replace(found, reason=_explained(status, reason, None))
+        return replace(found, reason=_full_reason(status, reason, None))
     last = steps[-1][1]
     if status is Status.UNVERIFIED:
-        found, last = _examined(found, method, witness, steps)
+        found, last = _examine(found, method, witness, steps)
     check = found.check
     if check is not None:
         asked = counted.queries - found.queries
         free = remembered(oracle) - before - found.remembered
         check = replace(check, queries=asked, remembered=free)
-    elif last.confirm is not None:
-        last = _unproved(last)
+    elif last.confirm is not None:  # its proof was to be confirmed, and was not
+        last = _without_proof(last)
     return replace(
-        found, reason=_explained(found.status, found.reason, last), check=check, model=last.model,
+        found, reason=_full_reason(found.status, found.reason, last), check=check, model=last.model,
         lower_bound=last.lower_bound, layer=last.layer,
         # What the answers contradict is not known, however much of it there is.
         known=0.0 if found.status is Status.MISMATCH else last.share,
@@ -204,7 +207,7 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
 
 
 def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
-    """What an attack proposes after how many queries, and how it ended."""
+    """Each step with the queries spent so far, and how the attack ended."""
     steps: list[tuple[int, Step]] = []
     try:
         for step in method.steps(witness):
@@ -223,10 +226,10 @@ def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], 
     return steps, Status.UNVERIFIED, ""
 
 
-def _examined(
+def _examine(
     found: Extraction, method: Method, witness: Witness, steps: list[tuple[int, Step]]
 ) -> tuple[Extraction, Step]:
-    """The extraction judged by an exam, and its last step with what of its proof still holds."""
+    """The extraction with its verdict, and the last step, without its proof if that fails."""
     _, last = steps[-1]
     try:
         exam = method.examine(witness.inner, last)
@@ -246,9 +249,9 @@ def _examined(
             status, reason = exam.verdict(check, last, limit)
     domain: Domain | None = None
     if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
-        error = max(limit, 4 * check.worst)
+        error = max(limit, _SLACK * check.worst)
         changed = witness.contradicted(exam.agrees, error, exam.precision)
-        domain, differs = _explored(method, witness, exam, exam.domain, last, error)
+        domain, differs = _explore(method, witness, exam, exam.domain, last, error)
         reason = f"{reason}, tried on {domain}"
         if changed:
             status = Status.MISMATCH
@@ -257,16 +260,16 @@ def _examined(
             status = Status.WITHIN if status is Status.RECOVERED else status
             reason += "; beyond that the target answers differently"
         if differs:
-            last = _unproved(last)  # it is not, everywhere, what the proof takes it for
+            last = _without_proof(last)  # the target is not what the proof assumes
     trace = tuple((queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True))
     found = replace(found, status=status, reason=reason, check=check, domain=domain, trace=trace)
     return found, _confirmed(last, status, witness.inner)
 
 
-def _explored(
+def _explore(
     method: Method, witness: Witness, exam: Exam, known: Domain, step: Step, error: float
 ) -> tuple[Domain, bool]:
-    """The domain in which a model that passed agrees, and whether the target differs beyond it."""
+    """The domain in which model and target agree, and whether they differ beyond it."""
 
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
         return (
@@ -274,7 +277,7 @@ def _explored(
             or exam.explained(step, sequences, answers)
             # The model inherits the answers' errors, and far out they weigh more.
             or within_own_error(
-                witness.inner, sequences, given, answers, exam.precision, 4 * ALLOWED
+                witness.inner, sequences, given, answers, exam.precision, _SLACK * ALLOWED
             )
         )
 
@@ -283,32 +286,34 @@ def _explored(
     return explorer.explore(known)
 
 
-def _unproved(step: Step, why: str = "") -> Step:
+def _without_proof(step: Step, why: str = "") -> Step:
     remark = "; ".join(part for part in (step.remark, why) if part)
     return replace(step, guarantee=None, guarantee_v=None, remark=remark)
 
 
 def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
-    """The step, without its guarantee where what that rests on does not hold."""
+    """The step, without its guarantee where the guarantee's assumption does not hold."""
     if step.guarantee is None or status in (Status.MISMATCH, Status.WITHIN):
-        return _unproved(step)
+        return _without_proof(step)
     if step.confirm is None:
         return step
     try:
-        against, asked = step.confirm(oracle)
+        contradictions, asked = step.confirm(oracle)
     except BudgetExhausted:
-        return _unproved(step, "not proved: the budget ended before the proof could be checked")
+        return _without_proof(
+            step, "not proved: the budget ended before the proof could be checked"
+        )
     except (OracleError, InputError, Unsuccessful) as error:
-        return _unproved(step, f"not proved: {error}")
-    if not against:
+        return _without_proof(step, f"not proved: {error}")
+    if not contradictions:
         return step
-    return _unproved(
-        step, f"not proved: {against} of {asked} answers contradict that {step.assumed}"
+    return _without_proof(
+        step, f"not proved: {contradictions} of {asked} answers contradict that {step.assumed}"
     )
 
 
-def _explained(status: Status, reason: str, last: Step | None) -> str:
-    """The reason, with what is known besides."""
+def _full_reason(status: Status, reason: str, last: Step | None) -> str:
+    """The reason, with what the last step knows: the share of unknowns, remarks, a guarantee."""
     if last and last.layer:
         return f"{reason}; {last.layer}"
     if status is Status.BUDGET:

@@ -1,13 +1,13 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
-Attention is the library's own choice, mostly one that never holds a whole map (`capture` asks for
-maps where they are wanted), so that memory does not grow with the square of a text's length.
+The library chooses how attention is computed, mostly without ever holding a whole attention map, so
+that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
 
-A checkpoint that is a pickle can run what it likes when it is opened, so it is refused unless it is
-asked for by name (`allow_pickle=True`). Code that a checkpoint brings along is never run.
+A pickled checkpoint can run any code when it is opened, so it is refused without
+`allow_pickle=True`. Code that a checkpoint brings along is never run.
 
 `identity` names a model by what it computes: its configuration and its weights (every name and
-shape, and a sample of the values), without the head, so that a leak can say whose it is.
+shape, and a sample of the values), without the head, so that a leak can name the model it is of.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
-_NOT_COMPUTED = frozenset({
+_NO_EFFECT = frozenset({  # settings that leave hidden states as they are
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
     "label2id", "problem_type", "_attn_implementation", "output_attentions",
     "output_hidden_states", "return_dict", "use_cache", "gradient_checkpointing",
@@ -43,267 +43,7 @@ _NOT_COMPUTED = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model ready to be attacked: in eval, float32, no gradients for its weights."""
-
-    model: Any
-    tokenizer: Any
-    identity: str
-    name: str
-
-
-def transformers() -> Any:
-    """The library, or one line that says how to get it."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtra("transformers is not installed", "models") from error
-
-
-_alone = threading.RLock()  # a cluster's worker may have several threads, but memory for one model
-_kept: list[tuple[Any, Any, ExitStack]] = []  # one or none
-
-
-@contextmanager
-def kept_open(key: object, make: Callable[[ExitStack], T]) -> Generator[T]:
-    """What `make` opens, kept for the next call with an equal key: workers open a model once.
-
-    The one cache of the process. It holds one thing; that is closed before another takes memory.
-    """
-    with _alone:
-        if not _kept or _kept[0][0] != key:
-            close_kept()
-            with ExitStack() as resources:
-                _kept.append((key, make(resources), resources.pop_all()))
-        yield _kept[0][1]
-
-
-def close_kept() -> None:
-    """Nothing is kept open any more."""
-    with _alone:
-        while _kept:
-            _kept.pop()[2].close()
-
-
-def load_model(
-    name: str | Path,
-    *,
-    task: str = "base",
-    allow_pickle: bool = False,
-    tokenizer: bool = True,
-    device: str | torch.device = "cpu",
-    new_head: int | None = None,
-) -> Loaded:
-    """A model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
-
-    `task` adds a head: "base" (none), "causal", "classification", "choice" or "seq2seq". A head
-    that the checkpoint does not hold would be random, so it is refused; `new_head` asks for one,
-    with so many classes, to be trained.
-    """
-    expect_among("the task", task, AUTO_CLASSES)
-    where, options = _source(str(name), allow_pickle)
-    library = transformers()
-    arguments = {**options, "trust_remote_code": False}
-
-    if new_head is not None and task == "classification":
-        arguments["num_labels"] = new_head
-
-    def load_weights() -> Any:
-        return getattr(library, AUTO_CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
-            output_loading_info=True,
-        )  # fmt: skip
-
-    _expect_memory(name)
-    model, report = _quietly(load_weights, f"the model {name}")
-    inside = f"{model.base_model_prefix}."
-    absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
-    if task in ("classification", "choice", "causal") and new_head is None and absent:
-        raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
-    model = _placed(model.eval().requires_grad_(False), device)
-    words = load_tokenizer(name) if tokenizer else None
-    return Loaded(model, words, identity(model), str(name))
-
-
-def _expect_memory(name: str | Path) -> None:
-    """What the configuration promises must fit, whatever the file of weights holds."""
-    if not is_folder(name):
-        return
-    config = load_config(name)
-    sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
-    for size, value in sizes.items():
-        if not isinstance(value, int) or not 0 <= value < 2**63:
-            raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
-    words, width, layers, inner = sizes.values()
-    numbers = words * width + layers * (4 * width * width + 2 * width * inner)
-    expect_memory(4 * numbers, f"the configuration of {name}")
-
-
-def task_of(name: str | Path) -> Task:
-    """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
-    if Path(name).suffix == ".gguf":
-        return "causal"
-    architectures: Any = load_config(name).architectures or ()
-    if not isinstance(architectures, list | tuple):
-        raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
-    for architecture in cast("Sequence[Any]", architectures):
-        task = named_task(str(architecture))
-        if task != "base":
-            return task
-    return "base"
-
-
-def load_config(name: str | Path) -> Any:
-    """A checkpoint's configuration alone."""
-    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
-    make = transformers().AutoConfig.from_pretrained
-    return _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
-    )
-
-
-def class_names(config: Any) -> list[str]:
-    """What a classifier's configuration calls its classes, in order."""
-    return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
-
-
-def expect_names(given: Sequence[str], config: Any) -> None:
-    """Classes that people name: each once, as many as the model has where that is known."""
-    known = class_names(config)
-    if len(set(given)) < len(given):
-        raise InputError(f"--classes names a class twice: {','.join(given)}")
-    if given and len(known) > 1 and len(given) != len(known):
-        raise InputError(f"--classes must name {len(known)} classes, not {len(given)}")
-
-
-def _placed(model: Any, device: str | torch.device) -> Any:
-    expect_device(device)
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        # No such device, or no memory left on it; a torch without CUDA asserts.
-        raise InputError(f"the model does not fit on {device}: {first_line(error)}") from error
-
-
-def load_tokenizer(name: str | Path) -> Any:
-    """A model's tokenizer alone; one that has no token for padding pads with the end's."""
-    where, options = _source(str(name), allow_pickle=True)  # a tokenizer is no pickle
-    words = _tokenizer(str(name), where, {**options, "trust_remote_code": False})
-    if words.pad_token is None:
-        words.pad_token = words.eos_token
-    return words
-
-
-def save(loaded: Loaded, folder: str | Path) -> None:
-    """Weights as safetensors, configuration and tokenizer: what `load_model` takes."""
-
-    def write() -> None:
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
-
-    try:
-        _quietly(write, f"a model to write to {folder}")
-    except InputError as error:
-        raise unwritable(folder, error.__cause__ or error) from error
-
-
-def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
-    make = transformers().AutoTokenizer.from_pretrained
-    words = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
-    if len(words) <= len(words.all_special_ids):
-        # The library makes an empty one where a known family's files are missing.
-        raise InputError(f"{name} has no tokenizer with words")
-    return words
-
-
-def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
-    """Where to load from, and with which options; refuses what can be refused by looking."""
-    path = Path(name)
-    if not name.strip():
-        raise InputError("name a model: a folder, a .gguf file, a hub name or demo")
-    if path.suffix == ".gguf":
-        expect_file(path, "a GGUF file")
-        return str(path.parent), {"gguf_file": path.name}
-    if exists(path, links=True) and not is_folder(path):
-        raise InputError(f"{name} is a file: give a folder, a .gguf file or a hub name")
-    if not is_folder(path):
-        if not _HUB_NAME.fullmatch(name):
-            raise InputError(f"there is no model {name}: no such folder")
-        return name, {} if _reached() else {"local_files_only": True}
-    if not (path / "config.json").is_file():
-        raise InputError(f"{name} is not a model's folder: it has no config.json")
-    for file in path.iterdir():  # the library would wait for ever at a pipe
-        if not (file.is_file() or file.is_dir()):
-            raise InputError(f"{file.name} in {name} is neither a file nor a folder: remove it")
-    pickled = any(path.glob("*.bin"))
-    if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
-        rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
-        raise InputError(f"{name} has no weights as .safetensors{rest}")
-    return str(path), {"local_files_only": True}
-
-
-def _reached() -> bool:
-    """Does the hub answer at all? The library would ask six times, half a minute, to find out."""
-    hub = importlib.import_module("huggingface_hub")
-    try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no network, no name, no route, asked to stay offline: the cache is left
-        return False
-    return True
-
-
-def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
-    if "gguf_file" in options:
-        return {}
-    return {"use_safetensors": None if allow_pickle else True}
-
-
-def _quietly(load: Callable[[], Any], what: str) -> Any:
-    """Load without progress bars and warnings; any failure of the library becomes one line."""
-    logging = transformers().utils.logging
-    loggers = [logging, importlib.import_module("huggingface_hub").utils.logging]
-    levels, bars = [logger.get_verbosity() for logger in loggers], logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        return load()
-    except Exception as error:
-        # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"cannot load {what}: {why}") from error
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def identity(model: nn.Module, *, head: bool = False) -> str:
-    """Sixteen hexadecimal digits that two models share when they compute the same hidden states.
-
-    With `head`: when they give the same answers.
-    """
-    prefix = "" if head else str(getattr(model, "base_model_prefix", ""))
-    base = cast("Any", getattr(model, prefix, model))
-    config = base.config.to_dict()
-    settings = {key: value for key, value in config.items() if key not in _NOT_COMPUTED}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, weight in sorted(base.named_parameters()):
-        if name.startswith("pooler") and not head:
-            continue
-        values = weight.detach().reshape(-1)
-        steps = min(_SAMPLES, len(values))
-        # float64: float32 cannot count the entries of a large table.
-        chosen = torch.linspace(0, len(values) - 1, steps, dtype=torch.float64).long()
-        sample = values[chosen.to(values.device)].float().cpu()
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-# What a model's head is for: one vocabulary for loading, attacking, training and the command line.
+# Tasks: what a model's head is for, in the same words everywhere.
 #
 # | task | answers with |
 # |---|---|
@@ -314,7 +54,7 @@ def identity(model: nn.Module, *, head: bool = False) -> str:
 # | seq2seq | the next token of a decoder, given a text |
 
 Task = Literal["base", "classification", "choice", "causal", "seq2seq"]
-GENERATES = ("causal", "seq2seq")  # what such a model writes by itself is what it holds to be right
+GENERATES = ("causal", "seq2seq")  # these need no labels: what they generate is the right answer
 AUTO_CLASSES: dict[str, str] = {  # the library's classes that load a model with such a head
     "base": "AutoModel",
     "causal": "AutoModelForCausalLM",
@@ -349,11 +89,270 @@ def head_of(model: Any) -> Task:
     return task
 
 
-# A model that somebody holds already, lent to the attacks: afterwards it is as it was.
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model ready to be attacked: in eval, float32, no gradients for its weights."""
+
+    model: Any
+    tokenizer: Any
+    identity: str
+    name: str
+
+
+def transformers() -> Any:
+    """The transformers library; where it is missing, an error that says how to install it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtra("transformers is not installed", "models") from error
+
+
+_lock = threading.RLock()  # a cluster's worker may have several threads, but memory for one model
+_kept: list[tuple[Any, Any, ExitStack]] = []  # key, value and what closes it: one entry or none
+
+
+@contextmanager
+def kept_open(key: object, make: Callable[[ExitStack], T]) -> Generator[T]:
+    """What `make` opens, kept for the next call with an equal key: workers open a model once.
+
+    The process has this one cache. It holds one value, which is closed before the next is opened.
+    """
+    with _lock:
+        if not _kept or _kept[0][0] != key:
+            close_kept()
+            with ExitStack() as resources:
+                _kept.append((key, make(resources), resources.pop_all()))
+        yield _kept[0][1]
+
+
+def close_kept() -> None:
+    """Close what `kept_open` holds."""
+    with _lock:
+        while _kept:
+            _kept.pop()[2].close()
+
+
+def load_model(
+    name: str | Path,
+    *,
+    task: str = "base",
+    allow_pickle: bool = False,
+    tokenizer: bool = True,
+    device: str | torch.device = "cpu",
+    new_head: int | None = None,
+) -> Loaded:
+    """A model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
+
+    `task` adds a head: "base" (none), "causal", "classification", "choice" or "seq2seq". A head
+    that the checkpoint does not hold would be random, so it is refused; `new_head` asks for a new
+    head with that many classes, to be trained.
+    """
+    expect_among("the task", task, AUTO_CLASSES)
+    where, options = _source(str(name), allow_pickle)
+    library = transformers()
+    arguments = {**options, "trust_remote_code": False}
+
+    if new_head is not None and task == "classification":
+        arguments["num_labels"] = new_head
+
+    def load_weights() -> Any:
+        return getattr(library, AUTO_CLASSES[task]).from_pretrained(
+            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
+            output_loading_info=True,
+        )  # fmt: skip
+
+    _expect_memory(name)
+    model, report = _quietly(load_weights, f"the model {name}")
+    inside = f"{model.base_model_prefix}."
+    absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
+    if task in ("classification", "choice", "causal") and new_head is None and absent:
+        raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
+    model = _placed(model.eval().requires_grad_(False), device)
+    own_tokenizer = load_tokenizer(name) if tokenizer else None
+    return Loaded(model, own_tokenizer, identity(model), str(name))
+
+
+def _expect_memory(name: str | Path) -> None:
+    """Refuse a configuration whose model would not fit into memory, before any weights are read."""
+    if not is_folder(name):
+        return
+    config = load_config(name)
+    sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
+    for size, value in sizes.items():
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
+    vocabulary, width, layers, inner = sizes.values()
+    parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
+    expect_memory(4 * parameters, f"the configuration of {name}")
+
+
+def task_of(name: str | Path) -> Task:
+    """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
+    if Path(name).suffix == ".gguf":
+        return "causal"
+    architectures: Any = load_config(name).architectures or ()
+    if not isinstance(architectures, list | tuple):
+        raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
+    for architecture in cast("Sequence[Any]", architectures):
+        task = named_task(str(architecture))
+        if task != "base":
+            return task
+    return "base"
+
+
+def load_config(name: str | Path) -> Any:
+    """A checkpoint's configuration alone."""
+    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
+    make = transformers().AutoConfig.from_pretrained
+    return _quietly(
+        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
+    )
+
+
+def class_names(config: Any) -> list[str]:
+    """The names of a classifier's classes, in order, by its configuration."""
+    return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+
+
+def expect_names(given: Sequence[str], config: Any) -> None:
+    """Refuse --classes with a name twice, or with another number of them than the model has."""
+    known = class_names(config)
+    if len(set(given)) < len(given):
+        raise InputError(f"--classes names a class twice: {','.join(given)}")
+    if given and len(known) > 1 and len(given) != len(known):
+        raise InputError(f"--classes must name {len(known)} classes, not {len(given)}")
+
+
+def _placed(model: Any, device: str | torch.device) -> Any:
+    expect_device(device)
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        # No such device, or no memory left on it; a torch without CUDA asserts.
+        raise InputError(f"the model does not fit on {device}: {first_line(error)}") from error
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A model's tokenizer alone; without a padding token, it pads with the end-of-text token."""
+    where, options = _source(str(name), allow_pickle=True)  # a tokenizer is no pickle
+    tokenizer = _tokenizer(str(name), where, {**options, "trust_remote_code": False})
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def save(loaded: Loaded, folder: str | Path) -> None:
+    """Weights as safetensors, configuration and tokenizer: what `load_model` takes."""
+
+    def write() -> None:
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+    try:
+        _quietly(write, f"a model to write to {folder}")
+    except InputError as error:
+        raise unwritable(folder, error.__cause__ or error) from error
+
+
+def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
+    make = transformers().AutoTokenizer.from_pretrained
+    tokenizer = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # The library makes an empty tokenizer where the files of a known family are missing.
+        raise InputError(f"{name} has no tokenizer with words")
+    return tokenizer
+
+
+def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and with which options; refuses before loading what cannot load."""
+    path = Path(name)
+    if not name.strip():
+        raise InputError("name a model: a folder, a .gguf file, a hub name or demo")
+    if path.suffix == ".gguf":
+        expect_file(path, "a GGUF file")
+        return str(path.parent), {"gguf_file": path.name}
+    if exists(path, links=True) and not is_folder(path):
+        raise InputError(f"{name} is a file: give a folder, a .gguf file or a hub name")
+    if not is_folder(path):
+        if not _HUB_NAME.fullmatch(name):
+            raise InputError(f"there is no model {name}: no such folder")
+        return name, {} if _hub_answers() else {"local_files_only": True}
+    if not (path / "config.json").is_file():
+        raise InputError(f"{name} is not a model's folder: it has no config.json")
+    for file in path.iterdir():  # the library would wait for ever at a pipe
+        if not (file.is_file() or file.is_dir()):
+            raise InputError(f"{file.name} in {name} is neither a file nor a folder: remove it")
+    pickled = any(path.glob("*.bin"))
+    if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
+        rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
+        raise InputError(f"{name} has no weights as .safetensors{rest}")
+    return str(path), {"local_files_only": True}
+
+
+def _hub_answers() -> bool:
+    """Is the hub there? The library itself would try six times, for half a minute."""
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # no network, no name, no route, or offline by choice: use the local cache
+        return False
+    return True
+
+
+def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
+    if "gguf_file" in options:
+        return {}
+    return {"use_safetensors": None if allow_pickle else True}
+
+
+def _quietly(load: Callable[[], Any], what: str) -> Any:
+    """Load without progress bars and warnings; any failure of the library becomes one line."""
+    logging = transformers().utils.logging
+    loggers = [logging, importlib.import_module("huggingface_hub").utils.logging]
+    levels, bars = [logger.get_verbosity() for logger in loggers], logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return load()
+    except Exception as error:
+        # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"cannot load {what}: {why}") from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def identity(model: nn.Module, *, head: bool = False) -> str:
+    """Sixteen hexadecimal digits, the same for two models that compute the same hidden states.
+
+    With `head`, the same for two that give the same answers.
+    """
+    prefix = "" if head else str(getattr(model, "base_model_prefix", ""))
+    base = cast("Any", getattr(model, prefix, model))
+    config = base.config.to_dict()
+    settings = {key: value for key, value in config.items() if key not in _NO_EFFECT}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, weight in sorted(base.named_parameters()):
+        if name.startswith("pooler") and not head:
+            continue
+        values = weight.detach().reshape(-1)
+        steps = min(_SAMPLES, len(values))
+        # float64: float32 cannot count the entries of a large table.
+        chosen = torch.linspace(0, len(values) - 1, steps, dtype=torch.float64).long()
+        sample = values[chosen.to(values.device)].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# A model that is in memory already, for example in training.
 #
-# Attacks take a model in eval mode, in float32, without gradients for its weights. One that is
-# being trained is put into that state for the length of a block; one in another precision is
-# copied.
+# Attacks need a model in eval mode, in float32, without gradients for its weights. `lent` puts it
+# into that state for a block and restores it afterwards; a model in another precision is copied.
 
 
 def is_model(thing: object) -> bool:
@@ -363,14 +362,14 @@ def is_model(thing: object) -> bool:
 
 @contextmanager
 def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
-    """The model as attacks take it; its mode, gradients and random numbers are given back."""
+    """The model as attacks need it; its mode, gradients and random state are restored."""
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
     if any(weight.is_floating_point() and weight.dtype != torch.float32
            for weight in model.parameters()):  # fmt: skip
         model = copy.deepcopy(model).float()
     modes = {part: part.training for part in model.modules()}
-    asked = [(weight, weight.requires_grad) for weight in model.parameters()]
+    gradients = [(weight, weight.requires_grad) for weight in model.parameters()]
     called = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     gpus = {weight.device for weight in model.parameters() if weight.is_cuda}
     with torch.random.fork_rng(devices=sorted(gpus, key=str)):
@@ -380,5 +379,5 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
         finally:
             for part, training in modes.items():
                 part.training = training
-            for weight, gradient in asked:
-                weight.requires_grad_(gradient)
+            for weight, required in gradients:
+                weight.requires_grad_(required)

@@ -1,8 +1,8 @@
-"""What servers do to questions and answers: wrappers that can be put before any oracle.
+"""What servers do to questions and answers: wrappers that can be put around any oracle.
 
-They refuse questions, clip tokens, round answers or add noise to them, give signs alone, count what
-each client asks, or fail. A refusal is an `http.Refused` with the status that a server would answer
-with; a batch with one such question in it is refused as a whole.
+They refuse questions, clip tokens, round answers or add noise to them, give signs alone, limit what
+each client may ask, or fail. A refusal is an `http.Refused` with the status that a server would
+answer with; a batch with one such question in it is refused as a whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COLLINEAR = 0.9  # |cosine| of two tokens of one sequence: a direction is being
 class LengthLimited(Wrapper):
     """Sequences of fewer than `min_tokens` tokens, or of more than `max_tokens`, are refused.
 
-    The published attacks ask with one token and with two.
+    The published attacks ask with sequences of one and of two tokens.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LengthLimited(Wrapper):
 
 
 def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
-    """Refuse limits between which there is nothing."""
+    """Refuse limits that no length meets."""
     expect_count("min_tokens", min_tokens)
     expect_count("max_tokens", max_tokens)
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
@@ -260,15 +260,14 @@ class Degradation:
         return oracle
 
     def flags(self) -> dict[str, str]:
-        """What a target's file says of it; `of` reads it."""
+        """The settings as a target's file stores them; `of` reads them."""
         if not self:
             return {}
         return {name: repr(value) for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, flags: Mapping[str, str]) -> Degradation:
-        """From a target's file, which may be anybody's."""
-
+        """From the settings in a target's file, which is not trusted."""
         values: dict[str, Any] = {"sign_only": flags.get("sign_only") == "True"}
         for name in flags.keys() & {field.name for field in fields(cls)} - {"sign_only"}:
             kind = int if name in ("decimals", "seed", "min_tokens", "max_tokens") else float
@@ -282,11 +281,11 @@ class Degradation:
 _SPENT = 403
 _TOO_FAST = 429
 _CLIENTS = 1 << 16  # remembered by name: about 10 MB
-_OTHERS = "\0"  # the name of all clients beyond those: no address
+_OTHERS = "\0"  # the name that all further clients share; no address looks like this
 
 
 class TooFast(Refused):
-    """Come back in `wait` seconds."""
+    """A client asked too fast, and may ask again in `wait` seconds."""
 
     def __init__(self, rate: float, wait: float) -> None:
         super().__init__(f"more than {rate:g} queries a second: wait {wait:.3g} s", _TOO_FAST)
@@ -296,15 +295,15 @@ class TooFast(Refused):
 class Rationed(Wrapper):
     """Each client may ask `budget` queries in all, and `rate` of them a second.
 
-    Who a client is, is what the server can see of it: over HTTP its address. An attacker with k
+    A client is known by what the server can see of it: over HTTP its address. An attacker with k
     addresses has k budgets and k times the rate.
 
-    A batch that exceeds the budget is refused as a whole. A batch is answered when nothing is owed;
-    a batch of m queries then owes m / `rate` seconds, so batches of any size are held to the rate.
+    A batch that exceeds the budget is refused as a whole. After a batch of m
+    queries the client must wait m / `rate` seconds, so batches of any size are held to the rate.
 
-    What is remembered of clients is bounded, or one with many addresses could fill the memory. A
-    debt to the rate is forgotten once it is paid, a budget never. `clients` have rations of their
-    own; all others share one, so that nobody has a fresh one by being forgotten.
+    Memory is bounded, or an attacker with many addresses could fill it. Waiting times are forgotten
+    when they end, spent budgets never. The first `clients` have a ration each; all later ones share
+    one, so that nobody gets a fresh ration by being forgotten.
     """
 
     def __init__(
@@ -317,13 +316,13 @@ class Rationed(Wrapper):
     ) -> None:
         expect_count("a client's budget", budget, 0)
         expect_number("a client's rate", rate, above=0)
-        expect_count("the clients with rations of their own", clients, 1)
+        expect_count("clients", clients, 1)
         super().__init__(inner)
         self.budget, self.rate, self.clients = budget, rate, clients
         self._clock = clock
         self._spent: dict[str, int] = {}
-        self._owing: dict[str, float] = {}  # until when
-        self._ends: list[tuple[float, str]] = []  # of what is owed, a heap
+        self._waiting: dict[str, float] = {}  # until when each client must wait
+        self._ends: list[tuple[float, str]] = []  # the same as a heap, the earliest end first
 
     def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
         count = len(sequences)
@@ -334,7 +333,7 @@ class Rationed(Wrapper):
         return ask(self.inner, sequences)
 
     def _within_budget(self, client: str, count: int) -> str:
-        """Who pays for so many queries, if they are still there."""
+        """The name under which the queries are charged; refuses more than the budget has left."""
         payer = self._name(client, self._spent)
         if self.budget is not None and self._spent.get(payer, 0) + count > self.budget:
             left = self.budget - self._spent.get(payer, 0)
@@ -345,22 +344,22 @@ class Rationed(Wrapper):
         return payer
 
     def _charge_rate(self, client: str, count: int) -> None:
-        """Nothing may be owed; then so many queries are. Only those who owe are remembered."""
+        """Refuse a client that must still wait; else note how long it must wait from now."""
         if self.rate is None:
             return
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
-            del self._owing[heapq.heappop(self._ends)[1]]
-        debtor = self._name(client, self._owing)
-        if debtor in self._owing:
-            raise TooFast(self.rate, self._owing[debtor] - now)
-        self._owing[debtor] = now + count / self.rate
-        heapq.heappush(self._ends, (self._owing[debtor], debtor))
+            del self._waiting[heapq.heappop(self._ends)[1]]
+        name = self._name(client, self._waiting)
+        if name in self._waiting:
+            raise TooFast(self.rate, self._waiting[name] - now)
+        self._waiting[name] = now + count / self.rate
+        heapq.heappush(self._ends, (self._waiting[name], name))
 
     def _name(self, client: str, remembered: Collection[str]) -> str:
-        """Under what name a client is remembered.
+        """The name under which a client is remembered: its own, or the shared one.
 
-        Nobody can tell who of the others shares a ration: while it lasts, every newcomer does.
+        Which clients share a ration is not stored: while one is in use, every new client shares it.
         """
         full = len(remembered) >= self.clients or _OTHERS in remembered
         return _OTHERS if full and client not in remembered else client

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ServedModel:
-    """The model `model` of the server at `url`: what it states, and requests that it answers."""
+    """The model `model` of the server at `url`: its metadata, and requests to it."""
 
     def __init__(self, url: str, model: str, options: EndpointOptions, **connection: Any) -> None:
         address = f"{url.rstrip('/')}/v2/models/{model}"
@@ -63,14 +63,14 @@ class ServedModel:
         def read_reply(data: object) -> T:
             reply = as_object(data, self.url)
             if reply.get("id") not in (None, "", number):
-                raise Garbled(f"expected the answer asked of {self.url}, got another's")
+                raise Garbled(f"{self.url} sent the answer to another request")
             self._expect_name(reply.get("model_name"))
-            outputs = objects(reply.get("outputs")) or []
+            outputs = as_objects(reply.get("outputs")) or []
             if self._output is not None:
                 outputs = [item for item in outputs if item.get("name") == self._output]
             if not outputs:
                 raise OracleError(
-                    f"expected outputs with shape and data from {self.url}, got {described(reply)}"
+                    f"expected outputs with shape and data from {self.url}, got {describe(reply)}"
                 )
             return read(outputs)
 
@@ -78,7 +78,7 @@ class ServedModel:
 
     def _expect_name(self, name: object) -> None:
         if name is not None and name != self._name:
-            raise OracleError(f"expected model {self._name} from {self.url}, got {described(name)}")
+            raise OracleError(f"expected model {self._name} from {self.url}, got {describe(name)}")
 
 
 class OpenInference:
@@ -126,16 +126,16 @@ class OpenInference:
             raise
 
     def _inspect(self) -> None:
-        """Read what the server states of the model, once it is ready."""
+        """Read the model's metadata, once the server is ready."""
         metadata = self._model.metadata()
-        inputs = stated(metadata, "inputs", self.url)
-        outputs = stated(metadata, "outputs", self.url)
+        inputs = tensor_specs(metadata, "inputs", self.url)
+        outputs = tensor_specs(metadata, "outputs", self.url)
         self.input = chosen_input(inputs, self._options.input, self.url)
-        self._masks = [tensor for tensor in inputs if tensor.masks and tensor != self.input]
+        self._masks = [tensor for tensor in inputs if tensor.is_mask and tensor != self.input]
         if self._options.output is not None and outputs:
-            named(outputs, self._options.output, self.url)
+            find_tensor(outputs, self._options.output, self.url)
         self.dim = self._dimension(self._options.dim, self.input.width)
-        most = [self._options.batch or _BATCH, most_at_once(metadata, self.input)]
+        most = [self._options.batch or _BATCH, max_batch_size(metadata, self.input)]
         if metadata.get("platform"):
             most.append(self._configured())
         self._batch = min(size for size in most if size is not None)
@@ -155,8 +155,7 @@ class OpenInference:
         known = dim if dim is not None else served
         if known is None:
             raise InputError(
-                f"expected a dimension in the metadata of {self.url}, got none: give "
-                "--endpoint dim=NUMBER"
+                f"the metadata of {self.url} has no dimension: give --endpoint dim=NUMBER"
             )
         if dim is None and known > self._limits.dim:
             raise OracleError(
@@ -182,7 +181,7 @@ class OpenInference:
             return ""
         return (
             f"questions travel in {self.input.datatype}, each number within {self.precision:.0e} "
-            "of its size: so far at best are weights known"
+            "of its size: weights cannot be known more exactly"
         )
 
     def close(self) -> None:
@@ -265,7 +264,7 @@ class OpenInference:
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
-        inputs = [self.input.filled(rounded), *(mask.filled(ones) for mask in self._masks)]
+        inputs = [self.input.as_input(rounded), *(mask.as_input(ones) for mask in self._masks)]
         return self._model.infer(inputs, lambda outputs: self._read(outputs, sequences))
 
     def _read(self, outputs: Sequence[dict[str, Any]], sequences: Tensor) -> Tensor:
@@ -274,7 +273,7 @@ class OpenInference:
         output = (of_numbers or outputs)[0]
         if "shape" not in output or "data" not in output:
             raise OracleError(
-                f"expected outputs with shape and data from {self.url}, got {described(output)}"
+                f"expected outputs with shape and data from {self.url}, got {describe(output)}"
             )
         shape = self._shape(output["shape"], sequences)
         values = self._values(output, shape)
@@ -283,16 +282,16 @@ class OpenInference:
 
     def _values(self, output: dict[str, Any], shape: list[int]) -> Tensor:
         count, data, datatype = math.prod(shape), output["data"], output.get("datatype")
-        labels = words(data, count) if datatype in TEXTS and shape[1:] in ([], [1]) else None
+        labels = as_strings(data, count) if datatype in TEXTS and shape[1:] in ([], [1]) else None
         if labels is not None:
             return torch.tensor(
                 signs(labels, self._options.positive, self.url), dtype=torch.float64
             )
-        values = numbers(data, count)
+        values = as_numbers(data, count)
         if values is None:
             raise OracleError(
                 f"expected {count:,} numbers for shape {shape} from {self.url}, "
-                f"got {described(data)}"
+                f"got {describe(data)}"
             )
         # Numbers of a shorter format as they are there: printed, they have fewer digits. And
         # answers are no more exact than the questions they belong to.
@@ -302,7 +301,7 @@ class OpenInference:
 
     def _shape(self, shape: object, sequences: Tensor) -> list[int]:
         """The shape of the answers, if an oracle may answer so; see protocol.py."""
-        sizes = sizes_of(shape)
+        sizes = as_sizes(shape)
         count, length, _ = sequences.shape
         if (
             sizes is None
@@ -324,7 +323,7 @@ class OpenInference:
         count, length, _ = sequences.shape
         return OracleError(
             f"expected answers of one shape, ({count}), ({count}, m) or ({count}, {length}, m), "
-            f"from {self.url}, got {described(shape)}"
+            f"from {self.url}, got {describe(shape)}"
         )
 
 
@@ -338,9 +337,9 @@ def _with_gaps(answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: 
     ])  # fmt: skip
 
 
-# What a server states of its model's tensors, and which of them are asked and read.
+# What a server's metadata says of the model's tensors, and which of them are sent and read.
 #
-# What it states is checked before it is used; a statement that makes no sense is refused.
+# Metadata is checked before it is used, and refused where it makes no sense.
 
 FLOATS = {
     "FP64": torch.float64, "FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16,
@@ -352,7 +351,7 @@ _POSITIVE = frozenset({"1", "+1", "yes", "y", "true", "positive", "pos", "label_
 
 
 @dataclass(frozen=True)
-class Stated:
+class TensorSpec:
     """A tensor as the server describes it; sizes of −1 are free."""
 
     name: str = "sequences"
@@ -365,16 +364,16 @@ class Stated:
 
     @property
     def length(self) -> int | None:
-        """The one length of sequences that it takes, where it takes one alone."""
+        """The only sequence length that it takes; None where any will do."""
         return self.shape[1] if len(self.shape) == 3 and self.shape[1] > 0 else None
 
     @property
-    def masks(self) -> bool:
-        """Does it say which tokens count? All of them do here."""
+    def is_mask(self) -> bool:
+        """Is it an attention mask?"""
         return "mask" in self.name.lower() and len(self.shape) == 2
 
-    def filled(self, values: Tensor) -> dict[str, Any]:
-        """The tensor as a request has it."""
+    def as_input(self, values: Tensor) -> dict[str, Any]:
+        """The tensor with these values, as a request sends it."""
         return {
             "name": self.name,
             "shape": list(values.shape),
@@ -384,52 +383,52 @@ class Stated:
 
 
 class TakesTexts(InputError):
-    """An endpoint that takes texts or numbers of tokens, where vectors are asked."""
+    """An endpoint that takes texts or token ids, where vectors are needed."""
 
-    def __init__(self, tensor: Stated, url: str) -> None:
-        self.what = "texts" if tensor.datatype in TEXTS else "numbers of tokens"
+    def __init__(self, tensor: TensorSpec, url: str) -> None:
+        self.what = "texts" if tensor.datatype in TEXTS else "token ids"
         super().__init__(
             f"expected an endpoint that takes vectors in {', '.join(FLOATS)}, got {url}, whose "
-            f"input {tensor.name!r} takes {self.what} ({tensor.datatype}): keyhole audit tells "
-            "what its answers expose"
+            f"input {tensor.name!r} takes {self.what} ({tensor.datatype}): keyhole audit "
+            "shows what its answers expose"
         )
 
 
-def stated(metadata: dict[str, Any], kind: str, url: str) -> list[Stated]:
-    """The inputs or outputs of a model; none where the server does not tell."""
+def tensor_specs(metadata: dict[str, Any], kind: str, url: str) -> list[TensorSpec]:
+    """The inputs or outputs of a model; empty where the server does not list them."""
     listed = metadata.get(kind) or []
-    items = objects(listed)
+    items = as_objects(listed)
     if items is None:
-        raise OracleError(f"expected a list of {kind} from {url}, got {described(listed)}")
-    return [_stated(item, kind.removesuffix("s"), url) for item in items]
+        raise OracleError(f"expected a list of {kind} from {url}, got {describe(listed)}")
+    return [_tensor_spec(item, kind.removesuffix("s"), url) for item in items]
 
 
-def _stated(item: dict[str, Any], kind: str, url: str) -> Stated:
-    name, shape = item.get("name", Stated.name), item.get("shape", [])
+def _tensor_spec(item: dict[str, Any], kind: str, url: str) -> TensorSpec:
+    name, shape = item.get("name", TensorSpec.name), item.get("shape", [])
     if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise OracleError(f"expected the name of an {kind} from {url}, got {described(name)}")
-    sizes = sizes_of(shape)
+        raise OracleError(f"expected the name of an {kind} from {url}, got {describe(name)}")
+    sizes = as_sizes(shape)
     if sizes is None:
-        raise OracleError(f"expected the shape of an {kind} from {url}, got {described(shape)}")
-    datatype = item.get("datatype", Stated.datatype)
+        raise OracleError(f"expected the shape of an {kind} from {url}, got {describe(shape)}")
+    datatype = item.get("datatype", TensorSpec.datatype)
     known = isinstance(datatype, str) and len(datatype) <= 10 and datatype.isalnum()
     if not known:
         raise OracleError(
-            f"expected the datatype of an {kind} from {url}, got {described(datatype)}"
+            f"expected the datatype of an {kind} from {url}, got {describe(datatype)}"
         )
-    return Stated(name, datatype.upper(), tuple(sizes))
+    return TensorSpec(name, datatype.upper(), tuple(sizes))
 
 
-def chosen_input(inputs: Sequence[Stated], name: str | None, url: str) -> Stated:
+def chosen_input(inputs: Sequence[TensorSpec], name: str | None, url: str) -> TensorSpec:
     """The tensor that takes vectors: the one of that name, or the only one there is."""
     if name is not None and inputs:
-        inputs = [named(inputs, name, url)]
+        inputs = [find_tensor(inputs, name, url)]
     if not inputs:
-        return Stated() if name is None else Stated(name)
-    vectors = [tensor for tensor in inputs if tensor.datatype in FLOATS and not tensor.masks]
+        return TensorSpec() if name is None else TensorSpec(name)
+    vectors = [tensor for tensor in inputs if tensor.datatype in FLOATS and not tensor.is_mask]
     if not vectors:
         for tensor in inputs:
-            if tensor.datatype in (*TEXTS, *IDS) and not tensor.masks:
+            if tensor.datatype in (*TEXTS, *IDS) and not tensor.is_mask:
                 raise TakesTexts(tensor, url)
         kinds = ", ".join(f"{tensor.name} ({tensor.datatype})" for tensor in inputs[:5])
         raise InputError(
@@ -444,7 +443,7 @@ def chosen_input(inputs: Sequence[Stated], name: str | None, url: str) -> Stated
     return several[0]
 
 
-def named(tensors: Sequence[Stated], name: str, url: str) -> Stated:
+def find_tensor(tensors: Sequence[TensorSpec], name: str, url: str) -> TensorSpec:
     for tensor in tensors:
         if tensor.name == name:
             return tensor
@@ -452,8 +451,8 @@ def named(tensors: Sequence[Stated], name: str, url: str) -> Stated:
     raise InputError(f"{url} has no tensor {shown(name)}: choose among {shown(names, 200)}")
 
 
-def most_at_once(metadata: dict[str, Any], tensor: Stated) -> int | None:
-    """The most sequences that the server states to take in one request."""
+def max_batch_size(metadata: dict[str, Any], tensor: TensorSpec) -> int | None:
+    """How many sequences the server says it takes in one request."""
     parameters = metadata.get("parameters")
     about = cast("dict[str, Any]", parameters) if isinstance(parameters, dict) else {}
     limits = [about.get("max_batch_size"), metadata.get("max_batch_size")]
@@ -480,7 +479,7 @@ def signs(labels: Sequence[object], positive: str | None, url: str) -> list[floa
     return answers
 
 
-def objects(items: object) -> list[dict[str, Any]] | None:
+def as_objects(items: object) -> list[dict[str, Any]] | None:
     """A list of objects; None where it is anything else."""
     if not isinstance(items, list):
         return None
@@ -489,7 +488,7 @@ def objects(items: object) -> list[dict[str, Any]] | None:
     return inside if len(inside) == len(listed) else None
 
 
-def sizes_of(shape: object) -> list[int] | None:
+def as_sizes(shape: object) -> list[int] | None:
     if not isinstance(shape, list):
         return None
     sizes = cast("list[object]", shape)
@@ -497,7 +496,7 @@ def sizes_of(shape: object) -> list[int] | None:
     return whole if len(whole) == len(sizes) and min(whole, default=0) >= -1 else None
 
 
-def numbers(data: object, count: int) -> Tensor | None:
+def as_numbers(data: object, count: int) -> Tensor | None:
     """The numbers of a list, flat or nested, if there are `count`."""
     if not isinstance(data, list):
         return None
@@ -511,15 +510,15 @@ def numbers(data: object, count: int) -> Tensor | None:
     return values.reshape(-1) if values.numel() == count else None
 
 
-def words(data: object, count: int) -> list[str] | None:
+def as_strings(data: object, count: int) -> list[str] | None:
     """The strings of a list, if there are `count` and all are strings."""
     items = cast("list[object]", data) if isinstance(data, list) else []
     strings = [item for item in items if isinstance(item, str)]
     return strings if len(strings) == len(items) == count else None
 
 
-def described(value: object) -> str:
-    """What stands in a server's answer, in a few words however large or deep it is."""
+def describe(value: object) -> str:
+    """A value from a server's answer in a few words, however large or deep it is."""
     if isinstance(value, dict):
         keys = list(cast("dict[str, Any]", value))
         return f"an object with {shown(', '.join(keys[:5])) or 'no keys'}"

@@ -49,6 +49,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "counts": {
             "checked": len(assessment.items),
             "exposed": len(assessment.exposed),
+            "open": sum(item.finding.open for item in assessment.items),
             "unchecked": audit.unchecked,
             "controls": len(assessment.controls),
             "skipped": len(audit.skips),
@@ -80,6 +81,7 @@ def _row(item: Item) -> dict[str, Any]:
     return {
         "id": item.id,
         "rule": item.rule.id,
+        "standards": [standard.id for standard in item.rule.standards],
         "family": item.family.value,
         "exposure": words.exposure(item.finding.exposure),
         "part": item.finding.part,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from keyhole.assess import Assessment, Card, Item
+from keyhole.assess import Assessment, Card, Item, Level
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome
 from keyhole.core.text import as_code
@@ -79,6 +79,8 @@ def _cards(cards: Sequence[Card]) -> list[str]:
     rows = [
         f"| {SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
         f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
+        if card.level is not Level.NOT_TRIED  # no severity, which nobody looked for
+        else f"| – | {card.family} | {card.level} | – | |"
         for card in cards
     ]
     return [
@@ -100,6 +102,7 @@ def row(item: Item, of: str = "") -> str:
     """A finding; `of` is what stands before its exposure."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
+    tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
     ignored = ""
     if item.ignored is not None:
         reason = as_code(item.ignored.reason, CELL)
@@ -107,7 +110,7 @@ def row(item: Item, of: str = "") -> str:
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
         f"{of}{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
-        f"{words.outcome(finding)} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
+        f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 

@@ -45,6 +45,9 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     if assessment.items:
         parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))
+    if ways := [item.finding for item in assessment.items if item.finding.command]:
+        parts.append(_line("Open, not tried: what tries it", "bold"))
+        parts += [_line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways]
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
     if assessment.gone:
@@ -108,7 +111,7 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
         return widths, 2
-    widths[2], widths[4] = min(widths[2], 16), min(widths[4], 14)
+    widths[2], widths[4] = min(widths[2], 21), min(widths[4], 14)
     widths[1] = max(12, width - gaps - sum(widths) + widths[1])
     return widths, 1
 

@@ -1,7 +1,7 @@
-"""What a vector store is to an audit: so many vectors, by row, and perhaps their texts.
+"""A vector store as an audit reads it: vectors by row number, with their texts where it has them.
 
-A kind of store is a function that takes a `Place` and gives a `Store` for the length of a `with`
-block. It opens what is there to be read: files and databases stay as they are, byte for byte.
+A kind of store (Chroma, FAISS, …) is a function that takes a `Place` and opens a `Store` for a
+`with` block. Stores are opened for reading only: no byte of a file or database changes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from keyhole.core.errors import InputError, MissingExtra
 from keyhole.data import TEXT_COLUMNS
 
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
-_BATCH = 2**16  # rows that are read at once where all are wanted
-_PIECE = 2**12  # rows that a kind of store is asked for at once: some hold them as lists of numbers
-_PRINTED = 64  # vectors, evenly spread, that a store is known again by
+_BATCH = 2**16  # rows in one batch of `batches`
+_REQUEST = 2**12  # rows in one call of `vectors`: some stores return them as Python lists
+_SAMPLED = 64  # vectors, evenly spread, that go into the identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,9 @@ class Store:
 
     `vectors(rows)` gives a tensor (rows, dim) and `texts(rows)` a list, None for a row without a
     text; rows are numbers from 0 in ascending order. `note` says what a reader must know of how
-    they were read. `steps` (dim,) between `ends` (2, dim), or a `codebook` (blocks, codes,
-    numbers), are there where the store keeps codes: they say which vectors share one.
+    they were read. A store that keeps quantised vectors gives its quantiser: the `steps` (dim,)
+    between the `ends` (2, dim) of each number's range, or a `codebook` (blocks, codes, numbers).
+    `packed` is the same store where each of its numbers may also be eight signs.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Store:
     steps: Tensor | None = None
     ends: Tensor | None = None
     codebook: Tensor | None = None
+    packed: Store | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dim < 2:
@@ -54,16 +56,16 @@ class Store:
 
     @property
     def rounding(self) -> dict[str, Tensor]:
-        """What it says of how numbers were rounded."""
+        """How its numbers are quantised, where it says so."""
         rounding = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
         return {name: tensor for name, tensor in rounding.items() if tensor is not None}
 
     def read(self, rows: Sequence[int]) -> Tensor:
         """The vectors of these rows: floating-point numbers, all of them finite."""
-        starts = range(0, len(rows), _PIECE)
-        return torch.cat([self._piece(rows[start : start + _PIECE]) for start in starts])
+        starts = range(0, len(rows), _REQUEST)
+        return torch.cat([self._request(rows[start : start + _REQUEST]) for start in starts])
 
-    def _piece(self, rows: Sequence[int]) -> Tensor:
+    def _request(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
         if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
             raise InputError(f"every vector in {self.name} must have {self.dim} numbers")
@@ -73,25 +75,25 @@ class Store:
         return vectors
 
     def batches(self) -> Iterator[tuple[range, Tensor]]:
-        """Every vector of the store, in pieces that fit into memory."""
+        """Every vector of the store, in batches that fit into memory."""
         for start in range(0, self.count, _BATCH):
             rows = range(start, min(start + _BATCH, self.count))
             yield rows, self.read(rows)
 
     @cached_property
     def identity(self) -> str:
-        """Told from the vectors themselves: a store that was moved or copied is still the same."""
-        rows = sorted({number * self.count // _PRINTED for number in range(_PRINTED)})
-        sum_ = hashlib.sha256(f"{self.count} {self.dim}".encode())
-        sum_.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
-        return f"{self.count:,} vectors of {self.dim} numbers, {sum_.hexdigest()[:16]}"
+        """A fingerprint of the vectors: a store that was moved or copied keeps it."""
+        rows = sorted({number * self.count // _SAMPLED for number in range(_SAMPLED)})
+        digest = hashlib.sha256(f"{self.count} {self.dim}".encode())
+        digest.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
+        return f"{self.count:,} vectors of {self.dim} numbers, {digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a store is, and which part of it: `path?option=name&…`.
 
-    `known` are texts whose vectors a server is asked for; other stores hold vectors already.
+    `known`: the texts that an embedding server is asked to embed; other stores hold vectors.
     """
 
     path: str
@@ -107,15 +109,15 @@ class Place:
             return wanted
         if not names:
             raise InputError(f"{self.path} has no {what}")
-        there = ", ".join(names[:10])
+        known = ", ".join(names[:10])
         if wanted is None:
             raise InputError(
-                f"{self.path} has more than one {what} ({there}): add ?{option}=NAME to the target"
+                f"{self.path} has more than one {what} ({known}): add ?{option}=NAME to the target"
             )
-        raise InputError(f"{self.path} has no {what} {wanted}: choose among {there}")
+        raise InputError(f"{self.path} has no {what} {wanted}: choose among {known}")
 
     def text_column(self, names: Sequence[str]) -> str | None:
-        """Where the texts are, if they are still there: a column of a usual name, or as asked."""
+        """The column of texts: the one asked for, or one with a usual name; None without any."""
         if "text" in self.options:
             return self.choice("text", names, "column of texts")
         return next((name for name in TEXT_NAMES if name in names), None)
@@ -123,7 +125,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of store: how people write it, what opens it, and the options it takes after `?`."""
+    """A kind of store: its name, how its address is written, what opens it, options after `?`."""
 
     name: str
     form: str
@@ -132,9 +134,9 @@ class Kind:
 
 
 def library(module: str, package: str = "") -> Any:
-    """A package that reads one kind of store, or the line that says how to get it."""
+    """A package that reads one kind of store; where missing, an error says how to install it."""
     try:
-        with warnings.catch_warnings():  # what others have to say of their own code is not for us
+        with warnings.catch_warnings():  # of the package's own code
             warnings.simplefilter("ignore", DeprecationWarning)
             return importlib.import_module(module)
     except ImportError as error:

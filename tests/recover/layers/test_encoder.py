@@ -249,7 +249,7 @@ def test_lbfgs_solves_many_problems_at_once():
     assert torch.allclose(search.z, best, atol=1e-3)
 
 
-def test_what_was_taken_for_right_by_mistake_becomes_open():
+def test_a_token_fixed_by_mistake_becomes_open():
     """Clear tokens are fixed; one that is wrong has the largest residual, and is not."""
     ids = tiny.ids(texts=1, length=14, seed=8)
     target = Target.of(model(), WORDS)
@@ -262,7 +262,7 @@ def test_what_was_taken_for_right_by_mistake_becomes_open():
     texts.ids[0, 5] = ids[0, 5] + 1
     texts.estimates = table.vectors[texts.ids].clone()
     texts.check()
-    texts.settle()
+    texts.fix_clear()
     assert texts.open[0].nonzero().flatten().tolist() == [5]
     assert texts.unknowns == 1
     anchored = texts.anchored()

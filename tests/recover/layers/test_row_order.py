@@ -10,7 +10,7 @@ import torch
 import tiny_models as tiny
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.unordered import assigned, places
+from keyhole.recover.layers.unordered import assigned, fit_positions
 
 
 def test_an_assignment_is_the_best_of_all():
@@ -31,24 +31,24 @@ def test_rows_that_did_not_leak_fill_what_is_left():
 def test_rows_of_the_first_layer_find_their_places(family):
     target = Target.of(tiny.model(family), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
-    marks = places(target, exposure, 12, 4000, 0)
+    positions = fit_positions(target, exposure, 12, 4000, 0)
     right = 0
     for text in tiny.ids(texts=6, length=12):
         rows = capture(target.model, exposure, ids=text[None])["values"][0]
         shuffle = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-        right += int((shuffle[marks.order(rows[shuffle])] == torch.arange(12)).sum())
+        right += int((shuffle[positions.order(rows[shuffle])] == torch.arange(12)).sum())
     assert right >= 0.6 * 6 * 12  # one in twelve by chance
 
 
 def test_the_model_s_own_answer_corrects_an_order():
     target = Target.of(tiny.model("bert"), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
-    marks = places(target, exposure, 12, 4000, 0)
+    positions = fit_positions(target, exposure, 12, 4000, 0)
     (text,) = tiny.ids(texts=1, length=12)
     rows = capture(target.model, exposure, ids=text[None])["values"][0]
     wrong = torch.arange(12)
     wrong[[4, 5]] = torch.tensor([5, 4])
     given = capture(target.model, exposure, ids=text[wrong][None])["values"][0]
-    order, rising = marks.reordered(rows[wrong], given)
+    order, increases = positions.reordered(rows[wrong], given)
     assert wrong[order].tolist() == list(range(12))
-    assert int(rising.argmin()) == 4
+    assert int(increases.argmin()) == 4

@@ -1,7 +1,7 @@
 """Adam, a baseline: Kingma and Ba 2015, batched by hand over the starts.
 
-The rate falls along half a cosine over the steps, without which Adam circles around a solution at
-a distance of about its rate.
+The learning rate falls along half a cosine over the steps. With a constant rate Adam circles around
+a solution at a distance of about that rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.solvers.multistart import Solver, State
 
-_FIRST, _SECOND, _LEAST = 0.9, 0.999, 1e-12
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-12
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Adam(Solver):
     def step(self, equations: Equations, state: State) -> State:
         age = state.memory["age"] + 1
         slope = gradient_of(equations, state.X)
-        mean = _FIRST * state.memory["mean"] + (1 - _FIRST) * slope
-        square = _SECOND * state.memory["square"] + (1 - _SECOND) * slope.square()
-        wide = age[:, None, None]
-        direction = mean / (1 - _FIRST**wide)
-        size = (square / (1 - _SECOND**wide)).sqrt() + _LEAST
+        mean = _BETA1 * state.memory["mean"] + (1 - _BETA1) * slope
+        square = _BETA2 * state.memory["square"] + (1 - _BETA2) * slope.square()
+        count = age[:, None, None]
+        direction = mean / (1 - _BETA1**count)
+        size = (square / (1 - _BETA2**count)).sqrt() + _EPSILON
         rate = 0.5 * self.rate * (1 + torch.cos(math.pi * age / self.steps))
         X = state.X - rate[:, None, None] * direction / size
         memory = {"mean": mean, "square": square, "age": age}

@@ -3,11 +3,11 @@
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
 its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
 attacker has; without one, over the corpus that ships. That gives the odds of each token for a
-vector, n-grams and the nearest lines (counts.py), which guide a search by sums of single changes
-(sum_search.py). No model is trained. On a GPU all vectors are searched at once; on a CPU one after
-the other, with fewer tries for each, which reads texts of up to about 16 tokens. A last state says
-most about how a text ends, and a prompt may end anywhere: so for last states, beginnings of lines
-are counted with the lines.
+vector, n-grams and the nearest lines (counts.py). They guide a search that changes several tokens
+at once, each chosen by what it does alone (sum_search.py). No model is trained. On a GPU all
+vectors are searched at once; on a CPU one by one, with fewer tries each, which reads texts of up to
+about 16 tokens. A last state says most about how a text ends, and a prompt may end anywhere: so for
+last states, beginnings of lines are counted as well as whole lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
     `max_length` is the number of tokens, special ones left out, up to which texts are looked for.
-    `counted` are counts that were made before (`ready` gives them): then nothing is counted.
+    `counted`: counts made before, by `ready`, so that the corpus is not counted again.
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
@@ -54,36 +54,36 @@ class CountedReader:
         vectors, exposure = vectors_of(target.model, leaks)
         counted = self.counted or self._count(Encoder(target, exposure, matrix_half()))
         encoder = counted.encoder
-        max_length, frame = self._max_length(encoder), len(encoder.before + encoder.after)
-        once = 0 if self.counted else encoder.passes // len(leaks)
+        max_length, specials = self._max_length(encoder), len(encoder.before + encoder.after)
+        counting = 0 if self.counted else encoder.passes // len(leaks)
         size = _BATCH_SIZE[encoder.device.type]
         for start in range(0, len(leaks), size):
-            some = range(start, min(start + size, len(leaks)))
-            goals = encoder.directions(vectors[list(some)].to(encoder.device))
-            lengths = [leaks[number].length or max_length + frame for number in some]
-            most = max(1, min(max_length, max(lengths) - frame))
+            batch = range(start, min(start + size, len(leaks)))
+            goals = encoder.directions(vectors[list(batch)].to(encoder.device))
+            lengths = [leaks[number].length or max_length + specials for number in batch]
             readings = self.search(
-                encoder, goals, counted, most, self._notify(target, len(some)),
-                _test(target, encoder, [leaks[number] for number in some]),
+                encoder, goals, counted, max(1, min(max_length, max(lengths) - specials)),
+                self._notify(target, len(batch)),
+                _plausibility(target, encoder, [leaks[number] for number in batch]),
             )  # fmt: skip
-            for number, reading in zip(some, readings, strict=True):
+            for number, reading in zip(batch, readings, strict=True):
                 tokens = reading.tokens
                 if leaks[number].length is None:
                     tokens = _shortest(encoder, tokens)
                 ids = [*encoder.before, *tokens, *encoder.after]
                 passes, loss = reading.passes, 1 - reading.cosine
-                yield number, Proposal(ids, passes, passes, once, self.note, loss)
+                yield number, Proposal(ids, passes, passes, counting, self.note, loss)
 
     @property
     def note(self) -> str:
-        """What it reads with, in words."""
+        """What it reads with, for a person to read."""
         if self.corpus == SHIPPED:
             return "read with counts of the corpus that ships"
         return "read with counts of the corpus, nothing learnt"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it counts, and how it searches, as JSON can write it."""
+        """What it counts and how it searches, as JSON values."""
         return {
             "search": asdict(self.search),
             "corpus": digest(corpus_texts(self.corpus)),
@@ -91,16 +91,16 @@ class CountedReader:
         }
 
     def ready(self, target: Target, exposure: Exposure) -> CountedReader:
-        """The same with its counts, for many calls."""
+        """A copy that has counted the corpus already, to be called many times."""
         return replace(self, counted=self._count(Encoder(target, exposure, matrix_half())))
 
     def _count(self, encoder: Encoder) -> Counted:
-        words = encoder.target.tokenizer
         progress = encoder.target.track("counting the corpus", 1)
-        lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
-            "input_ids"
-        ]
-        lines, max_length = [ids for ids in lines if ids], self._max_length(encoder)
+        tokenized = encoder.target.tokenizer(
+            corpus_texts(self.corpus), add_special_tokens=False, truncation=False
+        )
+        lines = [ids for ids in tokenized["input_ids"] if ids]
+        max_length = self._max_length(encoder)
         if encoder.exposure.pooling == "last":
             lines += beginnings(lines, max_length)
         counted = Counted.of(encoder, lines, max_length)
@@ -108,25 +108,25 @@ class CountedReader:
         return counted
 
     def _notify(self, target: Target, count: int) -> Notify | None:
-        """Progress of a search for many texts; one alone is a step of the whole."""
+        """What shows progress within a batch; a batch of one text needs nothing."""
         if count == 1:
             return None
         progress = target.track("search for texts", count)
         return lambda rounds, read, _: progress(read, note=f"read, {rounds} rounds")
 
     def _max_length(self, encoder: Encoder) -> int:
-        frame = len(encoder.before + encoder.after)
-        return min(self.max_length, encoder.target.parts.max_length - frame)
+        specials = len(encoder.before + encoder.after)
+        return min(self.max_length, encoder.target.parts.max_length - specials)
 
 
 def beginnings(lines: Sequence[list[int]], max_length: int, seed: int = 0) -> list[list[int]]:
-    """Each line up to a token by chance, within `max_length`."""
-    chance = random.Random(seed)  # noqa: S311 - no secret
-    return [line[: chance.randint(1, min(len(line), max_length))] for line in lines]
+    """Each line, cut after a random number of tokens up to `max_length`."""
+    stream = random.Random(seed)  # noqa: S311 - no secret
+    return [line[: stream.randint(1, min(len(line), max_length))] for line in lines]
 
 
-def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
-    """Whether a text may be the one behind a pooled embedding; None for other leaks."""
+def _plausibility(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
+    """A test whether a text may be the one behind a pooled embedding; None for other leaks."""
     if not isinstance(leaks[0], Pooled):
         return None
 
@@ -138,7 +138,7 @@ def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | No
 
 
 def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
-    """A token alone, if its state is that of the same token repeated (docs/text.md)."""
+    """One token for a token repeated, if both give the same state (docs/text.md)."""
     if encoder.exposure.pooling != "last" or len(tokens) < 2 or len(set(tokens)) > 1:
         return tokens
     texts = Texts.of([tokens, tokens[:1]], len(tokens), encoder.device)

@@ -1,7 +1,7 @@
 """Text from hidden states of a bidirectional encoder, at any layer.
 
-The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e from a cold start, by L-BFGS,
-to snap to the token table, substitute and verify. Here, cheapest first:
+The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e from scratch by L-BFGS,
+take the nearest tokens ("snap"), and verify. This attack starts with what is cheaper:
 
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
    off by cosine (TokenTable). One forward pass says whether they are right.
@@ -11,13 +11,13 @@ to snap to the token table, substitute and verify. Here, cheapest first:
    a snap and one step of feedback after every few steps. Deeper layers need it. It goes in stages.
    All tokens of a long text converge slowly, though most are clear early; so after each
    stage candidates are tried at the positions that fit worst, each judged by its own row
-   (trials.py), what is clear is fixed, and the next stage moves only the rest.
+   (trials.py), tokens that are clear are fixed, and the next stage moves only the rest.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
    nearest to the estimates are tried at each position, one at a time.
 
-Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
-again without. Of rows that leaked as directions the length comes first (row_length.py). Texts go
-through in batches of similar length, and leave when they fit.
+The special tokens that the tokenizer puts around a text (its frame) are fixed at first; a text that
+is not found so is tried again without. Rows that leaked as directions only get their lengths back
+first (row_length.py). Texts run in batches of similar length; each leaves its batch when it fits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from keyhole.recover.layers.lbfgs import BatchedLBFGS
 from keyhole.recover.layers.precision import Precision, compare, precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch
-from keyhole.recover.layers.trials import Comparison, Tried, try_rows, try_sums
-from keyhole.recover.layers.trials import substitute as try_all
+from keyhole.recover.layers.trials import Comparison, Tried, substitute, try_rows, try_sums
 from keyhole.recover.leaks import Leak
 
-_FAR, _CLOSE = 0.3, 0.1  # the first step of a search for each token, in units of the map's error
+_FIRST_STEP, _LATER_STEP = 0.3, 0.1  # of L-BFGS, per token, in units of the inverse map's error
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class EncoderStates:
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
     `steps` forward–backward passes: a stage of `opening` rounds, then stages of `stage` rounds.
-    After each stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
+    After a round that helped, the worst positions get another token up to `flips` times. After each
+    stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
     end `candidates` tokens are tried at each position, in at most `sweeps` sweeps. `samples` random
     tokens fit the map (None: 48 for each number in a hidden state). `batch` is how many tokens go
     through the model at once.
@@ -90,8 +90,8 @@ class EncoderStates:
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
             if self.candidates and self.sweeps:
-                yield from texts.leave(substitute(texts, self.candidates, self.sweeps))
-            yield from texts.leave(texts.well_framed())
+                yield from texts.leave(try_everywhere(texts, self.candidates, self.sweeps))
+            yield from texts.leave(texts.frame_fits())
 
     def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
         """Forward passes only, while they help."""
@@ -109,21 +109,21 @@ class EncoderStates:
 
     def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
         """Gradients and trials in turn: what is clear after one stage is fixed in the next."""
-        left, stage, first = self.rounds, self.opening, _FAR
-        while left > 0 and len(texts):
-            yield from self._by_gradients(texts, back, min(stage, left), first)
-            left, stage, first = left - stage, self.stage, _CLOSE
+        rounds_left, stage, first_step = self.rounds, self.opening, _FIRST_STEP
+        while rounds_left > 0 and len(texts):
+            yield from self._by_gradients(texts, back, min(stage, rounds_left), first_step)
+            rounds_left, stage, first_step = rounds_left - stage, self.stage, _LATER_STEP
             if self.trials:
-                yield from texts.leave(replace(texts, self.trials))
-            texts.settle()
+                yield from texts.leave(try_worst(texts, self.trials))
+            texts.fix_clear()
 
     def _by_gradients(
-        self, texts: EncoderBatch, back: InverseMap, rounds: int, first: float
+        self, texts: EncoderBatch, back: InverseMap, rounds: int, first_step: float
     ) -> Iterator[tuple[int, Proposal]]:
         """L-BFGS, with a snap and a step of feedback after every few steps."""
         start = texts.anchored()
         search = BatchedLBFGS(
-            torch.zeros_like(start).flatten(1), first * texts.unknowns**0.5, history=60
+            torch.zeros_like(start).flatten(1), first_step * texts.unknowns**0.5, history=60
         )
         for _ in range(rounds):
             for _ in range(self.steps):
@@ -141,7 +141,7 @@ class EncoderStates:
                     return
                 if flips == self.flips or not texts.improving(1):
                     break
-                done = flip(texts)
+                done = change_worst(texts)
 
 
 def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
@@ -186,25 +186,28 @@ class SubLayerOutput:
             yield left[place], proposal
 
 
-_WORTH = 0.9  # feedback goes on while it lowers the loss at least so far …
-_PATIENCE = 2  # … within so many passes
-_DOUBT = 0.94  # of the second token's squared distance: a token that is nearer is meant …
-_MISFIT = 4.0  # … unless its row fits so many times worse than half of the text's rows do …
-_PART = 0.02  # … and its squared residual is so much of the largest
-_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
-_ROUGHLY = 0.5  # of the leak's variance left unexplained: rows say something of their own tokens
-_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
-_PLACES, _IN_A_PASS = 40, 8  # positions tried in a sweep, and in one pass, …
-_ALONE = 8  # … and positions tried one by one, once that has nothing more to give
-_SWEEPS = 12
-_MORE = 3  # times as many candidates where sums of them are looked at
+_WORTH = 0.9  # the loss must fall to this share of the best for a pass to count as progress
+_PATIENCE = 2  # passes without progress after which feedback ends
+_DOUBT = 0.94  # a token is clear if its squared distance is below this share of the second's
+_MISFIT = 4.0  # a clear token stays open if its squared residual is so many times the median …
+_PART = 0.02  # … and so large a share of the largest
+_WORST = (0.8, 0.4, 0.2)  # shares of the largest squared residual: tokens above it are changed
+_ROUGHLY = 0.5  # of the leak's variance unexplained: below, rows say something of their own tokens
+_NEAR = 0.1  # of the leak's variance unexplained: below, only a few tokens are wrong
+_SWEEPS = 12  # sweeps of trials after a stage, at most
+_PLACES = 40  # positions tried in a sweep …
+_IN_A_PASS = 8  # … and how many of them in one pass
+_ALONE = 8  # positions tried one by one, once sweeps of many no longer help
+_MORE = 3  # times as many candidates where several tokens are changed at once
 
 
 @dataclass(eq=False)
 class EncoderBatch:
-    """What is known of b texts of at most n positions; all tensors have the batch first.
+    """The state of the search for b texts of at most n positions; tensors have the batch first.
 
     Texts of different lengths are padded and masked; each leaves as soon as it fits its leak.
+    Positions are free unless the frame fixes their token. A free position is sure while the search
+    holds its token fixed, and open otherwise. It is good where the model reproduces the leaked row.
     """
 
     target: Target
@@ -214,18 +217,18 @@ class EncoderBatch:
     leaks: list[Leak]
     precisions: list[Precision]
     leaked: Tensor  # (b, n, d), 0 where nothing leaked
-    seen: Tensor  # (b, n)
+    seen: Tensor  # (b, n), true where a row leaked
     mask: Tensor  # (b, n), true on text
-    free: Tensor  # (b, n), true where the tokenizer's frame does not say the token
-    sure: Tensor  # (b, n), true where the search takes the token for right, for now
+    free: Tensor  # (b, n), true where the frame does not fix the token
+    sure: Tensor  # (b, n), true where the search holds the token fixed, for now
     estimates: Tensor  # (b, n, e)
     ids: Tensor  # (b, n)
     missing: Tensor  # (b, n, d), leak minus what the model gave for `ids`
-    good: Tensor  # (b, n), where that looks like the leak's own error
+    good: Tensor  # (b, n), true where `missing` is within the leak's own error
     best: Tensor  # (b,), the least loss of any ids so far
     best_ids: Tensor
     best_estimates: Tensor
-    stale: Tensor  # (b,), passes since the loss fell
+    stale: Tensor  # (b,), passes since the last progress
     passes: Tensor  # (b,), forward–backward and forward
     forwards: Tensor  # (b,)
     framed: bool = False
@@ -265,16 +268,16 @@ class EncoderBatch:
 
     @property
     def unknowns(self) -> float:
-        """How many tokens are to be found, on average."""
+        """The average number of open positions in a text."""
         return float(self.open.sum()) / max(1, len(self))
 
     @property
     def open(self) -> Tensor:
-        """Where (b, n) the search moves."""
+        """The positions (b, n) whose tokens the search may change."""
         return self.free & ~self.sure
 
     def begin(self, framed: bool) -> None:
-        """Fix the tokenizer's frame or nothing, and estimate the rest from the leak."""
+        """Start over from estimates by the inverse map, with or without the frame fixed."""
         before, after = self.target.frame()
         self.framed = framed and bool(before or after)
         self.free, self.sure = self.mask.clone(), ~self.mask
@@ -295,18 +298,18 @@ class EncoderBatch:
             for place, token in zip(reversed(places.tolist()), reversed(after), strict=False):
                 self.ids[row, place], self.free[row, place] = token, False
 
-    def well_framed(self) -> list[int]:
-        """The texts of which no fixed token is to blame: it fits no worse than others do."""
+    def frame_fits(self) -> list[int]:
+        """The texts whose fixed special tokens fit no worse than their other tokens."""
         if not self.framed:
             return list(range(len(self)))
         fixed = self.seen & ~self.free
         sizes = self.missing.square().sum(-1)
         typical = sizes.where(self.seen, torch.nan).nanmedian(-1).values
-        blamed = (fixed & (sizes > typical[:, None])).any(-1)
-        return (~blamed).nonzero().flatten().tolist()
+        misfit = (fixed & (sizes > typical[:, None])).any(-1)
+        return (~misfit).nonzero().flatten().tolist()
 
     def snap(self) -> None:
-        """Read tokens off the estimates, except where the ones there already fit."""
+        """Take the token nearest to each estimate, except where the present one is good."""
         open_ = self.free & ~self.good
         ids = self.ids.clone()
         ids[open_] = self.table.nearest(self.estimates[open_])[:, 0]
@@ -316,14 +319,14 @@ class EncoderBatch:
         """Run the model on the snapped tokens; which texts fit their leaks?"""
         rows = torch.arange(len(self), device=self.ids.device)
         ids = self.ids.clone()
-        return self.note(rows, ids, self.run(rows, ids), 1)
+        return self.record(rows, ids, self.run(rows, ids), 1)
 
     def run(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """What the model gives for `ids` (…, n or fewer), which are tried for these rows."""
+        """What the model gives for `ids` (…, n or fewer) as the texts of these rows."""
         return self.target.rows(self.leaks[0], ids, self.mask[rows, : ids.shape[1]])
 
-    def note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
-        """Take down what was found for some rows with so many passes; which fit their leaks?"""
+    def record(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
+        """Record what the model gave for the texts of some rows; which of them fit their leaks?"""
         self.passes[rows] += forwards
         self.forwards[rows] += forwards
         missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
@@ -352,14 +355,14 @@ class EncoderBatch:
         return (self.leaked[row, :n] - self.run(rows, ids)) * self.seen[row, :n, None]
 
     def take(self, row: int, tried: Tried) -> list[int]:
-        """Run and note the text that trials gave a row: [row] if it fits its leak, or []."""
+        """Run and record the text that trials gave a row: [row] if it fits its leak, or []."""
         rows = torch.tensor([row], device=self.ids.device)
         ids = self.ids[rows].clone()
         ids[0, : len(tried.ids)] = tried.ids
-        return self.note(rows, ids, self.run(rows, ids), tried.forwards + 1)
+        return self.record(rows, ids, self.run(rows, ids), tried.forwards + 1)
 
     def improving(self, patience: int = _PATIENCE) -> bool:
-        """Has any text come nearer to its leak within so many passes?"""
+        """Has any text made progress in its last `patience` passes?"""
         return len(self) > 0 and bool((self.stale < patience).any())
 
     def push(self) -> None:
@@ -367,21 +370,20 @@ class EncoderBatch:
         self.estimates = self.estimates + self.missing @ self.back.M
 
     def return_to_best(self) -> None:
-        """Take up the search where the loss was least."""
+        """Go back to the ids and estimates with the least loss."""
         self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
         self.good = ~self.mask
 
     def clear(self, row: int) -> Tensor:
-        """Where (n,) a text's estimates are much nearer to the tokens it has than to any other."""
+        """Where (n,) a text's estimates are much nearer to its present tokens than to any other."""
         meant, doubt = self.table.meant(self.estimates[row])
         return (meant == self.ids[row]) & (doubt <= _DOUBT)
 
-    def settle(self) -> None:
-        """Take for right, from here on, what is clear: a smaller search, with less to get wrong.
+    def fix_clear(self) -> None:
+        """Fix the tokens that are clear, so that the next stage has less to search.
 
-        So is a token that a trial has put there against the estimate, if its row fits better than
-        most. Whatever was taken for right by mistake is among the rows that fit worst, and becomes
-        open again.
+        A token that a trial chose against the estimate is fixed too, if its row fits better than
+        most. A token that was fixed wrongly is among the rows that fit worst, and is open again.
         """
         sizes = self.missing.square().sum(-1)
         typical = sizes.where(self.seen, torch.nan).nanmedian(-1, keepdim=True).values
@@ -391,7 +393,7 @@ class EncoderBatch:
         clear = ~tried & (doubt <= _DOUBT).view_as(self.ids)
         fits = (clear & (sizes <= least)) | (tried & (sizes <= typical)) | self.good
         self.sure = self.free & self.seen & fits
-        # An estimate that is sure of a wrong token does not leave it: it starts anew.
+        # An estimate that points clearly at a wrong token would stay there: it starts anew.
         stuck = (self.open & self.seen & clear)[..., None]
         self.estimates = torch.where(stuck, self.back.estimate(self.leaked), self.estimates)
 
@@ -422,7 +424,7 @@ class EncoderBatch:
         return at
 
     def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
-        """Hand over what was found for these rows, and go on without them."""
+        """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
             n = len(self.precisions[row].sigma)
             yield (
@@ -443,12 +445,12 @@ class EncoderBatch:
         self.precisions = [self.precisions[row] for row in kept]
 
 
-def flip(texts: EncoderBatch) -> list[int]:
-    """Give another token to the positions that fit worst, in texts that have just come nearer.
+def change_worst(texts: EncoderBatch) -> list[int]:
+    """Give another token to the positions that fit worst, in texts that have just made progress.
 
-    Once most tokens are right, those that are not have the largest residuals, and the estimate
-    moved by that residual points at the token that is missing. How many positions to change is
-    tried: those within 80%, 40% and 20% of the largest squared residual.
+    Once most tokens are right, the wrong ones have the largest residuals, and the estimate moved by
+    its residual points at the right token. Three numbers of positions are tried: those above 80%,
+    40% and 20% of the largest squared residual.
     """
     rows = (texts.stale == 0).nonzero().flatten()
     if not len(rows):
@@ -458,12 +460,12 @@ def flip(texts: EncoderBatch) -> list[int]:
     size = missing.square().sum(-1).where(free, 0.0)
     worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
     nearest = texts.table.nearest(moved[worst], 2)
-    wished = ids.clone()
+    changed = ids.clone()
     same = nearest[:, 0] == ids[worst]
-    wished[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
+    changed[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
     trials = torch.stack(
         [
-            torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), wished, ids)
+            torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), changed, ids)
             for share in _WORST
         ]
     )
@@ -471,15 +473,15 @@ def flip(texts: EncoderBatch) -> list[int]:
     off = (given - texts.leaked[rows]) * texts.seen[rows, :, None]
     winner = off.square().sum((2, 3)).argmin(0)
     each = torch.arange(len(rows), device=rows.device)
-    return texts.note(rows, trials[winner, each], given[winner, each], len(_WORST))
+    return texts.record(rows, trials[winner, each], given[winner, each], len(_WORST))
 
 
-def replace(texts: EncoderBatch, candidates: int) -> list[int]:
+def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
     """Try so many candidates at the positions that fit worst, as long as that helps.
 
-    Many positions at once first; what they do to each other hides the last few wrong tokens, so
-    then the worst positions one by one, with twice the candidates; and where no single token helps
-    any more, several of them at once.
+    First many positions in one pass. Their effects on each other hide the last few wrong tokens, so
+    then the worst positions one by one, with twice the candidates. Where no single token helps any
+    more, several are changed at once.
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
@@ -517,7 +519,7 @@ def _by_sums(texts: EncoderBatch, row: int, ids: Tensor, candidates: int) -> Tri
 
 
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
-    """Where tokens are tried: the rows that fit worst; unless `alone`, those that are not clear."""
+    """The positions that fit worst; unless each is tried alone, only those that are not clear."""
     open_ = texts.free[row] & texts.seen[row] & ~texts.good[row]
     if not alone:
         open_ &= ~texts.clear(row)
@@ -526,19 +528,19 @@ def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
 
 
 def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
-    """The candidates (m, count) for some positions: five lists, the best of each first.
+    """The candidates (m, count) for some positions, from five lists in turn.
 
-    Nearest to the estimate, and to the estimate moved by what its row leaves unexplained; of all
-    tokens, and of those the text has already: a long text repeats its words. And nearest to the
-    token that is there, moved likewise: what a trial chose wrongly is often akin to the truth.
+    The tokens nearest to the estimate, and to the estimate moved by its row's residual; each among
+    all tokens, and among those that the text already has, as long texts repeat words. And those
+    nearest to the present token, moved likewise: a wrong choice is often similar to the right one.
     """
     estimates, nearest = texts.estimates[row, places], texts.table.nearest
     push = texts.missing[row, places] @ texts.back.M
-    akin = texts.table.vectors[texts.ids[row, places]] + push
+    present = texts.table.vectors[texts.ids[row, places]] + push
     own = texts.ids[row][texts.mask[row]].unique()
     lists = [
         nearest(estimates + push, count), nearest(estimates + push, count, own),
-        nearest(akin, count), nearest(estimates, count), nearest(estimates, count, own),
+        nearest(present, count), nearest(estimates, count), nearest(estimates, count, own),
     ]  # fmt: skip
     width = min(part.shape[1] for part in lists)
     mixed = torch.stack([part[:, :width] for part in lists], -1).flatten(1)
@@ -546,14 +548,14 @@ def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tens
 
 
 def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
-    """The first `count` tokens of each list (m, k) that are new: neither there nor before."""
+    """The first `count` tokens of each list (m, k), with repeats and the present token last."""
     same = lists[:, :, None] == lists[:, None, :]
-    again = same.tril(-1).any(-1) | (lists == present[:, None])
-    order = again.long().argsort(dim=1, stable=True)
+    repeated = same.tril(-1).any(-1) | (lists == present[:, None])
+    order = repeated.long().argsort(dim=1, stable=True)
     return lists.gather(1, order)[:, :count]
 
 
-def substitute(texts: EncoderBatch, candidates: int, sweeps: int) -> list[int]:
+def try_everywhere(texts: EncoderBatch, candidates: int, sweeps: int) -> list[int]:
     """Try the tokens nearest to the estimates at each position of texts that are nearly right.
 
     That is a few hundred forward passes for a text, so it comes last.
@@ -562,7 +564,7 @@ def substitute(texts: EncoderBatch, candidates: int, sweeps: int) -> list[int]:
     for row in _within(texts, _NEAR):
         n = len(texts.precisions[row].sigma)
         estimates = texts.best_estimates[row, :n]
-        tried = try_all(
+        tried = substitute(
             Comparison.of(texts.target, texts.leaks[row]),
             texts.best_ids[row, :n],
             texts.table.nearest(estimates, candidates).T.contiguous(),
