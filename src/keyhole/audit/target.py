@@ -20,7 +20,7 @@ from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
-from keyhole.audit.stores import StoreTarget, likeliest
+from keyhole.audit.stores import StoreTarget, likeliest, quick
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.errors import InputError, MissingExtra
@@ -443,7 +443,7 @@ class _Opener:
         known = [] if options.known is None else read_texts(options.known)
         with open_store(self.place, known, shown=self.name) as store:
             subject = likeliest(self._candidates(store, known))
-        subject = replace(subject, method=method)
+        subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
 
     def _candidates(self, store: Store, known: Sequence[str]) -> list[StoreTarget]:
