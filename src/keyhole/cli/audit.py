@@ -32,8 +32,9 @@ _NAMED = re.compile(r"[^\w.-]+")
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
-    "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, postgresql://…, "
-    "http://…/v1/embeddings, or a file .faiss, .parquet, .npy, .npz, .jsonl; with --model also "
+    "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, milvus:FOLDER, "
+    "milvus:http://host:port, postgresql://…, http://…/v1/embeddings, or a file .faiss, .parquet, "
+    ".npy, .npz, .jsonl; with --model also "
     "http://host:port, a server of a language model, or a file: a saved slot of llama.cpp, a leak "
     "of keyhole lab capture, or what another program saved of a model's states or cache (.pt, "
     ".safetensors)."

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keyhole.configs.finding import Hit, Known, Level, Rule, Source, Unreadable
+from keyhole.core import standards
 from keyhole.core.files import parse
 
 # Settings of a Hugging Face model
@@ -25,18 +26,21 @@ HIDDEN_STATES = Rule(
     "every pass returns the hidden states of all layers; texts are read back from any of them",
     "set output_hidden_states to false, and ask for it where it is needed",
     "keyhole audit FOLDER --data TEXTS.txt",
+    standards.INPUTS_READ,
 )  # fmt: skip
 ATTENTIONS = Rule(
     "KH-CONFIG-HF-ATTENTIONS", "A model returns its attention maps", Level.HIGH,
     "every pass returns the attention maps of all layers; those of the first give the text away",
     "set output_attentions to false, and ask for it where it is needed",
     "keyhole audit FOLDER --data TEXTS.txt",
+    standards.INPUTS_READ,
 )  # fmt: skip
 SCORES = Rule(
     "KH-CONFIG-HF-SCORES", "Generation returns scores of the whole vocabulary", Level.MEDIUM,
     "generate() returns scores for every token of the vocabulary; the last layer is read from them",
     "set output_scores and output_logits to false",
     "keyhole extract FOLDER --method output-layer",
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 SETTINGS = ("output_hidden_states", "output_attentions", "output_scores", "output_logits")
 MODEL_WORDS = (*SETTINGS, "model_type", "architectures", "transformers_version")  # of its files
@@ -81,26 +85,31 @@ SERVED_STATES = Rule(
     "KH-CONFIG-SERVED-STATES", "An endpoint returns a vector for every token", Level.HIGH,
     "texts are read back from hidden states of any layer",
     f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_MAPS = Rule(
     "KH-CONFIG-SERVED-MAPS", "An endpoint returns attention maps", Level.HIGH,
     "texts are read back from attention maps, those of the first layer in closed form",
     f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_CACHE = Rule(
     "KH-CONFIG-SERVED-CACHE", "An endpoint returns keys and values", Level.HIGH,
     "texts are read back from keys and values, those of the first layer by a table",
     "keep the cache inside the server", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_VECTOR = Rule(
     "KH-CONFIG-SERVED-EMBEDDING", "An endpoint returns a vector for a text", Level.MEDIUM,
     "short texts are read back from their embeddings",
     "treat embeddings as the texts, wherever they are kept", _ENDPOINT_AUDIT,
+    standards.EMBEDDINGS_READ,
 )  # fmt: skip
 SERVED_LOGITS = Rule(
     "KH-CONFIG-SERVED-LOGITS", "An endpoint returns logits", Level.LOW,
     "scores of full precision are what attacks on weights read",
     f"{_SCORE}; count queries per client", _ENDPOINT_AUDIT,
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 # By the names that exporters and the libraries themselves give; the first that matches counts.
 _NAMES = (
@@ -187,16 +196,19 @@ SAVED_LEAK = Rule(
     "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
     "the text it was made from can be read back with the model",
     _KEEP, "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SAVED_SLOT = Rule(
     "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
     "it holds the prompt's token ids as they are, and its keys and values",
     _KEEP, "keyhole audit FILE --model MODEL.gguf",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SAVED_STATES = Rule(
     "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
     "it holds a prompt's token ids as they are, and its hidden states",
     _KEEP, "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SLOT_MAGIC = b"qsgg"  # as recover/files/arrays.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long

@@ -8,6 +8,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from keyhole.core.standards import Standard
+
 
 class Level(IntEnum):
     """How much is opened: counts and settings, some of what attacks need, or the secret itself."""
@@ -30,6 +32,7 @@ class Rule:
     opens: str
     fix: str
     attack: str  # the command that would try it for real
+    standards: tuple[Standard, ...] = ()  # what other people's frameworks call it
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Finding:
         return {
             "rule": rule.id, "name": rule.name, "level": str(rule.level), "path": self.path,
             "line": self.line, "setting": self.what, "opens": rule.opens, "fix": rule.fix,
-            "attack": rule.attack,
+            "attack": rule.attack, "standards": [standard.id for standard in rule.standards],
         }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from keyhole.configs.command import Options, Program, Word, reached_from_outside
 from keyhole.configs.containers import Mapping, Node, Scalar, walk
 from keyhole.configs.finding import Hit, Known, Level, Rule
 from keyhole.configs.helm import in_cluster_only, inside
+from keyhole.core import standards
 
 _ANYWHERE = "0.0.0.0"  # noqa: S104
 _YES = ("true", "1", "yes", "on")
@@ -52,17 +53,20 @@ LLAMA_SLOT_FILES = Rule(
     "POST /slots/0?action=save writes a file with the prompt's token ids, keys and values",
     "leave --slot-save-path out, or keep that folder as secret as prompts; set --api-key",
     "keyhole audit SLOT.bin --model MODEL.gguf",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 LLAMA_TOKEN_STATES = Rule(
     "KH-CONFIG-LLAMA-TOKEN-STATES", "The last state of every token is returned", Level.HIGH,
     "POST /embeddings returns the last state of every token, from which texts are read back",
     "start it with --pooling mean, and treat the vectors as the texts; set --api-key", _LLAMA_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 LLAMA_EMBEDDINGS = Rule(
     "KH-CONFIG-LLAMA-EMBEDDINGS", "Embeddings of texts are returned", Level.LOW,
     "POST /v1/embeddings returns a vector for a text, from which short texts are read back",
     "treat embeddings as the texts: guard whoever keeps them as well",
     "keyhole audit http://HOST:8080/v1/embeddings --model MODEL.gguf --known TEXTS.txt",
+    standards.EMBEDDINGS_READ,
 )  # fmt: skip
 LLAMA_OPEN = Rule(
     "KH-CONFIG-LLAMA-OPEN", "A server without a key listens beyond this machine", Level.HIGH,
@@ -70,26 +74,31 @@ LLAMA_OPEN = Rule(
     "vocabulary, from which the last layer of the model is read",
     "set --api-key or --api-key-file, or listen at 127.0.0.1 behind a proxy that checks requests",
     "keyhole extract http://HOST:8080 --method output-layer",
+    standards.SERVER_OPEN,
 )  # fmt: skip
 LLAMA_SLOTS = Rule(
     "KH-CONFIG-LLAMA-SLOTS", "The slots of other clients can be watched", Level.LOW,
     "GET /slots tells every client how many tokens the others' prompts have, and their settings",
     "start it with --no-slots", _LLAMA_AUDIT,
+    standards.COUNTS_SHOWN,
 )  # fmt: skip
 LLAMA_PROPS = Rule(
     "KH-CONFIG-LLAMA-PROPS", "Clients may change the server's settings", Level.LOW,
     "POST /props changes settings of the server for all of its clients",
     "leave --props out", _LLAMA_AUDIT,
+    standards.SERVER_OPEN,
 )  # fmt: skip
 LLAMA_METRICS = Rule(
     "KH-CONFIG-LLAMA-METRICS", "Counts of tokens and requests are published", Level.LOW,
     "GET /metrics tells how many tokens were read and written, and no text",
     "leave --metrics out, or let only the monitoring network reach it", _LLAMA_AUDIT,
+    standards.COUNTS_SHOWN,
 )  # fmt: skip
 LLAMA_PROMPT_LOG = Rule(
     "KH-CONFIG-LLAMA-PROMPT-LOG", "Prompts are written to a folder", Level.MEDIUM,
     "every prompt is written there in the clear",
     "leave --log-prompts-dir out", "ls the folder: no attack is needed",
+    standards.PROMPTS_LOGGED,
 )  # fmt: skip
 
 
@@ -143,40 +152,47 @@ VLLM_LOGPROBS = Rule(
     "the more log-probabilities an answer holds, the fewer answers give the last layer away",
     f"leave --max-logprobs at {_CAP} or below",
     "keyhole extract http://HOST:8000 --method output-layer",
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 VLLM_PROMPT_EMBEDS = Rule(
     "KH-CONFIG-VLLM-PROMPT-EMBEDS", "Prompts may be vectors", Level.MEDIUM,
     "clients may ask by vectors of their choice (prompt_embeds), as attacks on weights do",
     "leave --enable-prompt-embeds out", _VLLM_AUDIT,
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 VLLM_TOKEN_STATES = Rule(
     "KH-CONFIG-VLLM-TOKEN-STATES", "The last state of every token is returned", Level.HIGH,
     "POST /pooling with task token_embed returns every token's last state, and no key guards it",
     "put a proxy in front that lets /v1/embeddings through alone",
     "keyhole audit http://HOST:8000 --model ENCODER",
+    standards.INPUTS_READ,
 )  # fmt: skip
 VLLM_HIDDEN_STATES = Rule(
     "KH-CONFIG-VLLM-HIDDEN-STATES", "Hidden states are written to files", Level.HIGH,
     "a file for each prompt holds its token ids in the clear, and its hidden states",
     "leave the connector for hidden states out, or keep its path as secret as prompts",
     "keyhole recover MODEL FILE.safetensors",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 VLLM_KV_FILES = Rule(
     "KH-CONFIG-VLLM-KV-CACHE", "Keys and values leave the server", Level.MEDIUM,
     "keys and values of prompts go to a shared place, and prompts are read back from them",
     "keep that place, and the way there, as secret as prompts: encrypted, and for one tenant",
     "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 VLLM_OPEN = Rule(
     "KH-CONFIG-VLLM-OPEN", "A server without a key listens beyond this machine", Level.HIGH,
     "whoever reaches the address may ask for log-probabilities, embeddings and token states",
     "listen at 127.0.0.1 behind a proxy that checks keys and routes, and set --api-key as well",
     _VLLM_AUDIT,
+    standards.SERVER_OPEN,
 )  # fmt: skip
 VLLM_KEY_FOR_SOME = Rule(
     "KH-CONFIG-VLLM-KEY-FOR-SOME-ROUTES", "The key guards some routes alone", Level.LOW,
     "--api-key guards /v1 and a few more prefixes: /invocations and /pooling answer without it",
     "put a proxy in front that lets only the routes through that clients need", _VLLM_AUDIT,
+    standards.SERVER_OPEN,
 )  # fmt: skip
 
 
@@ -235,18 +251,21 @@ SGLANG_HIDDEN_STATES = Rule(
     "KH-CONFIG-SGLANG-HIDDEN-STATES", "Hidden states are returned", Level.HIGH,
     "POST /generate with return_hidden_states returns them, and texts are read back from them",
     "leave --enable-return-hidden-states out", _SGLANG_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SGLANG_EMBEDDINGS = Rule(
     "KH-CONFIG-SGLANG-EMBEDDINGS", "Embeddings of texts are returned", Level.LOW,
     "POST /v1/embeddings returns a vector for a text, from which short texts are read back",
     "treat embeddings as the texts: guard whoever keeps them as well",
     "keyhole audit http://HOST:30000/v1/embeddings --model MODEL --known TEXTS.txt",
+    standards.EMBEDDINGS_READ,
 )  # fmt: skip
 SGLANG_OPEN = Rule(
     "KH-CONFIG-SGLANG-OPEN", "A server without a key listens beyond this machine", Level.HIGH,
     "whoever reaches the address may ask /generate for log-probabilities, by texts or by vectors "
     "(input_embeds)",
     "set --api-key, or listen at 127.0.0.1 behind a proxy that checks requests", _SGLANG_AUDIT,
+    standards.SERVER_OPEN,
 )  # fmt: skip
 
 
@@ -278,6 +297,7 @@ OLLAMA_OPEN = Rule(
     "delete models: Ollama asks nobody for a key",
     "listen at 127.0.0.1, or publish the port there, behind a proxy that checks keys and routes",
     "keyhole audit http://HOST:11434/v1/embeddings --model MODEL --known TEXTS.txt",
+    standards.SERVER_OPEN,
 )  # fmt: skip
 OLLAMA_ORIGINS = Rule(
     "KH-CONFIG-OLLAMA-ORIGINS", "Any web page may ask the server", Level.MEDIUM,
@@ -285,6 +305,7 @@ OLLAMA_ORIGINS = Rule(
     "answers, also where it listens at 127.0.0.1",
     "name the origins that need it in OLLAMA_ORIGINS",
     "keyhole audit http://HOST:11434/v1/embeddings --model MODEL --known TEXTS.txt",
+    standards.ANY_ORIGIN,
 )  # fmt: skip
 # An address to listen at; a client's OLLAMA_HOST is that of its server, mostly a name.
 _ADDRESS = re.compile(r"(https?://)?(?P<host>\d+\.\d+\.\d+\.\d+|\[?::1?\]?)?(:\d+)?/?")
@@ -336,6 +357,7 @@ TEI_OPEN = Rule(
     "which texts are read back",
     "set --api-key (API_KEY), and let only the routes through that clients need",
     "keyhole audit http://HOST:8080/v1/embeddings --model ENCODER --known TEXTS.txt",
+    standards.SERVER_OPEN,
 )  # fmt: skip
 TGI_OPEN = Rule(
     "KH-CONFIG-TGI-OPEN", "A server without a key listens beyond this machine", Level.HIGH,
@@ -343,12 +365,14 @@ TGI_OPEN = Rule(
     "(decoder_input_details, top_n_tokens)",
     "set --api-key (API_KEY), or listen at 127.0.0.1 behind a proxy that checks requests",
     "keyhole audit http://HOST:8080 --model MODEL",
+    standards.SERVER_OPEN,
 )  # fmt: skip
 TGI_LOGPROBS = Rule(
     "KH-CONFIG-TGI-LOGPROBS", "More log-probabilities than needed are allowed", Level.MEDIUM,
     "the more log-probabilities an answer holds, the fewer answers give the last layer away",
     "leave --max-top-n-tokens at 5, its default",
     "keyhole extract http://HOST:8080 --method output-layer",
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 
 
@@ -399,18 +423,21 @@ CHROMA_OPEN = Rule(
     "listen at 127.0.0.1, or put a proxy in front that checks keys (Chroma has none of its own "
     "since 1.0)",
     "keyhole audit chroma:FOLDER --model ENCODER",
+    standards.STORE_OPEN,
 )  # fmt: skip
 CHROMA_RESET = Rule(
     "KH-CONFIG-CHROMA-RESET", "Clients may delete everything", Level.MEDIUM,
     "POST /reset deletes all collections: who can read a store should not be able to replace it",
     "set allow_reset to false (ALLOW_RESET), which is the default",
     "keyhole audit chroma:FOLDER --model ENCODER",
+    standards.STORE_OPEN,
 )  # fmt: skip
 QDRANT_OPEN = Rule(
     "KH-CONFIG-QDRANT-OPEN", "A store without a key listens beyond this machine", Level.HIGH,
     "whoever reaches the address reads all embeddings, and with the encoder many of their texts",
     "set service.api_key (QDRANT__SERVICE__API_KEY) and TLS, or listen at 127.0.0.1",
     "keyhole audit qdrant:FOLDER --model ENCODER",
+    standards.STORE_OPEN,
 )  # fmt: skip
 
 
@@ -440,7 +467,8 @@ WEAVIATE_OPEN = Rule(
     "whoever reaches the address reads all embeddings, and with the encoder many of their texts",
     "set AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED to false and AUTHENTICATION_APIKEY_ENABLED to "
     "true, or listen at 127.0.0.1",
-    "keyhole audit weaviate:http://HOST:8080 --model ENCODER",
+    "keyhole audit EXPORT.jsonl --model ENCODER",
+    standards.STORE_OPEN,
 )  # fmt: skip
 MILVUS_OPEN = Rule(
     "KH-CONFIG-MILVUS-OPEN", "A store lets everybody in", Level.HIGH,
@@ -448,6 +476,7 @@ MILVUS_OPEN = Rule(
     "set common.security.authorizationEnabled to true and change root's password, or listen at "
     "127.0.0.1",
     "keyhole audit milvus:http://HOST:19530 --model ENCODER",
+    standards.STORE_OPEN,
 )  # fmt: skip
 _ANONYMOUS = "AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED"
 _WEAVIATE_LOGINS = (

@@ -23,7 +23,8 @@ from keyhole.oracle.protocol import Oracle, OracleError, ask, layers
 EXACT = 1e-12  # relative errors of answers below this are rounding of float64
 ALLOWED = 16.0  # times their own error: how far answers and a model that explains them may differ
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_READ = 64  # answers that are compared with float32 as servers print it
+_READ = 64  # answers that are compared with float32 as servers print it,
+_DIGITS = 8  # in as many digits or more: with fewer they may be rounded on purpose
 _UNSEEN = 2.0**-40  # a change of the inputs that float64 shows and float32 does not
 _STREAM = 0x4F574E45
 _DOUBTFUL = 1e-2  # of the answers: tokens in another order that change more have positions
@@ -44,7 +45,9 @@ def digits(answers: Tensor) -> float:
         if torch.equal(answers, answers.to(dtype).to(torch.float64)):
             return torch.finfo(dtype).eps / 2
     some = answers.flatten()[:_READ]
-    if some.tolist() == [float(str(value)) for value in some.float().numpy()]:
+    printed = [str(value) for value in some.float().numpy()]
+    most = max(len(text.strip("-0.").split("e")[0].replace(".", "")) for text in printed)
+    if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
         return torch.finfo(torch.float32).eps / 2
     return torch.finfo(torch.float64).eps
 

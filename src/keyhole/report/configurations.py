@@ -18,7 +18,7 @@ from keyhole.core.exposure import NOT_CHECKED
 from keyhole.core.text import as_code, inert
 from keyhole.report import junit, markdown, sarif
 from keyhole.report.sarif import in_file
-from keyhole.report.words import number, slug
+from keyhole.report.words import names_of, number, slug
 from keyhole.version import __version__
 
 _SEVERITIES = {
@@ -127,6 +127,7 @@ def as_sarif(checked: Checked, least: Level) -> str:
     code, unread = checked.exit_code(least), [file.path for file in checked.unread]
     run = {
         "tool": {"driver": sarif.driver(__version__, rules)},
+        "taxonomies": sarif.taxonomies(rule.standards for rule in RULES.values()),
         "automationDetails": {"id": "keyhole/check-config/"},
         "invocations": [sarif.invocation(code, _ENDS, unread, None)],
         "results": results,
@@ -205,8 +206,9 @@ def _rule(rule: Rule) -> dict[str, Any]:
     )
     about = f"{rule.opens[0].upper()}{rule.opens[1:]}."
     return sarif.described(
-        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level]
-    )
+        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level],
+        standards=rule.standards,
+    )  # fmt: skip
 
 
 def _unread(file: Unread, place: int) -> dict[str, Any]:
@@ -225,7 +227,8 @@ def _case(name: str, finding: Finding, least: Level) -> junit.Case:
     rule, where = finding.rule, f"{finding.path}:{finding.line}"
     details = (
         f"finding: {name}", f"rule: {rule.id} ({rule.name})", f"level: {rule.level}",
-        f"at: {where}", f"opens: {rule.opens}", f"fix: {rule.fix}", f"try: {rule.attack}",
+        f"standards: {names_of(rule.standards)}", f"at: {where}", f"opens: {rule.opens}",
+        f"fix: {rule.fix}", f"try: {rule.attack}",
     )  # fmt: skip
     return junit.Case(
         _classname(finding.path), f"{where} {rule.id}", 0.0,

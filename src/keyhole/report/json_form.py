@@ -79,6 +79,7 @@ def _row(item: Item) -> dict[str, Any]:
     return {
         "id": item.id,
         "rule": item.rule.id,
+        "standards": [standard.id for standard in item.rule.standards],
         "family": item.family.value,
         "exposure": words.exposure(item.finding.exposure),
         "part": item.finding.part,

@@ -92,6 +92,7 @@ def _case(item: Item, assessment: Assessment) -> Case:
     end, because = _end(item, assessment)
     details = (
         f"finding: {item.id}", f"rule: {item.rule.id} ({item.rule.name})",
+        f"standards: {words.names_of(item.rule.standards)}",
         f"severity: {item.severity}, score {item.score} of 10 ({item.why})",
         f"cost: {cost(finding)}, {finding.seconds:.2f} s", f"status: {finding.status}",
         *([f"decided by: {because}"] if because else []),

@@ -16,6 +16,7 @@ from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.finding import Reading
+from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
 
 # What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
@@ -100,6 +101,11 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     (NOT_CHECKED, "others"): "all but {name}",
 }  # fmt: skip
 _UNNAMED = {"KH-PREDICTIONS-CUTS": "a share", "KH-TEXT-ANSWERS": "without a name"}
+
+
+def names_of(standards: Sequence[Standard]) -> str:
+    """What frameworks call it: "LLM02:2026, AML.T0024.001", or "none"."""
+    return ", ".join(standard.id for standard in standards) or "none"
 
 
 def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
