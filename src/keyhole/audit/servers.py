@@ -14,8 +14,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +118,7 @@ class ServerTarget(Part):
 
     def _last_layer(self, route: Route) -> Check:
         """The attack where somebody asked for it, by its name or by a budget; else how to ask."""
-        exposure = Exposure("KH-WEIGHTS-LAST-LAYER", name=route.name, part=self.name)
+        exposure = Exposure("KH-WEIGHTS-LAST-LAYER", name=route.name)
         allowed = self._allowed() if is_chosen(exposure, self.only) else None
         if allowed is None:
             reason = (
