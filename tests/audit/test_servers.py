@@ -80,6 +80,9 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
     row = rows["token states: POST /embeddings of llama.cpp"]
     assert (row["outcome"], row["exact"], row["proved"]) == ("exposed", None, False)
     assert rows["text from POST /embeddings of llama.cpp"]["score"] == 10 > row["score"]
+    stated = assess(audit, returns=("labels",))  # which is not what it gives
+    assert (stated.hypothetical, stated.exit_code) == ((), 1)
+    assert words.assumed(assess(audit)) == ""  # it was asked
     assert [reading.original for reading in text.texts[0].readings] == TEXTS[:2]
     assert audit.exit_code == 1
 

@@ -67,6 +67,10 @@ class ServerTarget(Part):
     texts: Sequence[str]
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Policy
 from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
-from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, needs
 from keyhole.core.finding import Reading
 from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
@@ -166,6 +166,23 @@ def apart(assessment: Assessment) -> str:
     )
     words = ", ".join(number(*part) for part in parts if part[0])
     return f"not counted: {words}" if words else ""
+
+
+def assumed(assessment: Assessment) -> str:
+    """What was taken for granted of the service; empty where somebody said what it returns."""
+    needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
+    names = [name for name in RETURNS if name in needed]
+    if assessment.returns or not names:
+        return ""
+    return (
+        f"Assumed that your service returns all that was looked at: {', '.join(names)}. Say what "
+        "it does return with --returns, or returns in keyhole.toml."
+    )
+
+
+def hypothetical(assessment: Assessment) -> str:
+    """What stands above findings that do not count, as the service does not return it."""
+    return f"Hypothetical: not returned, where {', '.join(assessment.returns)} are"
 
 
 def number(count: int, single: str, several: str) -> str:
