@@ -127,14 +127,17 @@ def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
     )
     (tmp_path / "main.tf").write_text('name = "vllm"')
     (tmp_path / "nginx.conf").write_text("listen 80;")
+    (tmp_path / "pod.yaml").write_text("a: b\n  image: vllm/vllm-openai\n")
     (tmp_path / "app.py").write_text("import ollama")
     said = as_text(configs.check([tmp_path])).splitlines()
     assert said == [
         f"{tmp_path}/compose.yml: recognised Ollama, Qdrant",
-        f"{tmp_path}/main.tf: not recognised: it names vLLM, in no form that Keyhole reads",
+        f"{tmp_path}/main.tf: not recognised: it names vLLM, and has no form that Keyhole reads",
         f"{tmp_path}/nginx.conf: not recognised: it starts or sets nothing that Keyhole knows",
+        f"{tmp_path}/pod.yaml: not recognised: it names vLLM, and is not valid YAML, as templates "
+        "are not",
         "1 other file is no configuration by the name: .py 1",
-        "read 3 files, 1 server, 1 store, 2 not recognised; 0 findings",
+        "read 4 files, 1 server, 1 store, 3 not recognised; 0 findings",
     ]
 
 

@@ -203,7 +203,9 @@ def in_dockerfile(text: str) -> Iterator[Command]:
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
             given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
-    command = Command((*given.get("ENTRYPOINT", ()), *given.get("CMD", ())), env, image)
+    words = (*given.get("ENTRYPOINT", ()), *given.get("CMD", ()))
+    # An image that starts nothing of its own is started with options from elsewhere.
+    command = Command(words, env, image, elsewhere=not words)
     yield from inner_scripts(command) or [command]
 
 
