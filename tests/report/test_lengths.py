@@ -99,3 +99,15 @@ def test_a_finding_without_lengths_has_no_table():
     assert lengths.spans(audited.findings[0]) == []
     assert "by length" not in report.render(audited)
     assert Audit.from_dict(json.loads(json.dumps(audited.to_dict()))) == audited
+
+
+def test_the_page_opens_with_a_number_an_example_and_the_texts():
+    page = report.render(audit([reading(*READ[0], original="a secret of mine"), reading(*READ[1])]))
+    head, body = page.split('<ul class="cards">')
+    assert "1 of 2 texts were read word for word" in head
+    assert "<q>a secret of mine</q>" in head
+    assert body.count("<details") == body.count(" open>") == 1  # one finding, and it is unfolded
+    cards = body.split("</ul>")[0]
+    assert "<h2><a" in cards
+    assert "Predictions" not in cards  # what was not tried has no card
+    assert "Not tried: weights, inputs, predictions." in body
