@@ -309,8 +309,8 @@ def test_who_may_be_probed(monkeypatch):
         with pytest.raises(InputError, match="is another machine: give --authorized"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:
-        here = url.replace("127.0.0.1", "localhost")
-        assert Server.at(here).kind == "llama.cpp"
+        by_name = url.replace("127.0.0.1", "localhost")
+        assert Server.at(by_name).kind == "llama.cpp"
     with pytest.raises(OracleError, match="expected an answer from"):
         keyhole.audit(url)  # gone
 

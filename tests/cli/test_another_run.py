@@ -46,7 +46,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def here(place, monkeypatch, capsys):
+def invoke(place, monkeypatch, capsys):
     return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -172,10 +172,10 @@ def words_of(command, options):
     return [*command.split(), *(value for key, value in options.items() if key[0] != "-"), *named]
 
 
-def begin(command, given, journal, place, here):
+def begin(command, given, journal, place, invoke):
     """Leave the memory of a run: of a whole one, or of an audit that was stopped."""
     if command != "audit":
-        assert here(*words_of(command, given)).returncode in (0, 1)
+        assert invoke(*words_of(command, given)).returncode in (0, 1)
         return
     target = str(given.get("model") or place / given["target"])
     data = {} if "--data" not in given else {
@@ -191,15 +191,15 @@ def begin(command, given, journal, place, here):
     ids=[f"{row[0]} {' '.join(row[2])}" for row in TABLE],
 )  # fmt: skip
 def test_refused_with_what_differs(
-    command, options, change, words, place, tmp_path, here, monkeypatch
+    command, options, change, words, place, tmp_path, invoke, monkeypatch
 ):
     monkeypatch.chdir(place)
     given, file = memory(tmp_path, command, options)
-    begin(command, given, file, place, here)
+    begin(command, given, file, place, invoke)
     before = contents(file)
     if command == "harden":
         given["--out"] = tmp_path / "second"
-    done = here(*words_of(command, {**given, **change}))
+    done = invoke(*words_of(command, {**given, **change}))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("keyhole: this run has ")
@@ -212,13 +212,13 @@ def contents(path):
     return {file: file.read_bytes() for file in files if file.is_file()}
 
 
-def test_more_of_the_same_data_goes_on(place, tmp_path, here):
+def test_more_of_the_same_data_goes_on(place, tmp_path, invoke):
     given, _ = memory(tmp_path, "disrupt", DISRUPT)
     more = {**given, "--examples": 3}
-    here(*words_of("disrupt", given))
-    shared = json.loads(here(*words_of("disrupt", more), "--json").stdout)
+    invoke(*words_of("disrupt", given))
+    shared = json.loads(invoke(*words_of("disrupt", more), "--json").stdout)
     del more["--resume"]
-    alone = json.loads(here(*words_of("disrupt", more), "--json").stdout)
+    alone = json.loads(invoke(*words_of("disrupt", more), "--json").stdout)
     facts = [
         [(outcome["id"], outcome["flipped"], outcome["cut"]) for outcome in result["outcomes"]]
         for result in (shared, alone)

@@ -56,11 +56,11 @@ def test_a_folder_is_all_of_its_files():
 
 def test_examples_cover_every_kind_and_nearly_every_rule():
     seen = {f"KH-CONFIG-{rule}" for rules in EXPECTED.values() for rule, _ in rules}
-    elsewhere = {  # test_programs.py, test_leaked_files.py
+    tested_in_other_files = {  # test_programs.py, test_leaked_files.py
         "KH-CONFIG-LLAMA-EMBEDDINGS", "KH-CONFIG-VLLM-KV-CACHE", "KH-CONFIG-SERVED-MAPS",
         "KH-CONFIG-FILE-LEAK", "KH-CONFIG-FILE-SLOT", "KH-CONFIG-FILE-STATES",
     }  # fmt: skip
-    assert set(RULES) == seen | elsewhere
+    assert set(RULES) == seen | tested_in_other_files
     kinds = {kind_of(EXAMPLES / name) for name in EXPECTED} - {None}
     assert {kind.name for kind in KINDS} - {kind.name for kind in kinds if kind} == {"leaked files"}
 

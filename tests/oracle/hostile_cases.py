@@ -183,13 +183,13 @@ def _wires() -> Iterator[Case]:
 
 def _answers() -> Iterator[Case]:
     targets = {
-        "next door": "http://{elsewhere}/v2/models/m",
-        "next door, by scheme": "//{elsewhere}/v2/models/m",
-        "itself": "{here}/v2/models/m",
+        "next door": "http://{next_door}/v2/models/m",
+        "next door, by scheme": "//{next_door}/v2/models/m",
+        "itself": "{address}/v2/models/m",
         "a file": "file:///etc/passwd",
-        "https": "https://{elsewhere}/",
+        "https": "https://{next_door}/",
         "nonsense": "http://[::1:::/\x01",
-        "a long line": "http://{elsewhere}/" + "a" * 60_000,
+        "a long line": "http://{next_door}/" + "a" * 60_000,
     }
     for where in WHERE:
         for number, (name, target) in enumerate(targets.items()):

@@ -110,7 +110,7 @@ def test_a_model_without_positions_leaves_the_order_open():
     assert alternative != text
 
 
-def test_a_token_and_its_twin_leave_each_other_open():
+def test_two_equal_tokens_leave_each_other_open():
     model = tiny.model("bert", hidden_size=192)
     ids = list(TEXTS[0])
     table = model.embeddings.word_embeddings.weight
