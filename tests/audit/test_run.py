@@ -113,7 +113,7 @@ def test_an_audit_reads_back_equal():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "expected format 1, got None"),
+        ({}, "this Keyhole reads format 1, not None"),
         ({"format": 1, "kind": "audit"}, "target is missing in a saved audit"),
         ({"format": 1, "kind": "other"}, "expected a saved audit, got other"),
     ],

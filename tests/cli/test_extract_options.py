@@ -53,7 +53,7 @@ def test_an_option_reaches_its_method(method, target, options, called, head, key
     assert json.loads(done.stdout)["method"].startswith(called)
 
 
-def test_the_theorem_is_printed_beside_what_the_answers_prove(head, keyhole):
+def test_the_theorem_is_printed_with_what_the_answers_prove(head, keyhole):
     done = keyhole(
         "extract", "head.safetensors", "--method", "tolerant-as-published", "-o",
         "answer_error=1e-6", "-o", "bound=1", "-o", "margin=0.5", "-o", "accuracy=0.01",

@@ -68,7 +68,7 @@ WRONG = {
     "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
     "an empty folder": (["--baseline=empty"], "empty holds no findings of these targets"),
     "the same folder": (["--baseline=out"], "--baseline and --out are both"),
-    "no JSON": (["--baseline=odd"], "expected a JSON file, got odd/x.json"),
+    "no JSON": (["--baseline=odd"], "odd/x.json is not a JSON file"),
     "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
 }
 

@@ -78,7 +78,7 @@ def test_what_keyhole_named_itself_is_written_again(tmp_path, keyhole):
 
 
 def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, keyhole):
-    """--out t.json has the weights beside it in t.safetensors, which is the target."""
+    """--out t.json puts the weights into t.safetensors, which is the target."""
     keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
     done = keyhole("extract", "t.safetensors", "--out", "t.json")
     assert done.returncode == 2

@@ -96,7 +96,7 @@ def test_what_does_not_apply_is_refused_in_one_line(tmp_path, keyhole, secret, w
     assert done.stderr.count("\n") == 1
 
 
-def test_bounds_are_printed_beside_what_is_measured(tmp_path, keyhole, secret):
+def test_bounds_are_printed_with_what_is_measured(tmp_path, keyhole, secret):
     words = keyhole("lab", "bounds", "p.safetensors", "input.safetensors")
     assert words.returncode == 0, words.stderr
     assert "holds: ‖X‖ ≤ R" in words.stdout

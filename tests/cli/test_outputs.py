@@ -36,7 +36,7 @@ def test_every_format_from_a_saved_audit(keyhole, tmp_path):
     assert not (tmp_path / "audit.html").exists()  # only what was asked for
 
 
-def test_a_page_beside_other_formats(keyhole, tmp_path):
+def test_a_page_and_other_formats(keyhole, tmp_path):
     assert (
         keyhole("report", "audit.json", "--output=junit=x", "--output=html=p.html").returncode == 0
     )

@@ -76,7 +76,7 @@ def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
         assert outcome.units == alone.units
 
 
-def test_examples_with_two_and_three_choices_are_attacked_beside_each_other(words):
+def test_examples_with_two_and_three_choices_are_attacked_in_one_run(words):
     two = mixed(4, choices=True)
     three = [replace(example, choices=(*example.choices, "w3 w4")) for example in two]
     found = Batches(classifier("choices"), words, [*three, *two]).attack(LIGHT)

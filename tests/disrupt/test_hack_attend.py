@@ -356,7 +356,7 @@ def test_results_round_trip_through_json(tmp_path):
     assert lines[0].startswith(f"Disruption: {found.flips} of 2 right answers flipped")
     assert len(lines) == 3
     for broken, words in (
-        ({}, "expected format 1, got None"),
+        ({}, "reads format 1, not None"),
         ({"format": 1}, "expected a saved disruption, got None"),
         (
             {**found.to_dict(), "outcomes": [{}]},
@@ -378,7 +378,7 @@ def test_a_results_method_is_the_attack_again(method):
     *_, found = attacked(method=method, count=1)
     saved = json.loads(json.dumps(found.method))
     assert HackAttend.from_dict(saved) == method
-    with pytest.raises(InputError, match="expected the settings of a HackAttend, got KeyError"):
+    with pytest.raises(InputError, match="not the settings of a HackAttend: KeyError"):
         HackAttend.from_dict({"share": 0.1})
 
 

@@ -189,9 +189,9 @@ def test_freelb_steps_along_the_gradient_and_averages():
     for number, delta in enumerate(deltas):
         assert delta[padding].abs().max() < 1e-6
         moved = delta.clone().requires_grad_(True)
-        loss = cross_entropy(answer(model, batch, words + moved), labels)
-        (g,) = torch.autograd.grad(loss, moved)
-        losses.append(float(loss.detach()))
+        own_loss = cross_entropy(answer(model, batch, words + moved), labels)
+        (g,) = torch.autograd.grad(own_loss, moved)
+        losses.append(float(own_loss.detach()))
         if number + 1 < len(deltas):
             step = delta + 0.2 * g / g.flatten(1).norm(dim=1)[:, None, None]
             size = step.flatten(1).norm(dim=1)[:, None, None]

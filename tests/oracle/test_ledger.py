@@ -92,7 +92,7 @@ def test_good_answers_are_kept_and_nan_is_not(tmp_path):
     flaky = Flaky()
     counted = oracle.Counted(flaky)
     with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
-        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10"):
+        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10 answers"):
             ledger(draw(10))
         assert len(ledger) == 9
         flaky.broken = False

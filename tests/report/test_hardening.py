@@ -25,7 +25,7 @@ def lines(before, after):
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def test_one_seed_beside_what_was_before():
+def test_one_seed_before_and_after():
     after = evaluation(0.85, 2, transferred={"the model before": Measured(10, 1, 1.0, 0.1)})
     text = lines(evaluation(0.9, 7), [after])
     assert "clean accuracy 90.0% 85.0%" in text

@@ -51,7 +51,7 @@ def audit(
         Path | None,
         opt.about(
             "Audit every target of a TOML file instead, with these options by their names; what "
-            "the file does not say is as given here.",
+            "the file does not say is taken from the command line.",
             TARGET,
             metavar="FILE",
         ),

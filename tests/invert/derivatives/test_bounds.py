@@ -1,4 +1,4 @@
-"""The paper's bounds and the values measured beside them."""
+"""The paper's bounds compared with measured values."""
 
 from __future__ import annotations
 

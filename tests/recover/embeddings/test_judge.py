@@ -132,7 +132,7 @@ def test_few_bits_hold_no_long_text():
     verdict = judge_vector(small, leak, ids)
     assert not verdict.verified
     assert "16 of 16 signs agree" in verdict.reason
-    # Where the only rivals are far away, the bits alone decide.
+    # Where the only other candidates are far away, the bits alone decide.
     short, apart = ids[:2] + ids[-1:], {}
     for width in (2, 96):
         leak = degrade(leak_for(short), "int8", forms=[f"truncated:{width}", "normalised"])
