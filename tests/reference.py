@@ -49,6 +49,22 @@ def multi_head(X: np.ndarray, Ws: np.ndarray, vs: np.ndarray) -> float:
     return sum(head(X, W, v) for W, v in zip(Ws, vs, strict=True))
 
 
+def biased_heads(
+    X: np.ndarray, Ws: np.ndarray, vs: np.ndarray, cs: np.ndarray, b: float,
+    normed: bool, centred: bool, epsilon: float,
+) -> float:  # fmt: skip
+    """b + Σ_h Σ_i softmax_i(n_iᵀ(W_h n_N + c_h)) v_hᵀn_i, with n = x or a norm of it."""
+    rows = []
+    for x in X:
+        x = x - x.mean() if normed and centred else x
+        rows.append(x / np.sqrt((x * x).mean() + epsilon) if normed else x)
+    total = b
+    for W, v, c in zip(Ws, vs, cs, strict=True):
+        weights = softmax(np.array([n @ (W @ rows[-1] + c) for n in rows]))
+        total += sum(weight * (v @ n) for weight, n in zip(weights, rows, strict=True))
+    return float(total)
+
+
 def one_layer(X: np.ndarray, W: np.ndarray, A: np.ndarray, w: np.ndarray) -> float:
     """F(X) = wᵀ ReLU(A · attn(X)), attn(X) = Σ_i softmax_i(x_iᵀ W x_N) x_i."""
     return one_layer_heads(X, W[None], A[None], w)

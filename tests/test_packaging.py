@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
+import time
 import tomllib
+import venv
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -16,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import keyhole
+from sample_audits import whole
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -102,6 +107,66 @@ def test_what_the_source_imports_is_declared():
 def test_every_extra_is_part_of_all():
     (whole,) = EXTRAS["all"]
     assert Requirement(whole).extras == set(EXTRAS) - {"all", "dev", "docs"}
+
+
+SMALL = {  # what works without the extra `models`, and what it says or writes
+    ("check-config", "run.sh"): "KH-CONFIG-LLAMA-SLOT-FILES",
+    ("policy", "audit.json"): "6 of 8 findings fail",
+    ("report", "audit.json", "--force", "--output=html=audit.html"): "hidden states of layer 3",
+    ("report", "audit.json", "--output=sarif=-"): "KH-TEXT-HIDDEN-STATES",
+}
+LARGE = (  # what says in one line which extra to install
+    ("audit", "demo"), ("extract", "x.safetensors"), ("invert", "x.safetensors"),
+    ("recover", "model", "leak"), ("disrupt", "model"), ("lab", "methods"),
+)  # fmt: skip
+
+
+def works_without_torch(keyhole: list[str], folder: Path) -> None:
+    """The small commands answer, and the others say which extra they need."""
+    (folder / "run.sh").write_text("llama-server --slot-save-path /slots\n")
+    whole().save(folder / "audit.json")
+    for words, said in SMALL.items():
+        done = subprocess.run([*keyhole, *words], cwd=folder, capture_output=True, text=True)
+        assert said in done.stdout, (words, done.stderr)
+        assert done.returncode in (0, 1), done.stderr
+    assert "hidden states of layer 3" in (folder / "audit.html").read_text("utf-8")
+    for words in LARGE:
+        done = subprocess.run([*keyhole, *words], cwd=folder, capture_output=True, text=True)
+        (line,) = done.stderr.splitlines()
+        assert line.endswith(": pip install 'keyhole[models]'"), words
+        assert done.returncode == 2
+
+
+def test_commands_that_need_no_torch_work_without_it(tmp_path):
+    absent = {Requirement(need).name.replace("-", "_") for need in EXTRAS["models"]}
+    hidden = f"import sys; sys.modules |= dict.fromkeys({sorted(absent)!r})"  # imports of it fail
+    run = "from keyhole.cli import main; sys.argv[0] = 'keyhole'; main()"
+    works_without_torch([sys.executable, "-c", f"{hidden}; {run}"], tmp_path)
+
+
+@pytest.mark.release
+def test_the_wheel_alone_is_small_and_works(wheel, tmp_path, capsys):
+    started = time.monotonic()
+    venv.create(tmp_path / "bare", with_pip=True)
+    pip = [tmp_path / "bare/bin/python", "-m", "pip", "install", "-q", "-c", "requirements.lock"]
+    made = time.monotonic()
+    subprocess.run([*pip, str(wheel.filename)], cwd=ROOT, check=True, timeout=250)
+    seconds = time.monotonic() - made
+    (packages,) = (tmp_path / "bare/lib").glob("python*/site-packages")
+    brought = {path.name.partition("-")[0] for path in packages.glob("*.dist-info")}
+    files = [path for path in packages.rglob("*") if path.is_file()]
+    own = [
+        path for path in files if not re.match("pip|setuptools", str(path.relative_to(packages)))
+    ]
+    size = sum(path.stat().st_size for path in own) / 2**20
+    assert not {"torch", "numpy", "transformers", "httpx"} & brought
+    assert size < 80
+    works_without_torch([str(tmp_path / "bare/bin/keyhole")], tmp_path)
+    with capsys.disabled():
+        print(
+            f"\npip install keyhole: {size:.0f} MiB in {len(brought)} packages, {seconds:.0f} s, "
+            f"and {made - started:.0f} s for the environment"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import yaml
 
 from command_line import PYTHON, parts
 from keyhole import oracle
-from keyhole.configs.registry import KINDS
+from keyhole.configs import check
 
 ROOT = Path(__file__).parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
@@ -169,10 +169,17 @@ def test_the_job_of_gitlab(place):
     assert json.loads((place / "keyhole-reports/keyhole.sarif").read_text("utf-8"))["runs"]
 
 
-def test_the_hook_is_given_the_files_that_the_check_knows():
+def test_the_hook_is_given_the_files_in_which_the_check_recognises_something():
     (hook,) = HOOKS
-    assert hook["files"] == f"(^|/)({'|'.join(kind.files.pattern for kind in KINDS)})$"
     assert hook["entry"] == "keyhole check-config"
+    folders = [ROOT / "tests/configs/wild/open", ROOT / "tests/configs/examples"]
+    known = [Path(one.path) for one in check(folders).recognised]
+    for folder in folders:
+        for path in known:
+            if path.is_relative_to(folder):
+                assert re.search(hook["files"], str(path.relative_to(folder))), path
+    for name in ("README.md", "app.py", "data.json", "pyproject.toml", "environment.rst"):
+        assert not re.search(hook["files"], name)
 
 
 @pytest.mark.release

@@ -63,11 +63,16 @@ if not TYPE_CHECKING:  # to whom the names above are all that there are
 
     def __getattr__(name: str) -> Any:
         # Packages load torch; `keyhole --help` should not wait for it.
-        if name == "AuditCallback":
-            return importlib.import_module("keyhole.callback").AuditCallback
-        if name in __all__:
+        if name not in __all__:
+            raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
+        try:
+            if name == "AuditCallback":
+                return importlib.import_module("keyhole.callback").AuditCallback
             return importlib.import_module(f"keyhole.{name}")
-        raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
+        except ModuleNotFoundError as error:
+            from keyhole.core.errors import missing_extra
+
+            raise missing_extra(error) or error from error
 
 
 def __dir__() -> list[str]:

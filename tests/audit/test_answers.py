@@ -66,8 +66,10 @@ def test_what_answers_are_is_said_and_is_no_clean_bill(answer, exposure, words):
     (finding,) = audit.findings
     assert names([finding]) == [exposure]
     assert words in finding.reason
-    assert finding.status is Status.NOT_APPLICABLE
-    assert audit.exit_code == 3
+    vector = exposure.startswith("a vector")
+    assert finding.status is (Status.EXPOSED if vector else Status.NOT_APPLICABLE)
+    assert bool(finding.command) is vector
+    assert audit.exit_code == (1 if vector else 3)
     assert audit.skips[0].reason.startswith("give --model")
     assert "takes texts" in audit.target
 
@@ -75,7 +77,7 @@ def test_what_answers_are_is_said_and_is_no_clean_bill(answer, exposure, words):
 def test_a_vector_for_each_token_is_given_away():
     audit, endpoint = audited([IDS, MASK], numbers("h", torch.randn(6, 16)))
     (finding,) = audit.findings
-    assert (finding.status, finding.sought) == (Status.RECOVERED, "token states")
+    assert (finding.status, finding.sought) == (Status.EXPOSED, "token states")
     assert "16 numbers for each token" in finding.reason
     assert audit.exit_code == 1
     assert [r["inputs"][0]["name"] for r in endpoint.requests] == ["input_ids"] * 3

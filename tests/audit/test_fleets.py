@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -102,8 +103,9 @@ def test_every_target_is_audited_as_it_would_be_alone(place, whole, monkeypatch)
     monkeypatch.chdir(place)
     assert list(whole.audits) == ["encoder", HOSTILE, "missing"]
     encoder = audit("./encoder", data="texts.txt", texts=1, layers=[1])
-    assert facts(whole.audits["encoder"]) == facts(encoder)
-    assert facts(whole.audits[HOSTILE]) == facts(audit("head.safetensors"))
+    assert facts(whole.audits["encoder"]) == facts(replace(encoder, name="encoder"))
+    alone = replace(audit("head.safetensors"), name=HOSTILE)
+    assert facts(whole.audits[HOSTILE]) == facts(alone)
     missing = whole.audits["missing"]
     assert (missing.exit_code, whole.exit_code) == (3, 1)
     assert "there is no ./missing: give a .safetensors file" in missing.skips[0].reason

@@ -17,13 +17,14 @@ import keyhole
 import tiny_gguf
 import tiny_models as tiny
 from exposures import by_name
+from keyhole.assess import assess
 from keyhole.audit import servers as last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
 from keyhole.oracle.probe import ROUTES, Server
 from keyhole.oracle.protocol import OracleError
-from keyhole.report import words
+from keyhole.report import json_form, words
 
 TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
 
@@ -45,16 +46,40 @@ def by_exposure(audit):
     return by_name(audit.findings)
 
 
+def rows_of(audit):
+    """The assessed findings as the JSON has them."""
+    document = json_form.document(assess(audit))
+    return {row["exposure"]: row for row in document["assessment"]["findings"]}
+
+
+def proved_without_comparison(audit):
+    """Rows called proved without a text, a weight or a vector that the judge compared."""
+    compared = {
+        words.exposure(finding.exposure)
+        for finding in audit.findings
+        if finding.error is not None  # of weights and vectors, how far they are off
+        or any(reading.verified for cell in finding.texts for reading in cell.readings)
+    }
+    rows = rows_of(audit)
+    return [name for name, row in rows.items() if row["proved"] and name not in compared]
+
+
 def test_text_from_the_states_of_llama_cpp(weights, data):
     with tiny_gguf.serving(weights, "pooling=NONE") as url:
         audit = keyhole.audit(url, model=str(weights), data=data, texts=2)
     given = by_exposure(audit)
     states = given["token states: POST /embeddings of llama.cpp"]
-    assert states.status is Status.RECOVERED
+    assert states.status is Status.EXPOSED
+    assert states.command == f"keyhole audit {url} --model {weights}"
     assert "8 rows of 64 numbers" in states.reason
     text = given["text from POST /embeddings of llama.cpp"]
     assert (text.status, text.known) == (Status.RECOVERED, 1.0)
     assert text.reason.startswith("2 of 2 texts exact and verified")
+    assert proved_without_comparison(audit) == []
+    rows = rows_of(audit)
+    row = rows["token states: POST /embeddings of llama.cpp"]
+    assert (row["outcome"], row["exact"], row["proved"]) == ("exposed", None, False)
+    assert rows["text from POST /embeddings of llama.cpp"]["score"] == 10 > row["score"]
     assert [reading.original for reading in text.texts[0].readings] == TEXTS[:2]
     assert audit.exit_code == 1
 
@@ -68,7 +93,7 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
     given = by_exposure(audit)
     whole = given["log-probabilities: POST /completion of llama.cpp"]
     assert (whole.status, whole.reason.split(": ")[1]) == (
-        Status.RECOVERED, "258 log-probabilities of the next token",
+        Status.EXPOSED, "258 log-probabilities of the next token",
     )  # fmt: skip
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "258" in given[f"log-probabilities: POST {path} of OpenAI's form"].reason
@@ -81,7 +106,11 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
     assert layer.error < 1e-5
     assert layer.queries < 110
     assert "logit_bias" in layer.remedy
-    assert given["cache files: POST /slots/0 of llama.cpp"].exposed
+    assert given["cache files: POST /slots/0 of llama.cpp"].open
+    assert proved_without_comparison(audit) == []
+    row = rows_of(audit)["last state from POST /completion of llama.cpp"]
+    assert (row["exact"], row["share"], row["proved"]) == (None, 0.0, True)
+    assert "text, all of it" not in row["why"]
     slot = keyhole.audit(str(weights.parent / "slot.bin"), model=str(weights))
     ids, keys = slot.findings
     assert (ids.attack, keys.attack) == ("WrittenIds", "CachedKeys")
@@ -127,8 +156,8 @@ def test_a_pooled_vector_is_not_judged_here(weights):
     with tiny_gguf.serving(weights, "pooling=MEAN") as url:
         audit = keyhole.audit(url)
     vector = by_exposure(audit)["embedding: POST /v1/embeddings of OpenAI's form"]
-    assert vector.status is Status.NOT_APPLICABLE
-    assert f"64 numbers: audit {url}/v1/embeddings --known" in vector.reason
+    assert vector.status is Status.EXPOSED
+    assert vector.command == f"keyhole audit {url}/v1/embeddings --model MODEL --known FILE"
     (states,) = [skip for skip in audit.skips if words.skip(skip).startswith("token states")]
     assert states.reason == "not given: no token states in the answer"
 
@@ -285,7 +314,7 @@ def test_prompts_of_vectors(owner, path, answers, tmp_path):
         given = oracle(rows)
         oracle.close()
     finding = by_exposure(audit)[exposure]
-    assert finding.status is Status.NOT_APPLICABLE
+    assert finding.status is Status.EXPOSED
     assert finding.error < 1e-5
     for answer, sequence in zip(given, rows, strict=True):
         best = [value for value, _ in following(box.model, sequence.float(), 5)]

@@ -190,7 +190,7 @@ def test_json_and_page_hold_what_was_read(tmp_path):
     assert Audit.from_dict(json.loads(json.dumps(audited.to_dict()))) == audited
     page = report.render(audited)
     estimate = audited.findings[0].estimate
-    assert f"{estimate.share} of texts" in page
+    assert f"texts ({estimate.share}" in page
     assert str(estimate) in page
     assert "the store has no text of it" in page
     assert " verified" in page
@@ -232,7 +232,7 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     (finding,) = audited.findings
     page = (tmp_path / "keyhole-vectors.jsonl.html").read_text("utf-8")
     if right:
-        assert f"{finding.estimate.share} of texts" in done.stdout
+        assert f"texts ({finding.estimate.share}" in done.stdout
         assert text in page
     else:
         assert finding.status is Status.MISMATCH
@@ -281,3 +281,39 @@ def test_what_an_encoder_cuts_off_did_not_come_back(tmp_path, encoder):
     assert reading.verified
     assert not reading.exact
     assert reading.note == "cut off after 3 of 5 tokens"
+
+
+WIDE = tiny.model("bert", num_hidden_layers=1, hidden_size=256, num_attention_heads=2)
+IN_BYTES = {  # in 8 bits, and in one as sentence-transformers has it
+    "int8": lambda v: np.round(127 * v / np.abs(v).max(1, keepdims=True)).astype(np.int8),
+    "ubinary": lambda v: np.packbits(v > 0, axis=1),
+    "binary": lambda v: (np.packbits(v > 0, axis=1).astype(np.int16) - 128).astype(np.int8),
+    "raw bytes": lambda v: np.array([row.tobytes() for row in np.packbits(v > 0, axis=1)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "known"),
+    [("int8", True), ("ubinary", False), ("binary", True), ("raw bytes", True)],
+)
+def test_columns_of_bytes_are_read(kept, known, tmp_path):
+    """The texts come back from 8 bits, or from the sign alone, of each number."""
+    arrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
+    given = embeddings(WIDE, WORDS, TEXTS, Exposure("pooled")).float().numpy()
+    columns = {"id": list(range(len(TEXTS))), "vector": list(IN_BYTES[kept](given))}
+    columns |= {"text": TEXTS} if known else {}
+    writer.write_table(arrow.table(columns), tmp_path / "v.parquet")
+    loaded = Loaded(WIDE, WORDS, identity(WIDE), "a wide encoder")
+    with open_store(str(tmp_path / "v.parquet")) as store:
+        target = StoreTarget.of(store, loaded, texts=2)
+    assert target.vectors.shape == (2, 256)
+    assert target.pooling.sure is known
+    assert ("one bit" in target.note) is (kept != "int8")
+    (finding,) = audit(replace(target, method=SHORT)).findings
+    readings = finding.texts[0].readings
+    read = ["".join(piece.text for piece in reading.pieces).strip() for reading in readings]
+    truth = [TEXTS[row] for row in target.rows]
+    verified = [reading.verified for reading in readings]
+    assert any(verified), finding.reason
+    assert all(was == is_ for was, is_, sure in zip(truth, read, verified, strict=True) if sure)

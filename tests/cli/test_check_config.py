@@ -23,7 +23,7 @@ def test_words_for_people(tmp_path, keyhole):
     assert done.stdout.startswith("run.sh:2: KH-CONFIG-LLAMA-METRICS (low) --metrics: ")
     assert "fix: leave --slot-save-path out" in done.stdout
     assert "try: keyhole audit SLOT.bin" in done.stdout
-    assert done.stdout.endswith("2 findings in 1 files\n")
+    assert done.stdout.endswith("read 1 file, 1 server, 0 not recognised; 2 findings\n")
 
 
 def test_json_and_levels(tmp_path, keyhole):
@@ -59,7 +59,7 @@ def test_reports_for_pipelines(tmp_path, keyhole):
     words = [f"--output={name}=out.{name}" for name in CONFIG_FORMATS]
     done = keyhole("run.sh", *words)
     assert done.returncode == 1
-    assert done.stdout.endswith("2 findings in 1 files\n")
+    assert done.stdout.endswith("read 1 file, 1 server, 0 not recognised; 2 findings\n")
     assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in CONFIG_FORMATS]
     (run,) = json.loads((tmp_path / "out.sarif-github").read_text())["runs"]
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]

@@ -8,14 +8,15 @@ import pytest
 
 from keyhole import configs
 from keyhole.configs.registry import KINDS, RULES, kind_of
+from keyhole.report.configurations import as_text
 
 EXAMPLES = Path(__file__).parent / "examples"
 EXPECTED = {
     "compose.yml": {
         ("LLAMA-OPEN", 8), ("LLAMA-SLOTS", 10), ("LLAMA-SLOT-FILES", 10), ("LLAMA-METRICS", 10),
         ("LLAMA-TOKEN-STATES", 10), ("VLLM-LOGPROBS", 18), ("VLLM-HIDDEN-STATES", 20),
-        ("VLLM-KEY-FOR-SOME-ROUTES", 22), ("QDRANT-OPEN", 28), ("CHROMA-OPEN", 30),
-        ("CHROMA-RESET", 32),
+        ("VLLM-KEY-FOR-SOME-ROUTES", 22), ("QDRANT-OPEN", 29), ("CHROMA-OPEN", 32),
+        ("CHROMA-RESET", 34),
     },
     "start.sh": {
         ("VLLM-OPEN", 4), ("VLLM-LOGPROBS", 5), ("VLLM-PROMPT-EMBEDS", 6), ("QDRANT-OPEN", 7),
@@ -56,13 +57,87 @@ def test_a_folder_is_all_of_its_files():
 
 def test_examples_cover_every_kind_and_nearly_every_rule():
     seen = {f"KH-CONFIG-{rule}" for rules in EXPECTED.values() for rule, _ in rules}
+    seen |= {f"KH-CONFIG-{rule}" for rules in OPEN.values() for rule, _ in rules}
     tested_in_other_files = {  # test_programs.py, test_leaked_files.py
         "KH-CONFIG-LLAMA-EMBEDDINGS", "KH-CONFIG-VLLM-KV-CACHE", "KH-CONFIG-SERVED-MAPS",
         "KH-CONFIG-FILE-LEAK", "KH-CONFIG-FILE-SLOT", "KH-CONFIG-FILE-STATES",
     }  # fmt: skip
     assert set(RULES) == seen | tested_in_other_files
-    kinds = {kind_of(EXAMPLES / name) for name in EXPECTED} - {None}
-    assert {kind.name for kind in KINDS} - {kind.name for kind in kinds if kind} == {"leaked files"}
+    files = [EXAMPLES / name for name in EXPECTED] + [WILD / "open" / name for name in OPEN]
+    kinds = {kind.name for kind in map(kind_of, files) if kind is not None}
+    assert {kind.name for kind in KINDS} - kinds == {"leaked files", "other configurations"}
+
+
+# Files as they are found in public repositories, written anew: half of them open something.
+WILD = Path(__file__).parent / "wild"
+OPEN = {
+    "argocd/ollama-app.yaml": {("OLLAMA-OPEN", 18)},
+    "dotenv/.env": {("WEAVIATE-OPEN", 4)},
+    "ecs/task-definition.json": {("TEI-OPEN", 10)},
+    "flux/qdrant-release.yaml": {("QDRANT-OPEN", 18)},
+    "hf-space/Dockerfile": {("OLLAMA-OPEN", 8), ("OLLAMA-ORIGINS", 9)},
+    "k8s-ollama/ollama.yaml": {("OLLAMA-OPEN", 34)},
+    "milvus-config/milvus.yaml": {("MILVUS-OPEN", 19)},
+    "milvus-helm/values-gke.yaml": {("MILVUS-OPEN", 8)},
+    "milvus-operator/milvus-cluster.yaml": {("MILVUS-OPEN", 12)},
+    "milvus-standalone/milvus-standalone-docker-compose.yml": {("MILVUS-OPEN", 22)},
+    "ollama-helm/values-prod.yaml": {("OLLAMA-OPEN", 14)},
+    "ollama-webui/docker-compose.yml": {("OLLAMA-OPEN", 9)},
+    "podman/vllm.container": {("VLLM-OPEN", 6)},
+    "rag-stack/compose.yaml": {("TEI-OPEN", 5)},
+    "systemd/ollama.service.d/override.conf": {("OLLAMA-OPEN", 2)},
+    "tei-helm/values.yaml": {("TEI-OPEN", 10)},
+    "tgi-run/run_tgi.sh": {("TGI-OPEN", 9), ("TGI-LOGPROBS", 11)},
+    "vllm-stack/values-openai.yaml": {("VLLM-LOGPROBS", 13), ("VLLM-PROMPT-EMBEDS", 13)},
+    "weaviate-helm/values.yaml": {("WEAVIATE-OPEN", 17)},
+    "weaviate-local/docker-compose.yml": {("WEAVIATE-OPEN", 20)},
+}  # fmt: skip
+NOT_RECOGNISED = {
+    "litellm/config.yaml": ("Ollama",), "nginx/nginx.conf": (),
+    "python/pyproject.toml": ("Ollama", "Chroma"), "terraform/main.tf": ("vLLM",),
+    "tei-keyed/tei.env": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_opens_something_in_the_wild_is_found_at_its_line(name):
+    checked = configs.check([WILD / "open" / name])
+    found = {
+        (finding.rule.id.removeprefix("KH-CONFIG-"), finding.line) for finding in checked.findings
+    }
+    assert found == OPEN[name]
+    assert not checked.skipped
+    assert not checked.unread
+
+
+def test_what_is_harmless_in_the_wild_raises_no_alarm_and_every_skip_is_named():
+    folder = WILD / "harmless"
+    checked = configs.check([folder])
+    assert checked.findings == ()
+    assert checked.unread == ()
+    skipped = {str(Path(file.path).relative_to(folder)): file.mentions for file in checked.skipped}
+    assert skipped == NOT_RECOGNISED
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert (
+        checked.files == len(files) == len({one.path for one in checked.recognised}) + len(skipped)
+    )
+
+
+def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
+    (tmp_path / "compose.yml").write_text(
+        "services:\n  a: {image: ollama/ollama}\n  b: {image: qdrant/qdrant}\n"
+    )
+    (tmp_path / "main.tf").write_text('name = "vllm"')
+    (tmp_path / "nginx.conf").write_text("listen 80;")
+    (tmp_path / "app.py").write_text("import ollama")
+    said = as_text(configs.check([tmp_path])).splitlines()
+    assert said == [
+        f"{tmp_path}/compose.yml: recognised Ollama, Qdrant",
+        f"{tmp_path}/main.tf: not recognised: it names vLLM, in no form that Keyhole reads",
+        f"{tmp_path}/nginx.conf: not recognised: it starts or sets nothing that Keyhole knows",
+        "1 other file is no configuration by the name: .py 1",
+        "read 3 files, 1 server, 1 store, 2 not recognised; 0 findings",
+    ]
 
 
 def test_rules_are_told_whole():

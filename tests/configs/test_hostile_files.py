@@ -101,9 +101,10 @@ def test_what_is_named_must_be_a_file(tmp_path, name):
 
 
 def test_a_kind_that_nobody_knows_is_not_called_clean(tmp_path):
-    (tmp_path / "Caddyfile").write_text("localhost")
-    assert configs.check([tmp_path / "Caddyfile"]).exit_code() == 3
-    assert configs.check([tmp_path]).exit_code() == 0
+    (tmp_path / "notes.md").write_text("localhost")
+    assert configs.check([tmp_path / "notes.md"]).exit_code() == 3
+    checked = configs.check([tmp_path])
+    assert (checked.exit_code(), checked.others) == (0, {".md": 1})
 
 
 def test_unknown_rules_are_refused(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from keyhole import configs
 from keyhole.configs.command import Word, simple_commands
+from keyhole.report.configurations import as_text
 
 
 def rules(tmp_path, text, name="run.sh"):
@@ -58,12 +59,38 @@ def rules(tmp_path, text, name="run.sh"):
         ("if ! vllm serve m; then exit; fi", {"VLLM-OPEN"}),
         ("CUDA_VISIBLE_DEVICES=0 python3 -m vllm.entrypoints.openai.api_server", {"VLLM-OPEN"}),
         ("docker run --gpus all my/image vllm serve m", {"VLLM-OPEN"}),
+        ("OLLAMA_HOST=0.0.0.0 ollama serve", {"OLLAMA-OPEN"}),
+        ("OLLAMA_HOST=http://127.0.0.1:11434 ollama serve", set()),
+        ("OLLAMA_HOST=:11434 ollama serve", {"OLLAMA-OPEN"}),
+        ("OLLAMA_HOST=http://gpu-box:11434 ollama run llama3", set()),
+        ("ollama serve", set()),
+        ("docker run -d -p 11434:11434 ollama/ollama", {"OLLAMA-OPEN"}),
+        ("docker run -d -p 127.0.0.1:11434:11434 ollama/ollama", set()),
+        ("docker run --network=host ollama/ollama", {"OLLAMA-OPEN"}),
+        ("docker exec ollama ollama pull llama3", set()),
+        ("OLLAMA_ORIGINS=https://a.example,* ollama serve", {"OLLAMA-ORIGINS"}),
+        ("text-embeddings-router --model-id m --port 80", {"TEI-OPEN"}),
+        ("API_KEY=$KEY text-embeddings-router --model-id m", set()),
+        ("text-generation-launcher --hostname 127.0.0.1 --max-top-n-tokens 21", {"TGI-LOGPROBS"}),
+        ("docker run -p 80:80 --env-file keys.env x/text-generation-inference", set()),
+        ("weaviate --host 127.0.0.1 --port 8080", set()),
+        ("AUTHENTICATION_APIKEY_ENABLED=true weaviate --host 0.0.0.0", set()),
+        ("milvus run standalone", {"MILVUS-OPEN"}),
+        ("COMMON_SECURITY_AUTHORIZATIONENABLED=true milvus run standalone", set()),
         ("./qdrant", {"QDRANT-OPEN"}),
         ("docker exec qdrant ls; echo qdrant; docker pull qdrant/qdrant", set()),
     ],
 )  # fmt: skip
 def test_a_line(tmp_path, line, expected):
     assert rules(tmp_path, line) == expected
+
+
+def test_of_several_lines_the_one_that_starts_the_program_counts(tmp_path):
+    text = (
+        "containers:\n- image: vllm/vllm-openai\n"
+        "  command: [sh, -c, 'pip install x && vllm serve m --host 10.0.0.1 --api-key k']\n"
+    )
+    assert rules(tmp_path, text, "pod.yaml") == {"VLLM-KEY-FOR-SOME-ROUTES"}
 
 
 def test_secrets_are_not_repeated(tmp_path):
@@ -73,7 +100,7 @@ def test_secrets_are_not_repeated(tmp_path):
     )
     checked = configs.check([tmp_path])
     assert len(checked.findings) == 2
-    assert "s3cret" not in str(checked.to_dict()) + "\n".join(checked.lines())
+    assert "s3cret" not in str(checked.to_dict()) + as_text(checked)
 
 
 def test_outputs_by_their_names(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_models as tiny
 from keyhole.models.demo import load_demo
@@ -18,6 +21,19 @@ WORDS = tiny.tokenizer()
 def test_tokens_count_once_wherever_they_stand(given, f1):
     original = Original.of(WORDS, "w1 w2 w3", 20)
     assert original.shared(WORDS, WORDS(given)["input_ids"]).f1 == pytest.approx(f1)
+
+
+def test_a_space_that_the_tokenizer_puts_before_a_text_costs_no_exactness():
+    """A server may read a text with a space before its first word."""
+    vocabulary = {letter: number for number, letter in enumerate(bytes_to_unicode().values())}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    bytes_ = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    original = Original.of(bytes_, "meet me", 30)
+    for spaced, exact in ((" meet me", True), ("meet me ", True), ("  meet me", False),
+                          ("meet  me", False), ("meetme", False)):  # fmt: skip
+        assert original.is_exactly(bytes_, bytes_(spaced)["input_ids"]) is exact, spaced
 
 
 def test_names_are_capitalised_within_a_sentence_and_numbers_have_digits():

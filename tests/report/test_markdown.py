@@ -27,6 +27,14 @@ def test_the_verdict_the_cards_and_the_findings():
     assert "1% cut at random" not in comment
 
 
+def test_what_was_not_tried_has_no_severity():
+    """No green light for what nobody looked at."""
+    findings = tuple(f for f in whole().findings if f.exposure.family != "predictions")
+    comment = markdown.render(assess(replace(whole(), findings=findings)))
+    assert "| – | predictions | not tried | – | |" in comment
+    assert "🟢" not in comment
+
+
 def test_what_a_policy_and_a_baseline_say():
     comment = markdown.render(judged(whole()))
     assert "By the policy `keyhole.toml` this **fails**" in comment

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from exposures import called
 from keyhole.assess import assess
-from keyhole.core import Audit, Exposure
+from keyhole.core import Audit, Estimate, Exposure, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import NOT_CHECKED, is_chosen
 from keyhole.report import json_form, junit, sarif, words
-from sample_audits import judged, whole
+from sample_audits import finding, judged, whole
 
 
 def decided_of() -> dict[str, object]:
@@ -61,3 +62,12 @@ def test_words_of_fields():
 def test_what_is_no_rule_is_refused():
     with pytest.raises(InputError, match="KH-DREAMS is not the id of a rule"):
         Exposure("KH-DREAMS")
+
+
+def test_every_share_has_its_counts():
+    flips = finding("1% of each head's attention cut", "prediction", Status.INEXACT)
+    assert words.outcome(replace(flips, known=1 / 3, tried=3)) == "1 of 3 flipped (33%)"
+    store = finding("stored embedding", "text", Status.INEXACT)
+    some, every = Estimate.of(5, 20, 400), Estimate.of(3, 6, 6)
+    assert words.outcome(replace(store, estimate=some)) == f"5 of 20 texts ({some.share} of all)"
+    assert words.outcome(replace(store, estimate=every)) == "3 of 6 texts (50%)"

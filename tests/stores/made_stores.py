@@ -86,6 +86,19 @@ def lancedb(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     return f"lancedb:{folder / 'lance'}"
 
 
+def milvus(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
+    library = pytest.importorskip("pymilvus", reason="pymilvus is not installed")
+    manager = pytest.importorskip("milvus_lite.server_manager", reason="no milvus-lite")
+    path = str(folder / "milvus.db")
+    client = library.MilvusClient(path)
+    client.create_collection("letters", dimension=vectors.shape[1])
+    rows = enumerate(zip(vectors.tolist(), texts, strict=True))
+    client.insert("letters", [{"id": n, "vector": v, "text": t} for n, (v, t) in rows])
+    client.close()
+    manager.server_manager_instance.release_server(path)
+    return f"milvus:{path}"
+
+
 def _faiss():
     pytest.importorskip("faiss", reason="faiss-cpu is not installed")
     import faiss
@@ -93,8 +106,8 @@ def _faiss():
     return faiss
 
 
-MAKERS = (npy, npz, jsonl, parquet, faiss, faiss_inverted, qdrant, chroma, lancedb)
-WITH_TEXTS = (npz, jsonl, parquet, qdrant, chroma, lancedb)
+MAKERS = (npy, npz, jsonl, parquet, faiss, faiss_inverted, qdrant, chroma, lancedb, milvus)
+WITH_TEXTS = (npz, jsonl, parquet, qdrant, chroma, lancedb, milvus)
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -59,6 +59,8 @@ def test_the_identity_is_that_of_the_vectors(tmp_path):
         ("chroma:folder?collection=a", "Chroma"),
         ("qdrant:/x", "Qdrant"),
         ("lancedb:x", "LanceDB"),
+        ("milvus:x.db?collection=a", "Milvus"),
+        ("milvus:http://root:secret@host:19530", "Milvus"),
         ("postgresql://u@h/db?table=t&column=c", "PostgreSQL"),
         ("postgres:///db", "PostgreSQL"),
         ("x/y.faiss", "an index of FAISS"),

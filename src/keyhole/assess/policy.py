@@ -11,6 +11,11 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     [severity]
     KH-PREDICTIONS-CUTS = "low"                # a rule's or a finding's severity, set outright
 
+    [[rule]]                                   # rules by what a framework calls them:
+    owasp = "LLM08:2025"                       # owasp, aisvs, atlas or cwe
+    severity = "critical"                      # of all of them, or
+    fail = true                                # they fail, whatever fail-on says
+
     [[ignore]]
     finding = "KH-TEXT-KEYS-AND-VALUES"        # an id of a finding or rule; * stands for anything
     reason = "the cache never leaves the cluster"
@@ -52,8 +57,9 @@ from keyhole.assess.assessment import (
 from keyhole.assess.severity import Severity
 from keyhole.core import Finding, Outcome, Skip
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import Family, Rule, expect_exposures
+from keyhole.core.exposure import RULES, Family, Rule, expect_exposures
 from keyhole.core.files import exists, read_text
+from keyhole.core.standards import FRAMEWORKS, expect_standard
 
 FILES = ("keyhole.toml", "pyproject.toml")
 _USUAL = ("low",)  # everything that is given away
@@ -73,6 +79,7 @@ class Policy:
     allow_unchecked: bool = False
     severities: Mapping[str, Severity] = field(default_factory=dict[str, Severity])
     ignores: tuple[Ignore, ...] = ()
+    standards: tuple[Condition, ...] = ()  # what fails besides, by the ids of frameworks
 
     def severity(self, name: str, rule: Rule, finding: Finding) -> Severity | None:  # noqa: ARG002
         """The severity that the policy gives a finding: by its id first, then by its rule."""
@@ -134,8 +141,12 @@ def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
             near = get_close_matches(key, _KEYS, 1)
             hint = f"did you mean {near[0]}?" if near else f"give {', '.join(_KEYS)}"
             raise InputError(f"unknown key {key[:40]} in {path}: {hint}")
-    changes = {_KEYS[key]: _value(key, value, policy, path) for key, value in table.items()}
-    return replace(policy, **cast("Any", changes))
+    changes = {
+        _KEYS[key]: _value(key, value, policy, path)
+        for key, value in table.items()
+        if key != "rule"
+    }
+    return _by_standards(replace(policy, **cast("Any", changes)), table.get("rule", []), path)
 
 
 def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
@@ -160,7 +171,10 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
             raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
 
 
-def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Severity]:
+def _severities(
+    policy: Policy, value: Any, path: Path, *, keep: bool = False
+) -> dict[str, Severity]:
+    """What a table adds before what a policy has; with `keep`, what the policy has comes first."""
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
@@ -169,7 +183,38 @@ def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Severity]:
                 f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
             )
         given[name] = Severity(word)
-    return {**given, **{name: s for name, s in policy.severities.items() if name not in given}}
+    first, then = (policy.severities, given) if keep else (given, policy.severities)
+    return {**first, **{name: s for name, s in then.items() if name not in first}}
+
+
+def _by_standards(policy: Policy, value: Any, path: Path) -> Policy:
+    """A policy with what [[rule]] says of the rules under an entry of a framework."""
+    known = {rule.id: rule.standards for rule in RULES}
+    if not isinstance(value, list):
+        raise InputError(f"expected [[rule]] in {path}, got {value!r:.40}")
+    for entry in cast("list[Any]", value):
+        table = _table(entry, "rule", path)
+        keys = [key for key in table if key in _STANDARDS]
+        if len(keys) != 1 or not set(table) - set(keys) <= {"severity", "fail"} or len(table) < 2:
+            raise InputError(
+                f"[[rule]] of {path} must have one of {', '.join(_STANDARDS)}, and severity or "
+                f"fail, and has {', '.join(table)[:60] or 'nothing'}"
+            )
+        ids = _words(table[keys[0]], keys[0], path)
+        under = {rule for word in ids for rule in expect_standard(keys[0], word, known)}
+        if "severity" in table:
+            given = dict.fromkeys(sorted(under), table["severity"])
+            policy = replace(policy, severities=_severities(policy, given, path, keep=True))
+        if table.get("fail", True) is not True:
+            raise InputError(f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses")
+        if "fail" in table:
+            met = Condition(f"{keys[0]} {', '.join(ids)}", _is_under(under))
+            policy = replace(policy, standards=(*policy.standards, met))
+    return policy
+
+
+def _is_under(rules: set[str]) -> Callable[[Item], bool]:
+    return lambda item: item.finding.exposed and item.rule.id in rules
 
 
 def _ignores(policy: Policy, value: Any, path: Path) -> tuple[Ignore, ...]:
@@ -195,9 +240,11 @@ def _ignore(value: Any, path: Path) -> Ignore:
     return Ignore(finding, reason, until)
 
 
+_STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
 _KEYS = {  # and the fields that they set
     "targets": "targets", "data": "data", "exposures": "exposures", "fail-on": "fail_on",
     "allow-unchecked": "allow_unchecked", "severity": "severities", "ignore": "ignores",
+    "rule": "standards",
 }  # fmt: skip
 
 
@@ -350,7 +397,8 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
     expired = _expired(item, policy, today)
     if item.ignored is not None:
         return Ruled(item.id, Ruling.IGNORED, _because(item.ignored))
-    met = next((condition for condition in policy.fail_on if condition.met(item)), None)
+    conditions = (*policy.fail_on, *policy.standards)
+    met = next((condition for condition in conditions if condition.met(item)), None)
     if met is not None and item.state in (State.SAME, State.BETTER):
         return Ruled(item.id, Ruling.KNOWN, f"{item.state} as in the baseline")
     if met is not None:

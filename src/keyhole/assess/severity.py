@@ -1,6 +1,6 @@
 """How bad a finding is: a score from 0 to 10, in points that anybody can count, and its name.
 
-    what is lost       text or inputs 4, weights 3, a prediction 2
+    what is lost       text or inputs 4, weights 3, a prediction, or a vector behind a text, 2
     how much of it     all 3, at least half 2, some 1; less than a quarter, none of it proved, 0
     at what cost       up to 10,000 queries 2, up to a million 1, more 0
     proved             1 where the secret was checked against the target and agreed
@@ -9,7 +9,8 @@
 
 A finding that gave nothing away, and a control, score 0: none. Of a text, nothing was given away
 where guesses without the leak would have as much of it right (audit/texts.py). What could not be
-checked has no score: unknown, which is never none. A policy may give a rule or a finding its
+checked has no score: unknown, which is never none. Where a way is open and was not tried, what may
+be lost counts, and the cost: for text that is medium. A policy may give a rule or a finding its
 severity outright (assess/policy.py).
 """
 
@@ -42,6 +43,7 @@ _LOST = {  # its points, and what it is called
     Family.TEXT: (4, "text"), Family.INPUTS: (4, "the input"), Family.WEIGHTS: (3, "weights"),
     Family.PREDICTIONS: (2, "the prediction"),
 }  # fmt: skip
+_VECTOR = (2, "a vector (the last state)")
 _NAMES = {Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1}  # at least
 ALL, MOST, MUCH = 0.99, 0.5, 0.25  # shares of the secret
 _CHEAP, _AFFORDABLE = 10_000, 1_000_000  # queries
@@ -64,19 +66,31 @@ def score(finding: Finding) -> Score:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
         return Score(0, Severity.NONE, f"nothing was given away{_guessed(finding)}")
-    family, proved = finding.exposure.family, is_proved(finding)
-    much, how_much = _much(share(finding), proved)
-    how_much += _chance(finding)
-    lost, what = _LOST[family]
+    lost, what = _VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
     cheap = 2 if finding.queries <= _CHEAP else 1 if finding.queries <= _AFFORDABLE else 0
-    points = lost + much + cheap + proved
-    severity = next((name for name, least in _NAMES.items() if points >= least), Severity.NONE)
+    if finding.open:
+        return _scored(lost + cheap, f"a way to {what}, open and not tried, {cost(finding)}")
+    proved = is_proved(finding)
+    much, how_much = _much(1.0 if is_vector(finding) else share(finding), proved)
+    how_much += _chance(finding)
     words = (what, how_much, cost(finding), "proved" if proved else "not proved")
-    return Score(points, severity, ", ".join(words))
+    return _scored(lost + much + cheap + proved, ", ".join(words))
+
+
+def _scored(points: int, why: str) -> Score:
+    severity = next((name for name, least in _NAMES.items() if points >= least), Severity.NONE)
+    return Score(points, severity, why)
+
+
+def is_vector(finding: Finding) -> bool:
+    """Is it a vector that came back, behind which there is a text, and not the text?"""
+    return finding.sought == "last state"
 
 
 def share(finding: Finding) -> float:
     """How much of the secret is known: of texts read whole, of tokens, of unknowns, of flips."""
+    if finding.open or is_vector(finding):
+        return 0.0
     if finding.status in (Status.RECOVERED, Status.WITHIN):
         return 1.0
     if finding.estimate is not None:
@@ -84,8 +98,13 @@ def share(finding: Finding) -> float:
     return finding.known
 
 
-def exact(finding: Finding) -> float:
-    """The share that came back exactly and verified: of texts, or all or nothing of the rest."""
+def exact(finding: Finding) -> float | None:
+    """The share that came back exactly and verified: of texts, or all or nothing of the rest.
+
+    None of what was not tried, and of a vector: no text of it is known.
+    """
+    if finding.open or is_vector(finding):
+        return None
     if finding.texts:
         cell = finding.texts[0]
         return cell.exact / max(1, len(cell.readings))

@@ -44,6 +44,11 @@ _REMEDIES = {
     _LABELS: "Limit how often clients may ask.",
 }
 
+_COMMANDS = {  # what reads texts from such answers, saved to a file
+    _STATES: "keyhole recover MODEL STATES.safetensors",
+    _VECTOR: "keyhole audit VECTORS.npy --model MODEL",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class AnswersTarget(Part):
@@ -58,7 +63,7 @@ class AnswersTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         address = f"{without_password(self.url)}/v2/models/{self.model}"
         return f"{address}{self.options.chosen}{weights}"
 
@@ -112,20 +117,15 @@ def _finding(
     if loaded is not None:
         compared, error = _compared(outputs, loaded, own)
         reason = f"{reason}; {compared}"
-    status = Status.RECOVERED if kind == _STATES else Status.NOT_APPLICABLE
-    if kind != _STATES:
-        reason = f"{reason}; {_unread(kind)}"
+    status = Status.EXPOSED if kind in _COMMANDS else Status.NOT_APPLICABLE
+    if kind not in _COMMANDS:
+        reason = f"{reason}; no attack reads weights or texts from that"
     return Finding(
         exposure=replace(exposure, variant=kind, name=name), attack="asked",
         status=status, reason=reason, remedy=_REMEDIES[kind], error=error, queries=len(outputs),
         seconds=seconds, sought="token states" if kind == _STATES else "answers",
+        command=_COMMANDS.get(kind, ""),
     )  # fmt: skip
-
-
-def _unread(kind: str) -> str:
-    if kind == _VECTOR:
-        return "what a vector gives away is found out from a file of them: keyhole audit FILE.npy"
-    return "no attack reads weights or texts from that"
 
 
 def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:

@@ -208,6 +208,7 @@ def finding(
         queries=sum(outcome.queries for outcome in disruption.attacked),
         seconds=seconds,
         known=disruption.success,
+        tried=len(disruption.attacked),
         sought="prediction",
         cuts=tuple(cuts),
         control=bool(disruption.method["control"]),

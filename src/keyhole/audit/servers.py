@@ -1,19 +1,20 @@
 """A server of a language model: which routes are open, and what can be read of what they return.
 
-Every route that answers without a key and returns states, log-probabilities or cache files is a
-finding by itself; log-probabilities of the whole vocabulary also give away the last layer. With the
-model's weights the audit goes on: it sends texts and reads them back from the states alone,
-computes the last state from log-probabilities, and sends a text as vectors, where a server may take
-those.
+Every route that answers without a key and returns states, vectors, log-probabilities or cache files
+is exposed: a finding by itself, though nothing was read by it. Log-probabilities of the whole
+vocabulary also give away the last layer. With the model's weights the audit goes on: it sends texts
+and reads them back from the states alone, computes the last state from log-probabilities, and sends
+a text as vectors, where a server may take those.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ class ServerTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
@@ -78,7 +79,7 @@ class ServerTarget(Part):
         def add(
             rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any
         ) -> None:
-            exposure = Exposure(rule, variant, name=name, part=self.name)
+            exposure = Exposure(rule, variant, name=name)
             made.append(Check(exposure, partial(check, exposure, server, *about)))
 
         for route in server.routes:
@@ -105,10 +106,26 @@ def _probe(
     del track
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES)
-    status, reason = _verdict(server, route, answered, loaded)
+    status, reason = _verdict(route, answered, loaded)
     if status is None:
-        return _skipped(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
-    return _checked(exposure, "probe", status, reason, route.remedy, started, sought=route.gives)
+        return _not_given(exposure, "probe", answered, reason)
+    command = _command(server, route, loaded) if status is Status.EXPOSED else ""
+    return _checked(
+        exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
+        command=command,
+    )  # fmt: skip
+
+
+def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
+    """What reads texts or weights through an open route."""
+    model = "MODEL" if loaded is None else shlex.quote(loaded.name)
+    if route.gives == VECTOR:
+        return f"keyhole audit {server.url}{route.path} --model {model} --known FILE"
+    if route.gives == CACHE:
+        return f"keyhole audit SAVED-SLOT --model {model}"
+    if route.gives == LOGPROBS and not route.numbered:
+        return f"keyhole extract {server.url} --method output-layer"
+    return f"keyhole audit {server.url} --model {model}"
 
 
 def _first_answer(
@@ -135,13 +152,18 @@ def _checked(
     return Checked((finding,))
 
 
+def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
+    """A route that does not give it: it is not there, or nobody answered."""
+    skip = Skip(exposure, attack, f"not given: {reason or answered.reason}")
+    asked = answered.status != 0
+    return Checked(skips=(replace(skip, unchecked=not asked, absent=asked and not answered.shut),))
+
+
 def _skipped(exposure: Exposure, attack: str, reason: str, *, unchecked: bool = False) -> Checked:
     return Checked(skips=(Skip(exposure, attack, reason, unchecked=unchecked),))
 
 
-def _verdict(
-    server: Server, route: Route, answered: Answered, loaded: Loaded | None
-) -> tuple[Status | None, str]:
+def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[Status | None, str]:
     """What an answer without a key means; no status where the server has no such route."""
     content = answered.content
     if answered.shut:
@@ -153,10 +175,7 @@ def _verdict(
         given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBES[0]!r}"
     elif route.gives == VECTOR:
         # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
-        given += (
-            f"one vector of {len(content)} numbers: audit {server.url}{route.path} --known FILE"
-        )
-        return Status.NOT_APPLICABLE, given
+        given += f"one vector of {len(content)} numbers for a text"
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
         needed = _MANY if loaded is None else anatomy(loaded.model).width + 1
@@ -164,7 +183,7 @@ def _verdict(
             return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
         given += "prompts can be saved to a file, which holds their token ids in the clear"
-    return Status.RECOVERED, given
+    return Status.EXPOSED, given
 
 
 def _texts(
@@ -184,7 +203,7 @@ def _texts(
     for number, text in enumerate(texts):
         answered = server.try_route(route, text, key=True)
         if not answered.open:
-            return _skipped(exposure, "none", f"not given: {answered.reason}")
+            return _not_given(exposure, "none", answered)
         leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
         if route.eight_bits:
             (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
@@ -221,7 +240,7 @@ def _state(
         return _skipped(exposure, "none", "the weights have no head for next tokens")
     answered, text = _first_answer(server, route, texts, key=True)
     if not answered.open:
-        return _skipped(exposure, "none", f"not given: {answered.reason}")
+        return _not_given(exposure, "none", answered)
     status, reason, error = _compared(loaded, text, answered.content, route)
     return _checked(
         exposure, "final_states", status, reason, route.remedy, started, error=error,
@@ -279,7 +298,7 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
     if not answered.open:
-        return _skipped(exposure, "OutputLayer", f"not given: {answered.reason}")
+        return _not_given(exposure, "OutputLayer", answered)
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         given = len(answered.content)
@@ -332,7 +351,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
     off = float((own.topk(len(given)).values - given).abs().max())
     same = off <= _SAME
     meaning = (
-        "nothing is read by that alone, and every attack that asks by vectors may begin"
+        "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
         if same
         else "another model, or it computes with something else than the vectors"
     )
@@ -340,7 +359,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
         "vectors are taken as a prompt without a key; the best log-probabilities are "
         f"{off:.1e} from the model's own: {meaning}"
     )
-    status = Status.NOT_APPLICABLE if same else Status.MISMATCH
+    status = Status.EXPOSED if same else Status.MISMATCH
     return _checked(
         exposure, "probe", status, reason, form.remedy, started, error=off,
         sought="vectors as prompts",

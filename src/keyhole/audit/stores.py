@@ -112,6 +112,8 @@ class StoreTarget(Vectors, Part):
         cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
     ) -> StoreTarget:
         """Sample an open store, and find out how its vectors were made."""
+        if store.packed is not None and store.packed.dim == anatomy(loaded.model).width:
+            store = store.packed
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
@@ -123,14 +125,14 @@ class StoreTarget(Vectors, Part):
             pooling = _truncated(store, loaded, pooling)
         return cls(
             name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
-            exposure=replace(EXPOSURE, part=store.name), rows=tuple(rows), vectors=vectors,
+            exposure=EXPOSURE, rows=tuple(rows), vectors=vectors,
             texts=tuple(kept), pooling=pooling, max_length=max_length,
             rounding=store.rounding, note=store.note,
         )  # fmt: skip
 
     @property
     def identity(self) -> str:
-        return f"{self.store_identity}; {self.loaded.name} {self.loaded.identity}"
+        return f"{self.store_identity}; {self.loaded.identity}"
 
     @property
     def facts(self) -> StoreFacts:

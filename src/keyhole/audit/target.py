@@ -33,14 +33,14 @@ from keyhole.models import Loaded, demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.oracle import Oracle, identity_of
-from keyhole.oracle.connection import expect_authorized, names_address, without_password
+from keyhole.oracle.connection import expect_authorized, without_password
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.run import open_leaks
-from keyhole.stores import Store, open_store
+from keyhole.stores import Store, address_of, open_store
 from keyhole.target import (
     TargetKind,
     demo_endpoints,
@@ -86,7 +86,7 @@ class ModelPart(Part):
 
     @property
     def identity(self) -> str:
-        return f"{self.target.loaded.name} {self.target.loaded.identity}"
+        return identity(self.target.loaded.model, head=True)
 
     @property
     def size(self) -> int:
@@ -336,7 +336,7 @@ class _Opener:
             loaded, texts, self.options.layers, examples=examples,
             notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
-        return Target(self.name, (ModelPart(self.name, subject),))
+        return Target(self.name, (ModelPart("", subject),))
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
@@ -407,15 +407,15 @@ class _Opener:
             )
         loaded, opened = open_leaks(model, self.place, device=self.options.device)
         leaks = [
-            replace(leak, name=f"{self.name}{leak.name.removeprefix(self.place)}")
+            replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
             for leak in opened
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
 
     def _store(self) -> Target:
         options, public = self.options, without_password(self.name)
-        if names_address(self.place):  # a server of embeddings
-            expect_authorized(self.place, options.authorized)
+        if address := address_of(self.place):
+            expect_authorized(address, options.authorized)
         self._refuse(f"the vector store {public}", "data", "layers")
         if not options.model:
             raise InputError(

@@ -261,7 +261,12 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
     note = "; ".join(original.notes)
     pieces = written(tokenizer, recovery.ids)
     tokens = list(zip(pieces, recovery.marks, recovery.ids, strict=True))
-    if len(tokens) == len(truth):
+    exact = original.is_exactly(tokenizer, recovery.ids)
+    if exact and list(recovery.ids) != list(truth):
+        # Another token for the first word, with the space before it: no mistake.
+        read = tokens_read(tokenizer, recovery)
+        pieces = tuple(Piece(piece, mark.value, True) for piece, mark, _ in read)
+    elif len(tokens) == len(truth):
         pieces = tuple(
             # A special token where a word was: it is not written, but it was read.
             Piece(
@@ -274,7 +279,6 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
         )
     else:  # another length than the text's, or no proposal at all
         pieces = tuple(aligned(tokens_read(tokenizer, recovery), _inside(tokenizer, truth)))
-    exact = original.is_exactly(tokenizer, recovery.ids)
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 

@@ -66,7 +66,7 @@ def _check(
         return Checked((_unanswered(exposure.part, str(chosen)),))
     if row.reads is not chosen.kind:
         reason = f"it reads {row.reads}; this target gives {chosen.kind}"
-        return Checked(skips=(Skip(row.exposure, type(method).__name__, reason),))
+        return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
     try:
         return Checked((_run(row, method, exposure, chosen.view(oracle), track),))
     except OracleError as error:  # while the result was judged

@@ -22,7 +22,7 @@ import typer.core
 
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.options import with_options
-from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError, missing_extra
 from keyhole.version import __version__
 
 USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: core/status.py
@@ -82,7 +82,8 @@ class _Root(Group):
         except (typer.Exit, typer.Abort, _Usage):
             raise
         except BaseException as error:
-            raise typer.Exit(report_failure(error, debug=ctx.params["debug"])) from None
+            failure = missing_extra(error) or error
+            raise typer.Exit(report_failure(failure, debug=ctx.params["debug"])) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)

@@ -32,8 +32,9 @@ _NAMED = re.compile(r"[^\w.-]+")
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
-    "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, postgresql://…, "
-    "http://…/v1/embeddings, or a file .faiss, .parquet, .npy, .npz, .jsonl; with --model also "
+    "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, milvus:FOLDER, "
+    "milvus:http://host:port, postgresql://…, http://…/v1/embeddings, or a file .faiss, .parquet, "
+    ".npy, .npz, .jsonl; with --model also "
     "http://host:port, a server of a language model, or a file: a saved slot of llama.cpp, a leak "
     "of keyhole lab capture, or what another program saved of a model's states or cache (.pt, "
     ".safetensors)."
@@ -92,8 +93,8 @@ def audit(
     fleet = targets or (named if len(named) > 1 else ())
     run = _Run(judge, options, outputs, force, as_json, {"processes": processes, "dask": dask})
     if fleet:
-        if target is not None or options.ledger is not None:
-            given = "TARGET" if target is not None else "--ledger"
+        own = {"TARGET": target, "--ledger": options.ledger, "--name": options.name}
+        if given := next((name for name, value in own.items() if value is not None), ""):
             raise InputError(f"{given} is for one target: a fleet names its own in --targets FILE")
         raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
@@ -262,8 +263,10 @@ def _judges(
         raise InputError(f"{baseline} holds no findings of these targets")
     if missing:
         say(f"not in the baseline: {', '.join(missing)}")
-    nothing = Audit(target="", identity="", findings=())
-    return {member.name: judge.against(earlier.get(member.name, nothing)) for member in members}
+    return {
+        member.name: judge.against(earlier.get(member.name), *earlier.values())
+        for member in members
+    }
 
 
 def _named_audits(folder: Path) -> dict[str, Audit]:
@@ -272,7 +275,7 @@ def _named_audits(folder: Path) -> dict[str, Audit]:
     for path in sorted(folder.glob("*.json")):
         data = read(path)
         name = data.get("name")
-        if data.get("kind") == Audit.kind and isinstance(name, str):
+        if data.get("kind") == Audit.kind and isinstance(name, str) and name:
             audits[name] = Audit.load(path)
     return audits
 
@@ -293,7 +296,7 @@ def _write(out: Path, member: Member, judge: Judge, audit: Audit) -> None:
     from keyhole.report import json_form
 
     assessment = judge(audit)
-    write_text(out / f"{member.stem}.json", json_form.render(assessment, member.name))
+    write_text(out / f"{member.stem}.json", json_form.render(assessment))
     write_text(out / f"{member.stem}.html", report.render(audit, assessment))
 
 

@@ -30,7 +30,8 @@ def check_config(
         typer.Argument(
             metavar="PATH",
             help="Files, or folders with all that is in them: settings of models, of inference "
-            "servers and of stores, Compose files, manifests, Dockerfiles, units, shell scripts.",
+            "servers and of stores, Compose files, manifests, values of Helm charts, Dockerfiles, "
+            "units, variables, shell scripts.",
         ),
     ],
     fail_on: Annotated[
@@ -52,7 +53,7 @@ def check_config(
     not be read.
     """
     from keyhole.configs import Level, check
-    from keyhole.report.configurations import CONFIG_FORMATS
+    from keyhole.report.configurations import CONFIG_FORMATS, as_text
 
     least = Level[fail_on.upper()]
 
@@ -64,6 +65,6 @@ def check_config(
     checked = check(paths, ignore or ())
     wanted.write(checked)
     if not wanted.printed(checked):
-        answer(checked.to_dict(least), "\n".join(checked.lines()), as_json=as_json)
+        answer(checked.to_dict(least), as_text(checked), as_json=as_json)
     wanted.report()
     raise typer.Exit(checked.exit_code(least))

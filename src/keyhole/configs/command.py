@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from keyhole.configs.finding import Hit, Rule
 
@@ -24,15 +25,18 @@ class Word:
 
 @dataclass(frozen=True)
 class Command:
-    """Words of a process; `image` is the container's, `local` says that only this machine reaches
-    it, `mounts` are folders and files that are put into the container."""
+    """Words of a process, and what is known of who reaches it."""
 
     words: tuple[Word, ...]
     env: Mapping[str, Word] = field(default_factory=dict[str, Word])
-    image: Word | None = None
-    local: bool = False
-    mounts: tuple[str, ...] = ()
+    image: Word | None = None  # the container's
+    local: bool = False  # only this machine, or the network of its Compose file, reaches it
+    mounts: tuple[str, ...] = ()  # folders and files that are put into the container
     container: bool = False  # the words are those of `docker run`, the image among them
+    published: Word | None = None  # the setting by which others reach it, where one is seen
+    cluster: bool = False  # it runs in Kubernetes
+    elsewhere: bool = False  # a key may be set in another file: a missing one is not claimed
+    inner: bool = False  # a line of `sh -c`: the image's own program may be another line
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ class Options:
 
     program: Word
     words: tuple[Word, ...]
-    env: Mapping[str, Word]
-    local: bool
+    command: Command
     image: Word | None = None
-    mounts: tuple[str, ...] = ()
+
+    @property
+    def env(self) -> Mapping[str, Word]:
+        return self.command.env
 
     def option(self, *names: str, env: str = "") -> Word | None:
         """The value of the last such option, or of the variable that stands for it.
@@ -74,8 +80,8 @@ class Options:
 
     @property
     def opaque(self) -> bool:
-        """Whether other options may be in words that only a shell or a template fills in."""
-        return any(_OPAQUE.search(word.text) for word in self.words)
+        """Whether more options may come from a shell, a template or another file."""
+        return self.command.elsewhere or any(_OPAQUE.search(word.text) for word in self.words)
 
 
 def reached_from_outside(host: Word | None, default: str) -> bool:
@@ -102,7 +108,7 @@ def inner_scripts(command: Command) -> list[Command]:
         return []
     scripts = [word for word in words[1:] if " " in word.text]
     return [
-        Command(inner.words, {**command.env, **inner.env}, command.image, command.local)
+        replace(command, words=inner.words, env={**command.env, **inner.env}, inner=True)
         for word in scripts
         for inner in from_shell(word.text, word.line)
     ]
@@ -139,17 +145,21 @@ def _contained(words: list[Word], env: Mapping[str, Word]) -> Command:
     texts = [word.text for word in words]
     if texts[0].rpartition("/")[2] not in ("docker", "podman", "nerdctl") or "run" not in texts:
         return Command(tuple(words), env)
-    given, ports, mounts = dict[str, Word](), list[str](), list[str]()
+    given, ports, mounts = dict[str, Word](), list[Word](), list[str]()
     for option, value in itertools.pairwise(words):
         if option.text in ("-e", "--env"):
             given |= assignments([value]) or {value.text: Word("$" + value.text, value.line)}
         elif option.text in ("-p", "--publish"):
-            ports.append(value.text)
+            ports.append(Word(f"-p {value.text}", value.line))
         elif option.text in ("-v", "--volume", "--mount"):
             mounts.append(value.text)
+    host = [word for word in words if word.text in ("--net=host", "--network=host")]
+    local = on_loopback(port.text.removeprefix("-p ") for port in ports)
     return Command(
-        tuple(words), given, local=on_loopback(ports), mounts=tuple(mounts), container=True
-    )
+        tuple(words), given, local=local, mounts=tuple(mounts), container=True,
+        published=next(iter([] if local else [*ports, *host]), None),
+        elsewhere=any(word.text.startswith("--env-file") for word in words),
+    )  # fmt: skip
 
 
 # Shell text as simple commands of words; nothing is expanded: variables stay as they are written.
@@ -215,6 +225,7 @@ class Program:
     """
 
     name: str
+    what: Literal["server", "store"]
     words: tuple[str, ...]
     starts: tuple[tuple[str, ...], ...]
     image: re.Pattern[str]
@@ -234,15 +245,14 @@ class Program:
                     return self._started(command, word, place + len(start))
             if command.container and self.image.search(word.text) and word.text[0] != "-":
                 return self._started(command, word, place + 1)
-        if command.image is not None and self.image.search(command.image.text):
+        own = command.image is not None and self.image.search(command.image.text)
+        if command.image is not None and own and not command.inner:
             return self._started(command, command.image, 0)
         return None
 
     def _started(self, command: Command, program: Word, place: int) -> Options:
         image = command.image or (program if self.image.search(program.text) else None)
-        return Options(
-            program, command.words[place:], command.env, command.local, image, command.mounts
-        )
+        return Options(program, command.words[place:], command, image)
 
 
 def _is_run(command: Command, place: int, length: int) -> bool:

@@ -1,10 +1,12 @@
-"""Command lines in YAML (Compose, Kubernetes, pipelines), Dockerfiles and units of systemd."""
+"""Command lines in YAML and JSON (Compose, Kubernetes, tasks of ECS, pipelines), Dockerfiles, units
+of systemd and of Podman."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,40 +21,141 @@ from keyhole.configs.command import (
     on_loopback,
     quoted_items,
 )
+from keyhole.configs.finding import Unreadable, read
 
 _COMMANDS = ("entrypoint", "command", "args")  # in the order in which they are put together
+_EXPOSING = (
+    "Ingress",
+    "HTTPRoute",
+    "GRPCRoute",
+    "TCPRoute",
+    "IngressRoute",
+    "VirtualService",
+    "Route",
+)
 
 
-def in_yaml(root: Node) -> Iterator[Command]:
-    """Containers with their commands, and scripts wherever a text stands."""
-    taken = set[int]()
-    for node in walk(root):
-        if isinstance(node, Mapping) and (node.scalar("image") or "command" in node.pairs):
-            yield from _container(node)
-            taken |= {id(part) for key in _COMMANDS for part in _parts(node.pairs.get(key))}
-        elif isinstance(node, Scalar) and id(node) not in taken and " " in node.text:
-            yield from _script(node)
+def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
+    """Containers with their commands, and scripts wherever a text stands.
+
+    `folder` is where files of variables are looked for.
+    """
+    published = next(filter(None, map(_published, roots)), None)
+    guarded = any(_kind(root) == "NetworkPolicy" for root in roots)
+    for root in roots:
+        cluster = _kind(root) != ""
+        composed = _services(root)
+        taken = set[int]()
+        for node in walk(root):
+            if isinstance(node, Mapping) and (node.scalar("image") or "command" in node.pairs):
+                command = _container(node, folder)
+                if id(node) in composed:
+                    command = replace(command, local=command.published is None)
+                if cluster:
+                    seen = _host_port(node) or published
+                    command = replace(command, cluster=True, published=seen, local=guarded)
+                yield from inner_scripts(command) or [command]
+                taken |= {id(part) for key in _COMMANDS for part in parts(node.pairs.get(key))}
+            elif isinstance(node, Scalar) and id(node) not in taken and " " in node.text:
+                yield from _script(node)
 
 
-def _container(node: Mapping) -> Iterator[Command]:
-    words = [word for key in _COMMANDS for word in _words(node.pairs.get(key))]
-    ports = [part.text for part in _parts(node.pairs.get("ports")) if isinstance(part, Scalar)]
-    mounts = [part.text for part in _parts(node.pairs.get("volumes")) if isinstance(part, Scalar)]
-    command = Command(
-        tuple(words), _environment(node), node.scalar("image"), on_loopback(ports), tuple(mounts),
+def _kind(root: Node) -> str:
+    """The kind of an object of Kubernetes."""
+    if not isinstance(root, Mapping) or "apiVersion" not in root.pairs:
+        return ""
+    kind = root.scalar("kind")
+    return "" if kind is None else kind.text
+
+
+def _published(root: Node) -> Word | None:
+    """The setting by which an object of Kubernetes lets others than its cluster in."""
+    kind = _kind(root)
+    if kind in _EXPOSING and isinstance(root, Mapping):
+        return Word(f"kind: {kind}", root.pairs["kind"].line)
+    if kind != "Service" or not isinstance(root, Mapping):
+        return None
+    spec = root.mapping("spec")
+    reach = None if spec is None else spec.scalar("type")
+    return (reach and reach.text in OUTSIDE and Word(f"type: {reach.text}", reach.line)) or None
+
+
+OUTSIDE = ("LoadBalancer", "NodePort")  # types of services that others than the cluster reach
+
+
+def _host_port(node: Mapping) -> Word | None:
+    """A port of the machine that a container of Kubernetes takes."""
+    for part in parts(node.pairs.get("ports")):
+        port = part.scalar("hostPort") if isinstance(part, Mapping) else None
+        if port is not None:
+            return Word(f"hostPort: {port.text}", port.line)
+    return None
+
+
+def _services(root: Node) -> set[int]:
+    """The services of a Compose file: others reach only the ports that are published."""
+    services = None if _kind(root) or not isinstance(root, Mapping) else root.mapping("services")
+    return set() if services is None else {id(node) for node in services.pairs.values()}
+
+
+def _container(node: Mapping, folder: Path) -> Command:
+    words = [word for key in _COMMANDS for word in words_of(node.pairs.get(key))]
+    ports = [port for part in parts(node.pairs.get("ports")) if (port := _port(part))]
+    mounts = [part.text for part in parts(node.pairs.get("volumes")) if isinstance(part, Scalar)]
+    network = node.scalar("network_mode")
+    if network and network.text == "host":
+        ports = [Word("network_mode: host", network.line)]
+    local = on_loopback(port.text for port in ports)
+    env, elsewhere = environment(node), "envFrom" in node.pairs
+    for part in parts(node.pairs.get("env_file")):
+        path = part.scalar("path") if isinstance(part, Mapping) else part
+        given = None if not isinstance(path, Scalar) else _variables(folder / path.text, path.line)
+        elsewhere |= given is None
+        env = {**(given or {}), **env}
+    return Command(
+        tuple(words), env, node.scalar("image"), local, tuple(mounts),
+        published=None if local or not ports else ports[0], elsewhere=elsewhere,
     )  # fmt: skip
-    yield from inner_scripts(command) or [command]
 
 
-def _parts(node: Node | None) -> list[Node]:
+def _port(node: Node) -> Word | None:
+    """A published port of a Compose file, as its short form has it."""
+    if isinstance(node, Scalar):
+        return node
+    published = node.scalar("published") if isinstance(node, Mapping) else None
+    if published is None or not isinstance(node, Mapping):
+        return None
+    host = node.scalar("host_ip")
+    return Word(f"{host.text}:{published.text}" if host else published.text, published.line)
+
+
+def _variables(path: Path, line: int) -> dict[str, Word] | None:
+    """A file of variables; None where it is not here, or is none."""
+    try:
+        source = read(path, ("=",)) if path.is_file() else None
+    except (Unreadable, OSError, ValueError):
+        return None
+    if source is None:
+        return None
+    return {name: Word(word.text, line) for name, word in in_variables(source.text).items()}
+
+
+def in_variables(text: str) -> dict[str, Word]:
+    """What a .env file sets."""
+    lines = enumerate(text.split("\n"), 1)
+    words = [word for number, line in lines for word in all_words(line, number)[:2]]
+    return assignments(words)
+
+
+def parts(node: Node | None) -> list[Node]:
     return node.items if isinstance(node, Items) else [] if node is None else [node]
 
 
-def _words(node: Node | None) -> list[Word]:
+def words_of(node: Node | None) -> list[Word]:
     """The words of a list, or of a line as a shell would split it."""
     if isinstance(node, Scalar):
         return all_words(node.text.replace("\n", " "), node.line)
-    return [part for part in _parts(node) if isinstance(part, Scalar)]
+    return [part for part in parts(node) if isinstance(part, Scalar)]
 
 
 def _script(node: Scalar) -> list[Command]:
@@ -65,30 +168,33 @@ def _script(node: Scalar) -> list[Command]:
     ]
 
 
-def _environment(node: Mapping) -> dict[str, Word]:
-    """Compose has a mapping or NAME=value, Kubernetes a list of names and values."""
+def environment(
+    node: Mapping, names: tuple[str, ...] = ("environment", "env", "secrets")
+) -> dict[str, Word]:
+    """Compose has a mapping or NAME=value, Kubernetes and ECS lists of names and values."""
     env = dict[str, Word]()
-    given = node.pairs.get("environment", node.pairs.get("env"))
-    if isinstance(given, Mapping):
-        pairs = [(key, value) for key, value in given.pairs.items() if isinstance(value, Scalar)]
-        env |= {key: Word(value.text or "$", value.line) for key, value in pairs}
-    for part in _parts(given):
-        if isinstance(part, Scalar):  # a name alone is taken from whoever starts it
-            env |= assignments([part]) or {part.text: Word("$", part.line)}
-        elif isinstance(part, Mapping) and (name := part.scalar("name")):
-            value = part.scalar("value")  # or a secret, which is named elsewhere
-            env[name.text] = Word("$" if value is None else value.text, name.line)
+    for given in filter(None, map(node.pairs.get, names)):
+        if isinstance(given, Mapping):
+            pairs = [(key, at) for key, at in given.pairs.items() if isinstance(at, Scalar)]
+            env |= {key: Word(value.text or "$", value.line) for key, value in pairs}
+            continue
+        for part in parts(given):
+            if isinstance(part, Scalar):  # a name alone is taken from whoever starts it
+                env |= assignments([part]) or {part.text: Word("$", part.line)}
+            elif isinstance(part, Mapping) and (name := part.scalar("name")):
+                value = part.scalar("value")  # or a secret, which is named elsewhere
+                env[name.text] = Word("$" if value is None else value.text, name.line)
     return env
 
 
 def in_dockerfile(text: str) -> Iterator[Command]:
     """What the last stage of a Dockerfile starts."""
     image: Word | None = None
-    env, parts = dict[str, Word](), dict[str, list[Word]]()
+    env, given = dict[str, Word](), dict[str, list[Word]]()
     for line, name, rest in _instructions(text):
         if name == "FROM":
             words = [word for word in rest.split() if not word.startswith("--")]
-            image, env, parts = Word(words[0] if words else "", line), {}, {}
+            image, env, given = Word(words[0] if words else "", line), {}, {}
         elif name == "ENV":
             words = all_words(rest, line)
             env |= assignments(words)
@@ -96,8 +202,8 @@ def in_dockerfile(text: str) -> Iterator[Command]:
                 env[words[0].text] = words[1]
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
-            parts[name] = quoted_items(rest, line) if listed else all_words(rest, line)
-    command = Command((*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())), env, image)
+            given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
+    command = Command((*given.get("ENTRYPOINT", ()), *given.get("CMD", ())), env, image)
     yield from inner_scripts(command) or [command]
 
 
@@ -113,16 +219,51 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def in_unit(text: str) -> Iterator[Command]:
-    """What a unit of systemd starts, with the environment that it sets."""
+    """What a unit of systemd starts, with the environment that it sets; one that starts nothing
+    adds to the environment of another."""
+    env, started = dict[str, Word](), 0
+    for line, value in _settings(text, "Environment"):
+        env |= assignments(all_words(value, line))
+    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    for line, value in _settings(text, "ExecStart"):
+        for command in from_shell(value.lstrip("-@:+!"), line):
+            started += 1
+            unit = replace(command, env={**env, **command.env}, elsewhere=elsewhere)
+            yield from inner_scripts(unit) or [unit]
+    if not started:
+        yield Command((), env)
+
+
+def in_quadlet(text: str) -> Iterator[Command]:
+    """What a .container unit of Podman starts."""
+    image = next((Word(value.strip(), line) for line, value in _settings(text, "Image")), None)
+    words = [word for line, value in _settings(text, "Exec") for word in all_words(value, line)]
     env = dict[str, Word]()
-    for match in re.finditer(r"^Environment=(.*)$", text, re.MULTILINE):
-        line = text.count("\n", 0, match.start()) + 1
-        env |= assignments(all_words(match[1], line))
-    for match in re.finditer(r"^ExecStart=[-@:+!]*((?:[^\n\\]|\\.|\\\n)*)", text, re.MULTILINE):
-        line = text.count("\n", 0, match.start()) + 1
-        for command in from_shell(match[1], line):
-            started = replace(command, env={**env, **command.env})
-            yield from inner_scripts(command) or [started]
+    for line, value in _settings(text, "Environment"):
+        env |= assignments(all_words(value, line))
+    for _, value in _settings(text, "Secret"):
+        if target := re.search(r"target=(\w+)", value):
+            env[target[1]] = Word("$", 1)
+    ports = [Word(value.strip(), line) for line, value in _settings(text, "PublishPort")]
+    outside = [port for port in ports if not on_loopback([port.text])]
+    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    network = [
+        Word("Network=host", line)
+        for line, value in _settings(text, "Network")
+        if value.strip() == "host"
+    ]
+    published = next(iter([*outside, *network]), None)
+    command = Command(
+        tuple(words), env, image, published is None, published=published, elsewhere=elsewhere
+    )
+    yield from inner_scripts(command) or [command]
+
+
+def _settings(text: str, name: str) -> Iterator[tuple[int, str]]:
+    """Each value of a setting of a unit, continued lines included, with its line."""
+    pattern = rf"^{name}=((?:[^\n\\]|\\.|\\\n)*)"
+    for match in re.finditer(pattern, text, re.MULTILINE):
+        yield text.count("\n", 0, match.start()) + 1, match[1]
 
 
 # YAML as a tree of texts with their lines: nothing is constructed, and nesting has an end.

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Level, Rule, Source, Unreadable
+from keyhole.configs.finding import Hit, Known, Level, Rule, Source, Unreadable
+from keyhole.core import standards
 from keyhole.core.files import parse
 
 # Settings of a Hugging Face model
@@ -25,24 +26,32 @@ HIDDEN_STATES = Rule(
     "every pass returns the hidden states of all layers; texts are read back from any of them",
     "set output_hidden_states to false, and ask for it where it is needed",
     "keyhole audit FOLDER --data TEXTS.txt",
+    standards.INPUTS_READ,
 )  # fmt: skip
 ATTENTIONS = Rule(
     "KH-CONFIG-HF-ATTENTIONS", "A model returns its attention maps", Level.HIGH,
     "every pass returns the attention maps of all layers; those of the first give the text away",
     "set output_attentions to false, and ask for it where it is needed",
     "keyhole audit FOLDER --data TEXTS.txt",
+    standards.INPUTS_READ,
 )  # fmt: skip
 SCORES = Rule(
     "KH-CONFIG-HF-SCORES", "Generation returns scores of the whole vocabulary", Level.MEDIUM,
     "generate() returns scores for every token of the vocabulary; the last layer is read from them",
     "set output_scores and output_logits to false",
     "keyhole extract FOLDER --method output-layer",
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 SETTINGS = ("output_hidden_states", "output_attentions", "output_scores", "output_logits")
+MODEL_WORDS = (*SETTINGS, "model_type", "architectures", "transformers_version")  # of its files
 _RETURNED = {"output_hidden_states": HIDDEN_STATES, "output_attentions": ATTENTIONS}
 
 
-def look_at_model(source: Source) -> Iterator[Hit]:
+def look_at_model(source: Source) -> Iterator[Known]:
+    yield Known("model", "Hugging Face model", 1, tuple(_returned(source)))
+
+
+def _returned(source: Source) -> Iterator[Hit]:
     """Settings that are on, wherever they stand: parts of a model have settings of their own."""
     settings = _json(source)
     on = set(_names_that_are_on(settings))
@@ -76,26 +85,31 @@ SERVED_STATES = Rule(
     "KH-CONFIG-SERVED-STATES", "An endpoint returns a vector for every token", Level.HIGH,
     "texts are read back from hidden states of any layer",
     f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_MAPS = Rule(
     "KH-CONFIG-SERVED-MAPS", "An endpoint returns attention maps", Level.HIGH,
     "texts are read back from attention maps, those of the first layer in closed form",
     f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_CACHE = Rule(
     "KH-CONFIG-SERVED-CACHE", "An endpoint returns keys and values", Level.HIGH,
     "texts are read back from keys and values, those of the first layer by a table",
     "keep the cache inside the server", _ENDPOINT_AUDIT,
+    standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_VECTOR = Rule(
     "KH-CONFIG-SERVED-EMBEDDING", "An endpoint returns a vector for a text", Level.MEDIUM,
     "short texts are read back from their embeddings",
     "treat embeddings as the texts, wherever they are kept", _ENDPOINT_AUDIT,
+    standards.EMBEDDINGS_READ,
 )  # fmt: skip
 SERVED_LOGITS = Rule(
     "KH-CONFIG-SERVED-LOGITS", "An endpoint returns logits", Level.LOW,
     "scores of full precision are what attacks on weights read",
     f"{_SCORE}; count queries per client", _ENDPOINT_AUDIT,
+    standards.WEIGHTS_COPIED,
 )  # fmt: skip
 # By the names that exporters and the libraries themselves give; the first that matches counts.
 _NAMES = (
@@ -107,11 +121,16 @@ _NAMES = (
 )
 OUTPUT_WORDS = (
     "hidden", "attention", "key", "past", "present", "cache", "embed", "pool", "vector",
-    "encoder_out", "logits", "prob", "feature-extraction",
+    "encoder_out", "logits", "prob", "feature-extraction", "implementation", "platform", "backend",
+    "max_batch_size",
 )  # fmt: skip
 
 
-def look_at_mlserver(source: Source) -> Iterator[Hit]:
+def look_at_mlserver(source: Source) -> Iterator[Known]:
+    yield Known("model", "model of MLServer", 1, tuple(_mlserver_outputs(source)))
+
+
+def _mlserver_outputs(source: Source) -> Iterator[Hit]:
     """model-settings.json: the outputs it lists, and the task of the Hugging Face runtime."""
     settings = _json(source)
     outputs = _at(settings, "outputs")
@@ -124,7 +143,11 @@ def look_at_mlserver(source: Source) -> Iterator[Hit]:
         yield Hit(SERVED_STATES, _line(source, task), "task feature-extraction")
 
 
-def look_at_triton(source: Source) -> Iterator[Hit]:
+def look_at_triton(source: Source) -> Iterator[Known]:
+    yield Known("model", "model of Triton", 1, tuple(_triton_outputs(source)))
+
+
+def _triton_outputs(source: Source) -> Iterator[Hit]:
     """config.pbtxt: the names inside `output` blocks."""
     text = re.sub(r"#[^\n]*", lambda match: " " * len(match[0]), source.text)
     opening, at = re.compile(r"\boutput\s*:?\s*(?=[\[{])"), 0
@@ -173,22 +196,30 @@ SAVED_LEAK = Rule(
     "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
     "the text it was made from can be read back with the model",
     _KEEP, "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SAVED_SLOT = Rule(
     "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
     "it holds the prompt's token ids as they are, and its keys and values",
     _KEEP, "keyhole audit FILE --model MODEL.gguf",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SAVED_STATES = Rule(
     "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
     "it holds a prompt's token ids as they are, and its hidden states",
     _KEEP, "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
 )  # fmt: skip
 SLOT_MAGIC = b"qsgg"  # as recover/files/arrays.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 
-def look_at_saved(path: Path) -> Iterator[Hit]:
+def look_at_saved(path: Path) -> Iterator[Known]:
+    for hit in _saved(path):
+        yield Known("saved file", hit.rule.name, 1, (hit,))
+
+
+def _saved(path: Path) -> Iterator[Hit]:
     try:
         with path.open("rb") as file:
             start = file.read(8)

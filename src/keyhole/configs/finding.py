@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+
+from keyhole.core.standards import Standard
 
 
 class Level(IntEnum):
@@ -30,6 +32,7 @@ class Rule:
     opens: str
     fix: str
     attack: str  # the command that would try it for real
+    standards: tuple[Standard, ...] = ()  # what other people's frameworks call it
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ class Hit:
     rule: Rule
     line: int
     what: str
+
+
+@dataclass(frozen=True)
+class Known:
+    """Something that was recognised in a file, and the settings of it that open something."""
+
+    what: str  # a server, a store, a model, a saved file
+    name: str
+    line: int
+    hits: tuple[Hit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Finding:
         return {
             "rule": rule.id, "name": rule.name, "level": str(rule.level), "path": self.path,
             "line": self.line, "setting": self.what, "opens": rule.opens, "fix": rule.fix,
-            "attack": rule.attack,
+            "attack": rule.attack, "standards": [standard.id for standard in rule.standards],
         }  # fmt: skip
 
 
@@ -72,16 +85,39 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """All findings, by file and line; `files` is how many were looked at.
+class Recognised:
+    """A server, a store, a model or a saved file in a file that was read."""
 
-    `ignored` are the rules that were not looked for.
+    path: str
+    line: int
+    what: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that was read, and in which nothing was recognised; `mentions` are the programs whose
+    names stand in it all the same."""
+
+    path: str
+    mentions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """All findings, by file and line; `files` is how many were read.
+
+    `ignored` are the rules that were not looked for, `others` how many files are no configurations
+    by their names, by the end of the name.
     """
 
     findings: tuple[Finding, ...]
     unread: tuple[Unread, ...]
     files: int
     ignored: tuple[str, ...] = ()
+    recognised: tuple[Recognised, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    others: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def failing(self, least: Level = Level.MEDIUM) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.rule.level >= least)
@@ -101,22 +137,13 @@ class Checked:
             "ignored": list(self.ignored),
             "exit_code": self.exit_code(least),
             "findings": [finding.to_dict() for finding in self.findings],
+            "recognised": [asdict(known) for known in self.recognised],
+            "not_recognised": [
+                {"path": file.path, "mentions": list(file.mentions)} for file in self.skipped
+            ],
             "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],
+            "other_files": dict(self.others),
         }
-
-    def lines(self) -> Iterator[str]:
-        """For people: each finding as compilers say it, with what closes it and what tries it."""
-        for finding in self.findings:
-            rule = finding.rule
-            yield f"{finding.path}:{finding.line}: {rule.id} ({rule.level}) {finding.message}"
-            yield f"    fix: {rule.fix}"
-            yield f"    try: {rule.attack}"
-        for file in self.unread:
-            yield f"{file.path}: could not be read: {file.reason}"
-        yield (
-            f"{len(self.findings)} findings in {self.files} files"
-            + (f", {len(self.unread)} could not be read" if self.unread else "")
-        )
 
 
 # A file that may be anybody's, read within bounds: only plain files, only so much of them.
@@ -146,7 +173,7 @@ class Source:
 
 def read(path: Path, words: Sequence[str]) -> Source | None:
     """The text, if any of `words` is in it; None if there is nothing to take apart."""
-    sought = [word.encode() for word in words]
+    sought = [word.lower().encode() for word in words]
     overlap = max(len(word) for word in sought)
     try:
         with path.open("rb") as file:

@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from keyhole.configs import files
-from keyhole.configs.command import Command, from_shell, inner_scripts
-from keyhole.configs.containers import documents, in_dockerfile, in_unit, in_yaml
-from keyhole.configs.finding import Checked, Finding, Hit, Rule, Source, Unread, Unreadable, read
-from keyhole.configs.servers import PROGRAMS, look_at_settings
+from keyhole.configs.command import Command, Options, Program, from_shell, inner_scripts
+from keyhole.configs.containers import (
+    documents,
+    in_dockerfile,
+    in_quadlet,
+    in_unit,
+    in_variables,
+    in_yaml,
+)
+from keyhole.configs.finding import (
+    Checked,
+    Finding,
+    Known,
+    Recognised,
+    Rule,
+    Skipped,
+    Source,
+    Unread,
+    Unreadable,
+    read,
+)
+from keyhole.configs.helm import in_helm, is_values
+from keyhole.configs.servers import PROGRAMS, VARIABLES, look_at_settings
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_file, is_folder
 
@@ -25,19 +45,20 @@ _PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of some names, and what looks for rules in them."""
+    """Files of some names, and what recognises something in them."""
 
     name: str
-    files: re.Pattern[str]  # their names, without folders
-    look: Callable[[Path], Iterator[Hit]]
+    files: re.Pattern[str]  # their names, with the folder they are in
+    look: Callable[[Path], Iterator[Known]]
+    mostly_others: bool = False  # one that names no program is not worth a word
 
 
 def _text(
-    look: Callable[[Source], Iterable[Hit]], words: tuple[str, ...]
-) -> Callable[[Path], Iterator[Hit]]:
+    look: Callable[[Source], Iterable[Known]], words: tuple[str, ...]
+) -> Callable[[Path], Iterator[Known]]:
     """A look at the text of a file that has one of `words` in it."""
 
-    def looked(path: Path) -> Iterator[Hit]:
+    def looked(path: Path) -> Iterator[Known]:
         source = read(path, words)
         if source is not None:
             yield from look(source)
@@ -45,59 +66,90 @@ def _text(
     return looked
 
 
-def _started(commands: Iterable[Command]) -> Iterator[Hit]:
+def _started(commands: Iterable[Command]) -> Iterator[Known]:
     for command in commands:
         for program in PROGRAMS:
             options = program.options(command)
             if options is not None:
-                yield from program.look(options)
+                hits = tuple(program.look(options))
+                yield Known(program.what, program.name, options.program.line, hits)
 
 
-def _script(source: Source) -> Iterator[Hit]:
+def _script(source: Source) -> Iterator[Known]:
     for command in from_shell(source.text):
         yield from _started(inner_scripts(command) or [command])
 
 
-def _yaml(source: Source) -> Iterator[Hit]:
+def _yaml(source: Source) -> Iterator[Known]:
     try:
         roots = documents(source.text)
     except ValueError:  # a template, say: what its lines hold is read as a shell would
         bare = re.sub(r"^[ \t]*(?:- +|[\w-]+: +)+", "", source.text, flags=re.MULTILINE)
         yield from _script(Source(source.path, bare))
         return
+    yield from look_at_settings(roots)
     for root in roots:
-        yield from look_at_settings(root)
-        yield from _started(in_yaml(root))
+        yield from _started(in_helm(root, source.path))
+    if not is_values(source.path):
+        yield from _started(in_yaml(roots, source.path.parent))
+
+
+def _unit(source: Source) -> Iterator[Known]:
+    for command in in_unit(source.text):
+        yield from _started([command])
+        if not command.words:  # it adds variables to another unit
+            yield from _variables_of(command)
+
+
+def _variables(source: Source) -> Iterator[Known]:
+    yield from _variables_of(Command((), in_variables(source.text)))
+
+
+def _variables_of(command: Command) -> Iterator[Known]:
+    """Programs whose variables are set, without the line that starts them."""
+    for variable, (program, look) in VARIABLES.items():
+        if word := command.env.get(variable):
+            hits = tuple(look(Options(word, (), command)))
+            yield Known(program.what, program.name, word.line, hits)
 
 
 def _kind(
-    name: str, pattern: str, look: Callable[[Source], Iterable[Hit]],
-    words: tuple[str, ...] = _PROGRAM_WORDS,
+    name: str, pattern: str, look: Callable[[Source], Iterable[Known]],
+    words: tuple[str, ...] = _PROGRAM_WORDS, *, mostly_others: bool = False,
 ) -> Kind:  # fmt: skip
-    return Kind(name, re.compile(pattern), _text(look, words))
+    return Kind(name, re.compile(pattern), _text(look, words), mostly_others)
 
 
 KINDS: tuple[Kind, ...] = (
     _kind(
-        "Hugging Face settings", r"(generation_)?config\.json", files.look_at_model, files.SETTINGS
+        "Hugging Face settings", r".*/(generation_)?config\.json", files.look_at_model,
+        files.MODEL_WORDS,
     ),
     _kind(
-        "MLServer model settings", r"model-settings\.json", files.look_at_mlserver,
+        "MLServer model settings", r".*/model-settings\.json", files.look_at_mlserver,
         files.OUTPUT_WORDS,
     ),
     _kind(
         "Triton model configuration", r".*\.pbtxt", files.look_at_triton, files.OUTPUT_WORDS
     ),
-    _kind("Compose, Kubernetes, pipelines, settings of stores", r".*\.ya?ml", _yaml),
+    _kind("Compose, Kubernetes, Helm, pipelines, settings of stores", r".*\.ya?ml", _yaml),
+    _kind("tasks and manifests in JSON", r".*\.json", _yaml, mostly_others=True),
     _kind("shell scripts", r".*\.(sh|bash)", _script),
     _kind(
-        "Dockerfiles", r"(.*\.)?(Dockerfile|Containerfile)(\..*)?",
+        "Dockerfiles", r".*/(.*\.)?(Dockerfile|Containerfile)(\..*)?",
         lambda source: _started(in_dockerfile(source.text)),
     ),
+    _kind("units of systemd", r".*\.service|.*\.service\.d/.*\.conf|.*/override\.conf", _unit),
     _kind(
-        "units of systemd", r".*\.service", lambda source: _started(in_unit(source.text))
+        "units of Podman", r".*\.container", lambda source: _started(in_quadlet(source.text))
     ),
+    _kind("variables", r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*", _variables),
     Kind("leaked files", re.compile(r".*\.(safetensors|bin|slot)"), files.look_at_saved),
+    # What else configures something: it is read for names of programs alone.
+    _kind(
+        "other configurations", r".*\.(toml|ini|cfg|conf|properties|tf|tfvars|hcl|nomad|tpl|xml|"
+        r"plist|jsonnet|ps1|bat)|.*/(Procfile|Makefile|Caddyfile|Justfile)", lambda _: (),
+    ),
 )  # fmt: skip
 RULES: dict[str, Rule] = {
     rule.id: rule
@@ -107,7 +159,8 @@ RULES: dict[str, Rule] = {
 
 
 def kind_of(path: Path) -> Kind | None:
-    return next((kind for kind in KINDS if kind.files.fullmatch(path.name)), None)
+    tail = "/" + "/".join(path.parts[-2:])
+    return next((kind for kind in KINDS if kind.files.fullmatch(tail)), None)
 
 
 _ASIDE = {
@@ -126,25 +179,62 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
         raise InputError(f"there is no rule {unknown[0][:80]}: choose among {', '.join(RULES)}")
     if not paths:
         raise InputError("name the files or folders to look at")
-    findings, unread, looked = list[Finding](), list[Unread](), 0
+    findings, unread, others = list[Finding](), list[Unread](), Counter[str]()
+    recognised, skipped, looked = list[Recognised](), list[Skipped](), 0
     for path, named in _files([Path(path) for path in paths], unread):
         kind = kind_of(path)
         if kind is None:
             if named:
                 unread.append(Unread(str(path), "not a configuration of a known kind"))
+            else:
+                others[path.suffix or path.name] += 1
             continue
-        looked += 1
         try:
-            hits = {(hit.line, hit.rule.id, hit.what): hit for hit in kind.look(path)}
+            known = list(kind.look(path))
+            mentions = () if known else _mentions(path)
         except Unreadable as error:
+            if kind.mostly_others and not named:
+                others[path.suffix] += 1
+                continue
+            looked += 1
             unread.append(Unread(str(path), str(error)))
             continue
+        if kind.mostly_others and not (known or mentions or named):
+            others[path.suffix] += 1
+            continue
+        looked += 1
+        if not known:
+            skipped.append(Skipped(str(path), mentions))
+        recognised += sorted(
+            {Recognised(str(path), one.line, one.what, one.name) for one in known},
+            key=lambda one: (one.line, one.name),
+        )
+        hits = {(hit.line, hit.rule.id, hit.what): hit for one in known for hit in one.hits}
         findings += [
             Finding(hit.rule, str(path), hit.line, hit.what)
             for _, hit in sorted(hits.items())
             if hit.rule.id not in ignored
         ]
-    return Checked(tuple(findings), tuple(unread), looked, tuple(sorted(ignored)))
+    return Checked(
+        tuple(findings), tuple(unread), looked, tuple(sorted(ignored)), tuple(recognised),
+        tuple(skipped), dict(sorted(others.items())),
+    )  # fmt: skip
+
+
+def _mentions(path: Path) -> tuple[str, ...]:
+    """Programs that Keyhole knows, and whose names stand in a file in which it recognised none."""
+    source = read(path, _PROGRAM_WORDS) if path.suffix not in _BINARY else None
+    text = "" if source is None else source.text.lower()
+    return tuple(program.name for program in PROGRAMS if _name_of(program).search(text))
+
+
+def _name_of(program: Program) -> re.Pattern[str]:
+    """The program's name, or that of its command, as a word."""
+    names = {program.name.lower(), *(start[0] for start in program.starts if start[0] != "-m")}
+    return re.compile(rf"(?<![a-z.])({'|'.join(map(re.escape, sorted(names)))})(db)?(?![a-z])")
+
+
+_BINARY = (".safetensors", ".bin", ".slot")
 
 
 def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool]]:
@@ -176,5 +266,5 @@ def _inside(folder: Path, unread: list[Unread]) -> Iterator[Path]:
             if count > MOST:
                 unread.append(Unread(str(folder), f"more than {MOST:,} files"))
                 return
-            if kind_of(path) is not None and path.is_file() and not path.is_symlink():
+            if path.is_file() and not path.is_symlink():
                 yield path

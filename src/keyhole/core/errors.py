@@ -26,6 +26,18 @@ class MissingExtra(InputError):
         return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
+# What the extra `models` brings; nothing that attacks works without it.
+_OF_MODELS = {"accelerate", "gguf", "httpcore", "httpx", "numpy", "scipy", "torch", "transformers"}
+
+
+def missing_extra(error: BaseException) -> MissingExtra | None:
+    """The extra that an import failed for the lack of, if it was that."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in _OF_MODELS:
+        return None
+    return MissingExtra(f"this needs {package}, which is not installed", "models")
+
+
 # What a number that a caller gives must be: one line that says what it must be.
 #
 # Every whole number fits into 64 bits, and a seed into 32, so that what is computed from one (a

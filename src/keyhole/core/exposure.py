@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
+from keyhole.core import standards
 from keyhole.core.errors import InputError
+from keyhole.core.standards import Standard
 
 
 class Family(StrEnum):
@@ -42,7 +44,8 @@ _QUESTIONS = {
 class Rule:
     """One kind of exposure: `name` in a few words, `about` in a sentence, `guide` to read on.
 
-    `counted` is what a finding's `queries` are, one and several, where not the family's.
+    `standards` are what other people's frameworks call it; `counted` is what a finding's `queries`
+    are, one and several, where not the family's.
     """
 
     id: str
@@ -50,6 +53,7 @@ class Rule:
     name: str
     about: str
     guide: str
+    standards: tuple[Standard, ...] = ()
     counted: tuple[str, str] | None = None
 
     @property
@@ -70,105 +74,105 @@ RULES = (
         "KH-WEIGHTS-LAST-LAYER", _W, "Last layer from log-probabilities",
         "Log-probabilities of next tokens are linear in the last layer: enough of them give its "
         "width and its weights up to a change of basis.",
-        "docs/servers.md",
+        "docs/servers.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-WEIGHTS-VECTOR-PROMPTS", _W, "Vectors accepted as prompts",
         "A server that takes vectors in place of tokens can be asked anything, which is what "
         "extraction needs.",
-        "docs/servers.md",
+        "docs/servers.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-WEIGHTS-ROUNDED-SCORES", _W, "Weights from rounded or noisy scores",
         "Scores that are rounded, clipped or noisy still determine the weights, to the accuracy "
         "that is left, at a few more queries.",
-        "docs/defences.md",
+        "docs/defences.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-WEIGHTS-SIGNS", _W, "Weights from labels alone",
         "The sign of a score, or the label, locates the decision boundary; bisection along many "
         "lines gives the weights up to their scale.",
-        "docs/extraction.md",
+        "docs/extraction.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-WEIGHTS-SCORES", _W, "Weights from scores",
         "A score is one equation in the weights: about as many chosen queries as there are "
         "unknowns give all of them.",
-        "docs/extraction.md",
+        "docs/extraction.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-WEIGHTS-VECTORS", _W, "Weights from vectors",
         "An endpoint that returns vectors gives many equations with every answer, and so its "
         "weights in very few queries.",
-        "docs/extraction.md",
+        "docs/extraction.md", standards.WEIGHTS_COPIED,
     ),
     Rule(
         "KH-INPUTS-ATTENTION-MAPS", _I, "Input from a layer's output and attention maps",
         "With its attention maps, what goes into a layer is the solution of linear equations.",
-        "docs/inversion.md",
+        "docs/inversion.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-INPUTS-LAYER-OUTPUT", _I, "Input from a layer's output",
         "Whoever has the weights and the output of an attention layer can search for the input "
         "by Newton's method, and prove that it is the one.",
-        "docs/inversion.md",
+        "docs/inversion.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-TOKEN-IDS", _T, "Token ids stored as they are",
         "A saved state holds the ids of the tokens: no attack is needed to read the text.",
-        "docs/servers.md",
+        "docs/servers.md", standards.TEXTS_STORED,
     ),
     Rule(
         "KH-TEXT-GRADIENT", _T, "Text from a gradient",
         "The gradient of a batch spans the states of its tokens: the texts of a client's update "
         "can be read from it.",
-        "docs/gradients.md", ("update", "updates"),
+        "docs/gradients.md", standards.GRADIENTS_READ, ("update", "updates"),
     ),
     Rule(
         "KH-TEXT-KEYS-AND-VALUES", _T, "Text from cached keys and values",
         "Keys and values are a linear image of the states before them: a cache is as good as the "
         "text.",
-        "docs/text.md",
+        "docs/text.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-ATTENTION-MAPS", _T, "Text from attention maps",
         "Which token looks at which depends on what the tokens are: maps of early layers give the "
         "text.",
-        "docs/text.md",
+        "docs/text.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-ATTENTION-OUTPUT", _T, "Text from an attention block's output",
         "What an attention block adds to the states, before the residual.",
-        "docs/text.md",
+        "docs/text.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-LOG-PROBABILITIES", _T, "Text from next-token scores",
         "A whole vector of next-token logits or log-probabilities determines the last hidden "
         "state, and that the prompt.",
-        "docs/text.md",
+        "docs/text.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-EMBEDDING", _T, "Text from embeddings",
         "One vector for a text: short texts, and long ones of a known kind, are read back from it "
         "and verified by encoding them again.",
-        "docs/embeddings.md",
+        "docs/embeddings.md", standards.EMBEDDINGS_READ,
     ),
     Rule(
         "KH-TEXT-HIDDEN-STATES", _T, "Text from hidden states",
         "A state for every token: with public weights each token is found by comparing its state "
         "with those of all candidates.",
-        "docs/text.md",
+        "docs/text.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-TEXT-ANSWERS", _T, "Answers of an endpoint of texts",
         "What a deployed model answers, and whether it is more than a label.",
-        "docs/servers.md",
+        "docs/servers.md", standards.INPUTS_READ,
     ),
     Rule(
         "KH-PREDICTIONS-CUTS", _P, "Predictions flipped by cutting attention",
         "Whoever can mask a small share of the attention changes what a classifier says, without "
         "touching the text.",
-        "docs/disrupt.md",
+        "docs/disrupt.md", standards.PREDICTIONS_FLIPPED,
     ),
     *(
         Rule(

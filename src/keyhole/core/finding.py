@@ -34,7 +34,12 @@ class Finding:
     achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
     precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
     a sample says of all the texts of a store, `remedied` what was left where a remedy was tried.
-    `extra` names what is not installed, where more could be found out or proved with it.
+    `extra` names what is not installed, where more could be found out or proved with it. `tried` is
+    how many predictions `known` is a share of.
+
+    A finding is one of two kinds. *Recovered*: an attack was run, and a judge compared what it gave
+    with the target. *Exposed*: a route or a setting is open; the reason says what it gives,
+    `command` what tries it. Nothing of it was read, so it has no exactness and is never proved.
     """
 
     exposure: Exposure
@@ -55,6 +60,8 @@ class Finding:
     estimate: Estimate | None = None
     remedied: tuple[Remedied, ...] = ()
     extra: str = ""
+    tried: int = 0
+    command: str = ""
 
     def __post_init__(self) -> None:  # a file may say anything
         if self.exposure.rule == NOT_CHECKED:
@@ -71,8 +78,13 @@ class Finding:
 
     @property
     def exposed(self) -> bool:
-        """Did the attacker come away with the secret, exactly or nearly?"""
-        return self.outcome is Outcome.GIVEN_AWAY and not self.control
+        """Did the attacker come away with the secret, exactly or nearly, or is a way to it open?"""
+        return self.outcome in (Outcome.GIVEN_AWAY, Outcome.EXPOSED) and not self.control
+
+    @property
+    def open(self) -> bool:
+        """Is a way to the secret open, which nobody went?"""
+        return self.outcome is Outcome.EXPOSED
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
@@ -84,8 +96,9 @@ class Skip:
     """An attack that was not run, and why: silence is not a clean bill of health.
 
     `unchecked` says that it would apply but could not be run: then the target is not clean.
-    `layers` are those that were left out, where others were tried; `extra` names what is not
-    installed and would be needed.
+    `absent` says that it was looked for, and that the target has no such thing: what a baseline has
+    of it is gone. `layers` are those that were left out, where others were tried; `extra` names
+    what is not installed and would be needed.
     """
 
     exposure: Exposure
@@ -94,6 +107,7 @@ class Skip:
     unchecked: bool = False
     layers: tuple[int, ...] = ()
     extra: str = ""
+    absent: bool = False
 
 
 # A flipped prediction and where attention was cut for it: what a report shows of a disruption.

@@ -12,6 +12,7 @@ class Status(StrEnum):
     RECOVERED = "recovered"
     WITHIN = "recovered within a domain"
     INEXACT = "inexact"
+    EXPOSED = "exposed"
     UNVERIFIED = "unverified"
     MISMATCH = "mismatch"
     NOT_IDENTIFIABLE = "not identifiable"
@@ -31,6 +32,7 @@ _ADVICE = {
     Status.RECOVERED: "Do not return this value to people who may not have the weights.",
     Status.WITHIN: "Recovered where the reason says; beyond it the target answers differently.",
     Status.INEXACT: "The weights are known approximately; exact answers would give all of them.",
+    Status.EXPOSED: "It is open, and nothing was read from it yet: the command tries it.",
     Status.UNVERIFIED: "Allow a few more queries than the attack needs, for the check.",
     Status.MISMATCH: "The answers do not come from this kind of model: try another method.",
     Status.NOT_IDENTIFIABLE: "No number of these queries can settle it.",
@@ -52,11 +54,12 @@ class Unsuccessful(Exception):
         self.reason = reason
 
 
-# What a status means for whoever has to decide: given away, kept, or could not be checked.
+# What a status means for whoever has to decide: given away, exposed, kept, or could not be checked.
 #
 # One table for all commands, for the page's headline and for exit codes: 0 nothing was given away,
-# 1 something was, 3 something could not be checked. What could not be checked is never clean, even
-# where everything else is. (2 is for wrong input, which never gets as far as a status.)
+# 1 something was, or a way to it is open, 3 something could not be checked. What could not be
+# checked is never clean, even where everything else is. (2 is for wrong input, which never gets as
+# far as a status.)
 #
 # `kept` is the outcome where an attack ran to its end and the secret is not known: it was not found
 # (unsolved), or nothing could have (not identifiable). It is no proof of safety. A search for
@@ -66,6 +69,7 @@ class Unsuccessful(Exception):
 
 class Outcome(StrEnum):
     GIVEN_AWAY = "given away"
+    EXPOSED = "exposed"
     KEPT = "kept"
     UNCHECKED = "could not check"
 
@@ -74,6 +78,7 @@ OUTCOMES = {
     Status.RECOVERED: Outcome.GIVEN_AWAY,
     Status.WITHIN: Outcome.GIVEN_AWAY,
     Status.INEXACT: Outcome.GIVEN_AWAY,
+    Status.EXPOSED: Outcome.EXPOSED,
     Status.NOT_IDENTIFIABLE: Outcome.KEPT,
     Status.UNSOLVED: Outcome.KEPT,
     Status.BUDGET: Outcome.UNCHECKED,
@@ -89,6 +94,6 @@ OUTCOMES = {
 def exit_code(statuses: Iterable[Status | Outcome]) -> int:
     """0, 1 or 3 for all that was checked; nothing at all is nothing checked."""
     outcomes = [OUTCOMES[status] if isinstance(status, Status) else status for status in statuses]
-    if Outcome.GIVEN_AWAY in outcomes:
+    if Outcome.GIVEN_AWAY in outcomes or Outcome.EXPOSED in outcomes:
         return 1
     return 3 if not outcomes or Outcome.UNCHECKED in outcomes else 0

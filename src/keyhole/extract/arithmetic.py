@@ -23,7 +23,8 @@ from keyhole.oracle.protocol import Oracle, OracleError, ask, layers
 EXACT = 1e-12  # relative errors of answers below this are rounding of float64
 ALLOWED = 16.0  # times their own error: how far answers and a model that explains them may differ
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_PRINTED = 0.02  # of ε: how far a number of a format is off once it was printed and read again
+_READ = 64  # answers that are compared with float32 as servers print it,
+_DIGITS = 8  # in as many digits or more: with fewer they may be rounded on purpose
 _UNSEEN = 2.0**-40  # a change of the inputs that float64 shows and float32 does not
 _STREAM = 0x4F574E45
 _DOUBTFUL = 1e-2  # of the answers: tokens in another order that change more have positions
@@ -39,12 +40,15 @@ def precision_of(oracle: Oracle, answers: Tensor) -> float:
 
 
 def digits(answers: Tensor) -> float:
-    """Half the ε of the shortest format that holds all answers."""
+    """Half the ε of the shortest format that holds all answers, float32 in decimal digits too."""
     for dtype in _FORMATS:
-        half = torch.finfo(dtype).eps / 2
-        off = (answers - answers.to(dtype).to(torch.float64)).abs()
-        if bool((off <= _PRINTED * half * answers.abs()).all()):
-            return half
+        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
+            return torch.finfo(dtype).eps / 2
+    some = answers.flatten()[:_READ]
+    printed = [str(value) for value in some.float().numpy()]
+    most = max(len(text.strip("-0.").split("e")[0].replace(".", "")) for text in printed)
+    if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
+        return torch.finfo(torch.float32).eps / 2
     return torch.finfo(torch.float64).eps
 
 

@@ -208,7 +208,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
-    precision = measured_precision(oracle, first, pairs, seen)
+    precision = measured_precision(oracle, first[:1], pairs[:1], seen)
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
@@ -221,7 +221,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
             )
         fallback = Fitted(answer_error=error, seed=seed) if oracle.dim <= _WIDEST else None
         return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
-    if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b, x]), alone):
+    if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
         fit = Fitted(precision=max(precision, 1e-14), seed=seed)
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))

@@ -52,11 +52,13 @@ _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error
 _NONLINEAR = 30.0  # the same, of single tokens that no heads explain
 _STEPS = 150
+_STALLED = 15  # steps within which some start has to gain a fifth
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
 _FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
-_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once
+_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once,
+_FINE = 1e-5  # in answers that are as exact as this
 _WORK = 192  # H·d of the largest fit at one token
 UNKNOWNS = 1500  # up to which all are fitted at once
 
@@ -99,21 +101,33 @@ class Fitted(Method):
         field = _NearField(self, oracle, norm, stream)
         most = max(1, min(self.most, _WORK // oracle.dim))
         counts = range(1, most + 1) if self.heads is None else (self.heads,)
-        miss = math.inf
+        miss, best = math.inf, None
         for heads in counts:
-            g, v, miss = field.heads_at_one_token(heads)
-            if miss <= _EXPLAINED:
-                yield self._fitted(field, *field.further_tokens(g, v))
-                return
+            g, v, at_one = field.heads_at_one_token(heads)
+            if at_one <= _EXPLAINED and (known := field.further_tokens(g, v)) is not None:
+                model, missed = self._fitted(field, *known, v)
+                if best is None or missed < miss:
+                    miss, best = missed, model
+                if missed <= 2 * _EXPLAINED:
+                    break
+            elif best is None:
+                miss = min(miss, at_one)
             if heads == counts[0]:
                 field.expect_steady()  # before the long search for more heads
-        status = Status.UNVERIFIED if most < self.most else Status.MISMATCH
-        raise Unsuccessful(
-            status, f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error"
-        )
+        if best is None:
+            raise Unsuccessful(
+                Status.UNVERIFIED if most < self.most else Status.MISMATCH,
+                f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
+            )
+        model, remark = _simplest(best, field.error)
+        if len(best.v) > 1:
+            remark = "; ".join(filter(None, (f"{len(best.v)} heads explain the answers", remark)))
+        yield Step(model, model.unknowns, model.unknowns, remark=remark)
 
-    def _fitted(self, field: _NearField, x: Tensor, g: Tensor, v: Tensor) -> Step:
-        """W and c from g (tokens, H, d) at tokens x, then all unknowns at once."""
+    def _fitted(
+        self, field: _NearField, x: Tensor, g: Tensor, v: Tensor
+    ) -> tuple[BiasedHeads, float]:
+        """W and c from g (tokens, H, d) at tokens x, then all at once, and what that misses."""
         b, norm, dim = field.b, field.norm, field.oracle.dim
         n, ones = norm.applied(x), torch.ones(len(x), 1, dtype=torch.float64)
         values, heads = g.flatten(1), len(v)
@@ -134,10 +148,8 @@ class Fitted(Method):
             models.append(model)
             if field.missed(model) <= _EXPLAINED:
                 break
-        remark = f"{heads} heads explain the answers" if heads > 1 else ""
-        model, offset = _simplest(min(models, key=field.missed), field.error)
-        unknowns = model.unknowns
-        return Step(model, unknowns, unknowns, remark="; ".join(filter(None, (remark, offset))))
+        best = min(models, key=field.missed)
+        return best, field.missed(best)
 
 
 def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | BiasedHeads, str]:
@@ -279,22 +291,22 @@ class _NearField:
         size = float(self.u.abs().mean()) or float(even.abs().max())
         spread = 1 / float(delta.square().sum(1).mean().sqrt())
         best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if heads < 4 else _ROUNDS // 2):
             shape = self.method.starts, heads, dim
             g, v = spread * self._normals(*shape), size * self._normals(*shape)
             if heads == 1:
                 g[0], v = 0.0, self.u.expand(shape)
             g, v, misses = _levenberg(delta, even, g, v, error, fixed=heads == 1)
             for k in range(len(g)):
-                signs = _signs(v[k], self.u)
+                signs = _signs(v[k], self.u, _UNSIGNED if self.precision <= _FINE else math.inf)
                 if float(misses[k]) < best[2] and signs is not None:
                     best = g[k] * signs, v[k] * signs, float(misses[k])
             if best[2] <= _EXPLAINED:
                 break
         return best
 
-    def further_tokens(self, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens x (d + 1, d), g (d + 1, H, d) there and v; the first is the one known already."""
+    def further_tokens(self, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens x (d + 1, d), the first one among them, and g (d + 1, H, d) there, if found."""
         heads, dim = v.shape
         count = math.ceil(self.method.oversampling / 2 * heads * dim) + 8
         steps = _FURTHER * self.size * random_orthogonal(dim, self.stream)
@@ -313,10 +325,8 @@ class _NearField:
             tokens, known = torch.cat([tokens, x[good]]), torch.cat([known, found[good]])
             steps = steps[~good] / 2
             if not len(steps):
-                return tokens, known, v
-        raise Unsuccessful(
-            Status.UNVERIFIED, "the heads found at one token were not found again at others"
-        )
+                return tokens, known
+        return None
 
     def ask_at_large(self, count: int) -> None:
         """Random sequences: pairs around a few tokens say less about the rest of the space."""
@@ -341,13 +351,13 @@ class _NearField:
             )
 
 
-def _signs(v: Tensor, u: Tensor) -> Tensor | None:
-    """The signs (H, 1) with which values v (H, d) add up to u."""
+def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
+    """The signs (H, 1) with which values v (H, d) add up to u, but for a share of them."""
     choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype)
     misses = torch.linalg.vector_norm(choices @ v - u, dim=1)
     best = int(misses.argmin())
     size = float(torch.linalg.vector_norm(v, dim=1).max().clamp(min=torch.linalg.vector_norm(u)))
-    return choices[best].unsqueeze(1) if float(misses[best]) <= _UNSIGNED * size else None
+    return choices[best].unsqueeze(1) if float(misses[best]) <= allowed * size else None
 
 
 def _levenberg(
@@ -362,8 +372,12 @@ def _levenberg(
     shape, count = g.shape, g[0].numel()
     damping = torch.full((len(g),), 0.1, dtype=torch.float64)
     r, J = _residuals(delta, even, g, v, error, fixed)
-    loss = r.square().mean(1)
-    for _ in range(_STEPS):
+    loss = mark = r.square().mean(1)
+    for turn in range(1, _STEPS + 1):
+        if turn % _STALLED == 0:
+            if not bool((loss < 0.8 * mark).any()):
+                break  # minima that are not zero
+            mark = loss
         square, slope = J.mT @ J, J.mT @ r.unsqueeze(-1)
         diagonal = square.diagonal(dim1=-2, dim2=-1)
         least = 1e-12 * diagonal.amax(1, keepdim=True).clamp(min=1e-300)
@@ -375,7 +389,7 @@ def _levenberg(
         ahead_r, ahead_J = _residuals(delta, even, ahead_g, ahead_v, error, fixed)
         ahead = ahead_r.square().mean(1)
         better = ahead < loss
-        small = ~better | (loss - ahead < 1e-3 * loss)
+        small = better & (loss - ahead < 1e-3 * loss) | (damping > 1e6)
         g, v = torch.where(_like(better, g), ahead_g, g), torch.where(_like(better, g), ahead_v, v)
         r, J = torch.where(better[:, None], ahead_r, r), torch.where(_like(better, J), ahead_J, J)
         loss = torch.where(better, ahead, loss)

@@ -2,8 +2,9 @@
 
 A text is exact if decoding the recovered ids gives what the tokenizer makes of the original, and
 that is the original's characters up to what the tokenizer's own normaliser changes (case, accents,
-and where its tokens are words, the spaces between them). What became the unknown token, what has no
-token at all and what was cut off after the model's last position did not come back.
+where its tokens are words the spaces between them) and a space at either end, which tokenizers add
+and take away. What became the unknown token, what has no token at all and what was cut off after
+the model's last position did not come back.
 
 A text that is not exact may still give away what matters: `shared` counts the tokens that came back
 wherever they stand, and the names and numbers among the words.
@@ -50,7 +51,7 @@ class Original:
 
     def is_exactly(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Do these ids give every character of the text?"""
-        return not self.notes and decoded(tokenizer, list(ids)) == self.made
+        return not self.notes and _trimmed(decoded(tokenizer, list(ids))) == _trimmed(self.made)
 
     def shared(self, tokenizer: Any, ids: Sequence[int]) -> Shared:
         """What these ids have in common with the text, in whatever order."""
@@ -104,6 +105,11 @@ def _unknown(tokenizer: Any, text: str, ids: list[int]) -> str:
     words = list(dict.fromkeys(words))
     more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
     return f"the tokenizer knows no token for {', '.join(words[:_NAMED])}{more}"
+
+
+def _trimmed(text: str) -> str:
+    """Without a space at either end: tokenizers put one there, and take it away."""
+    return text.removeprefix(" ").removesuffix(" ")
 
 
 def _characters(tokenizer: Any, text: str) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keyhole.assess import Severity
-from keyhole.configs import Checked, Finding, Level, Rule, Unread
+from keyhole.configs import Checked, Finding, Level, Rule, Skipped, Unread
 from keyhole.configs.registry import RULES
 from keyhole.core import dump
 from keyhole.core.exposure import NOT_CHECKED
 from keyhole.core.text import as_code, inert
 from keyhole.report import junit, markdown, sarif
 from keyhole.report.sarif import in_file
-from keyhole.report.words import number, slug
+from keyhole.report.words import names_of, number, slug
 from keyhole.version import __version__
 
 _SEVERITIES = {
@@ -43,6 +43,62 @@ def verdict(checked: Checked) -> str:
         words = f"No setting opens what attacks need, in {files}"
     unread = number(len(checked.unread), "file", "files")
     return f"{words}; {unread} could not be read." if checked.unread else f"{words}."
+
+
+_SHOWN = 20  # files of a kind that a terminal lists; the JSON has all
+
+
+def as_text(checked: Checked) -> str:
+    """For a terminal: each finding as compilers say it, what was recognised, what was skipped."""
+    lines = list[str]()
+    for finding in checked.findings:
+        rule = finding.rule
+        lines += [
+            f"{finding.path}:{finding.line}: {rule.id} ({rule.level}) {finding.message}",
+            f"    fix: {rule.fix}",
+            f"    try: {rule.attack}",
+        ]
+    names = dict[str, dict[str, None]]()
+    for known in checked.recognised:
+        names.setdefault(known.path, {})[known.name] = None
+    lines += _listed([f"{path}: recognised {', '.join(found)}" for path, found in names.items()])
+    lines += _listed([f"{file.path}: {_why_skipped(file)}" for file in checked.skipped])
+    lines += [f"{file.path}: could not be read: {file.reason}" for file in checked.unread]
+    if checked.others:
+        kinds = ", ".join(f"{end} {count}" for end, count in checked.others.items())
+        count = number(sum(checked.others.values()), "other file is", "other files are")
+        lines.append(f"{count} no configuration by the name: {kinds}")
+    return "\n".join([*lines, f"{summary(checked)}; {_findings(checked)}"])
+
+
+def summary(checked: Checked) -> str:
+    """How much was read, recognised and skipped: "read 8 files, 2 servers, 6 not recognised"."""
+    found = Counter(known.what for known in checked.recognised)
+    words = [f"read {number(checked.files, 'file', 'files')}"]
+    words += [number(found[what], what, f"{what}s") for what in _RECOGNISED if found[what]]
+    words.append(f"{len(checked.skipped)} not recognised")
+    if checked.unread:
+        words.append(f"{len(checked.unread)} could not be read")
+    return ", ".join(words)
+
+
+_RECOGNISED = ("server", "store", "model", "saved file")
+
+
+def _findings(checked: Checked) -> str:
+    return number(len(checked.findings), "finding", "findings")
+
+
+def _listed(lines: list[str]) -> list[str]:
+    rest = len(lines) - _SHOWN
+    return lines if rest <= 0 else [*lines[:_SHOWN], f"and {rest} more, which --json names"]
+
+
+def _why_skipped(file: Skipped) -> str:
+    if not file.mentions:
+        return "not recognised: it starts or sets nothing that Keyhole knows"
+    names = ", ".join(file.mentions)
+    return f"not recognised: it names {names}, in no form that Keyhole reads"
 
 
 def as_sarif(checked: Checked, least: Level) -> str:
@@ -71,10 +127,17 @@ def as_sarif(checked: Checked, least: Level) -> str:
     code, unread = checked.exit_code(least), [file.path for file in checked.unread]
     run = {
         "tool": {"driver": sarif.driver(__version__, rules)},
+        "taxonomies": sarif.taxonomies(rule.standards for rule in RULES.values()),
         "automationDetails": {"id": "keyhole/check-config/"},
         "invocations": [sarif.invocation(code, _ENDS, unread, None)],
         "results": results,
-        "properties": {"verdict": verdict(checked), "fail_on": str(least), "files": checked.files},
+        "properties": {
+            "verdict": verdict(checked),
+            "fail_on": str(least),
+            "files": checked.files,
+            "read": summary(checked),
+            "notRecognised": [file.path for file in checked.skipped],
+        },
     }
     return sarif.written([run])
 
@@ -102,12 +165,17 @@ def as_markdown(checked: Checked, least: Level) -> str:
     sign = markdown.SIGNS[empty if worst is None else _SEVERITIES[worst]]
     top = [
         f"## {sign} Keyhole: {verdict(checked)}", "",
+        f"Keyhole {summary(checked)}.", "",
         f"{len(checked.failing(least))} of {len(ordered)} are of the level {least} or above, exit "
         f"code {checked.exit_code(least)}. A setting is a possibility: the last column tries it.",
         "",
     ]  # fmt: skip
     unread = [f"{file.path}: {file.reason}" for file in checked.unread]
-    bottom = markdown.folded("could not be read, which is not clean", unread)
+    skipped = [f"{file.path}: {_why_skipped(file)}" for file in checked.skipped]
+    bottom = [
+        *markdown.folded("could not be read, which is not clean", unread),
+        *markdown.folded("read, and not recognised", skipped),
+    ]
     opened = markdown.Table("Opened", "findings", _HEAD, [_row(finding) for finding in ordered])
     return markdown.fitted(top, [opened], bottom)
 
@@ -138,8 +206,9 @@ def _rule(rule: Rule) -> dict[str, Any]:
     )
     about = f"{rule.opens[0].upper()}{rule.opens[1:]}."
     return sarif.described(
-        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level]
-    )
+        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level],
+        standards=rule.standards,
+    )  # fmt: skip
 
 
 def _unread(file: Unread, place: int) -> dict[str, Any]:
@@ -158,7 +227,8 @@ def _case(name: str, finding: Finding, least: Level) -> junit.Case:
     rule, where = finding.rule, f"{finding.path}:{finding.line}"
     details = (
         f"finding: {name}", f"rule: {rule.id} ({rule.name})", f"level: {rule.level}",
-        f"at: {where}", f"opens: {rule.opens}", f"fix: {rule.fix}", f"try: {rule.attack}",
+        f"standards: {names_of(rule.standards)}", f"at: {where}", f"opens: {rule.opens}",
+        f"fix: {rule.fix}", f"try: {rule.attack}",
     )  # fmt: skip
     return junit.Case(
         _classname(finding.path), f"{where} {rule.id}", 0.0,

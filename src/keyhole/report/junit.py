@@ -92,10 +92,12 @@ def _case(item: Item, assessment: Assessment) -> Case:
     end, because = _end(item, assessment)
     details = (
         f"finding: {item.id}", f"rule: {item.rule.id} ({item.rule.name})",
+        f"standards: {words.names_of(item.rule.standards)}",
         f"severity: {item.severity}, score {item.score} of 10 ({item.why})",
         f"cost: {cost(finding)}, {finding.seconds:.2f} s", f"status: {finding.status}",
         *([f"decided by: {because}"] if because else []),
         *([f"reason: {finding.reason}"] if finding.reason else []),
+        *([f"try it: {finding.command}"] if finding.command else []),
         *([f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []),
     )  # fmt: skip
     return Case(
@@ -108,7 +110,10 @@ def _case(item: Item, assessment: Assessment) -> Case:
 
 def _end(item: Item, assessment: Assessment) -> tuple[str, str]:
     """The tag of how a check ended, and which rule of a policy decided that."""
-    plain = {Outcome.GIVEN_AWAY: "failure", Outcome.UNCHECKED: "error", Outcome.KEPT: ""}
+    plain = {
+        Outcome.GIVEN_AWAY: "failure", Outcome.EXPOSED: "failure", Outcome.UNCHECKED: "error",
+        Outcome.KEPT: "",
+    }  # fmt: skip
     if assessment.decision is None:
         return plain[item.finding.outcome], ""
     ruled = next(ruled for ruled in assessment.decision.rulings if ruled.name == item.id)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from keyhole.assess import Assessment, Card, Item
+from keyhole.assess import Assessment, Card, Item, Level
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome
 from keyhole.core.text import as_code
@@ -19,6 +19,7 @@ from keyhole.report import words
 
 MOST = 60_000  # characters in all; GitHub takes some more
 SHOWN = 20  # findings before the fold
+UNTRIED = "of the baseline not tried this time, as before"
 CELL = 160  # characters of a cell
 SIGNS = {
     "critical": "🔴",
@@ -38,7 +39,7 @@ def render(assessment: Assessment) -> str:
     """A comment, complete or with a line that says how much is left out."""
     rows = [row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
-    bottom = [*_unchecked(assessment), *_gone(assessment), *_again(assessment)]
+    bottom = [*_unchecked(assessment), *_left(assessment), *_again(assessment)]
     return fitted(top, [Table("Given away", "findings", HEAD, rows)], bottom)
 
 
@@ -79,6 +80,8 @@ def _cards(cards: Sequence[Card]) -> list[str]:
     rows = [
         f"| {SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
         f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
+        if card.level is not Level.NOT_TRIED  # no severity, which nobody looked for
+        else f"| – | {card.family} | {card.level} | – | |"
         for card in cards
     ]
     return [
@@ -100,6 +103,7 @@ def row(item: Item, of: str = "") -> str:
     """A finding; `of` is what stands before its exposure."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
+    tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
     ignored = ""
     if item.ignored is not None:
         reason = as_code(item.ignored.reason, CELL)
@@ -107,7 +111,7 @@ def row(item: Item, of: str = "") -> str:
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
         f"{of}{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
-        f"{words.outcome(finding)} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
+        f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
@@ -139,11 +143,13 @@ def _unchecked(assessment: Assessment) -> list[str]:
     return folded("could not be checked, which is not clean", unchecked)
 
 
-def _gone(assessment: Assessment) -> list[str]:
-    return folded(
-        "gone since the baseline",
-        [words.in_full(item.finding.exposure) for item in assessment.gone],
+def _left(assessment: Assessment) -> list[str]:
+    """What else the baseline has."""
+    gone, untried = (
+        [words.in_full(item.finding.exposure) for item in items]
+        for items in (assessment.gone, assessment.untried)
     )
+    return [*folded("gone since the baseline", gone), *folded(UNTRIED, untried)]
 
 
 def folded(about: str, names: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from keyhole.assess import RULES, Assessment, Item, Rule, Severity, State
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome, Skip, dump
 from keyhole.core.exposure import NOT_CHECKED, Exposure, rule_of
+from keyhole.core.standards import CWE, FRAMEWORKS, Standard, frameworks
 from keyhole.core.text import inert
 from keyhole.report import words
 
@@ -52,18 +53,49 @@ def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "version": version,
         "shortDescription": {"text": "What a Transformer's attention gives away."},
         "rules": list(rules),
+        "supportedTaxonomies": [
+            {"name": framework.name, "index": place} for place, framework in enumerate(FRAMEWORKS)
+        ],
     }
+
+
+def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
+    """The frameworks, each with the entries that rules name."""
+    return [
+        {
+            "name": framework.name,
+            "version": framework.version,
+            "organization": framework.organization,
+            "informationUri": framework.uri,
+            "shortDescription": {"text": f"{framework.name}, edition {framework.version}."},
+            "isComprehensive": False,
+            "taxa": [
+                {"id": entry.id, "name": entry.name, "helpUri": entry.uri,
+                 "shortDescription": {"text": entry.name}}
+                for entry in entries
+            ],
+        }
+        for framework, entries in frameworks(rules).items()
+    ]  # fmt: skip
+
+
+def _tag(standard: Standard) -> str:
+    """An entry as a tag of a rule; GitHub knows those of CWE."""
+    if standard.framework is CWE:
+        return f"external/cwe/{standard.id.lower()}"
+    return f"{standard.framework.key}/{standard.id}"
 
 
 def described(
     identity: str, name: str, about: str, guide: tuple[str, str], tag: str, severity: Severity,
-    score: float = 0.0,
+    score: float = 0.0, standards: tuple[Standard, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """A rule in full; `guide` is its help as text and as Markdown.
 
     GitHub reads severities of rules alone. A rule of a severity that has no span has no number.
     """
-    properties: dict[str, Any] = {"tags": ["security", f"keyhole/{tag}"]}
+    tags = ["security", f"keyhole/{tag}", *map(_tag, standards)]
+    properties: dict[str, Any] = {"tags": tags}
     if severity in SPANS:
         least, most = SPANS[severity]
         properties["security-severity"] = f"{min(max(score, least), most):.1f}"
@@ -75,6 +107,19 @@ def described(
         "fullDescription": {"text": about},
         "help": {"text": text, "markdown": markdown},
         "defaultConfiguration": {"level": LEVELS.get(severity, "warning")},
+        "relationships": [
+            {
+                "target": {
+                    "id": standard.id,
+                    "toolComponent": {
+                        "name": standard.framework.name,
+                        "index": FRAMEWORKS.index(standard.framework),
+                    },
+                },
+                "kinds": ["relevant"],
+            }
+            for standard in standards
+        ],
         "properties": properties,
     }
 
@@ -199,7 +244,7 @@ class Places:
 _NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")
 _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
-    State.GONE: "absent",
+    State.GONE: "absent", State.UNTRIED: "unchanged",
 }  # fmt: skip
 _ENDS = {
     0: "nothing was given away, or nothing that fails the policy",
@@ -223,11 +268,13 @@ def run(
 ) -> dict[str, Any]:
     """One audit; `name` tells it from other runs of a file, `keep` says which results are in it."""
     places = Places(inert(assessment.audit.target))
-    results = [_result(item, places) for item in (*assessment.items, *assessment.gone)]
+    items = (*assessment.items, *assessment.gone, *assessment.untried)
+    results = [_result(item, places) for item in items]
     compared = any(item.state is not None for item in assessment.items)
     results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
     return {
         "tool": {"driver": _driver(assessment)},
+        "taxonomies": taxonomies(rule.standards for rule in RULES),
         "automationDetails": {"id": f"keyhole/{words.slug(inert(name))}/"},
         "invocations": [_invocation(assessment)],
         "logicalLocations": places.all,
@@ -260,7 +307,9 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
         f"{about}\n\nKeyhole's documentation: `{rule.guide}`.",
     )
     severity, score = (Severity.UNKNOWN, 0) if worst is None else (worst.severity, worst.score)
-    return described(rule.id, rule.name, rule.about, guide, rule.family.value, severity, score)
+    return described(
+        rule.id, rule.name, rule.about, guide, rule.family.value, severity, score, rule.standards
+    )
 
 
 def _invocation(assessment: Assessment) -> dict[str, Any]:
@@ -324,7 +373,9 @@ def _sentence(item: Item) -> str:
     parts = [f"{name}: {words.outcome(finding)} ({finding.attack}, {cost(finding)})."]
     if finding.exposed:
         parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
+    parts += ["Not tried this time; this is what the baseline has."] * (item.state is State.UNTRIED)
     parts += [finding.reason] if finding.reason else []
+    parts += [f"Try it: {finding.command}"] if finding.command else []
     parts += [f"Fix: {finding.remedy}"] if finding.exposed and finding.remedy else []
     return " ".join(parts)
 

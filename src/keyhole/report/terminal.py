@@ -44,11 +44,17 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     if assessment.items:
         parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))
+    if ways := [item.finding for item in assessment.items if item.finding.command]:
+        parts.append(_line("Open, not tried: what tries it", "bold"))
+        parts += [_line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways]
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
     if assessment.gone:
         parts.append(_line("Gone since the baseline", "bold"))
         parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.gone]
+    if assessment.untried:
+        parts.append(_line("Not tried this time, as before", "bold"))
+        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.untried]
     if audit.skips:
         parts += [_line("Not tried", "bold"), _skips(audit.skips)]
     return Group(*parts, *_by_length(audit))
@@ -107,7 +113,7 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
         return widths, 2
-    widths[2], widths[4] = min(widths[2], 16), min(widths[4], 14)
+    widths[2], widths[4] = min(widths[2], 21), min(widths[4], 14)
     widths[1] = max(12, width - gaps - sum(widths) + widths[1])
     return widths, 1
 

@@ -12,8 +12,11 @@ from itertools import groupby
 from markupsafe import Markup
 
 from keyhole.assess import Assessment, Policy
+from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.finding import Reading
+from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
 
 # What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
@@ -100,6 +103,11 @@ EXPOSURES: dict[tuple[str, ...], str] = {
 _UNNAMED = {"KH-PREDICTIONS-CUTS": "a share", "KH-TEXT-ANSWERS": "without a name"}
 
 
+def names_of(standards: Sequence[Standard]) -> str:
+    """What frameworks call it: "LLM02:2026, AML.T0024.001", or "none"."""
+    return ", ".join(standard.id for standard in standards) or "none"
+
+
 def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
     """What people call an exposure; of several `layers` where those were left out."""
     words = EXPOSURES.get((given.rule, given.variant, *given.defences))
@@ -137,12 +145,14 @@ _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 def counts(assessment: Assessment) -> str:
     """How many of the checks that count came to what."""
-    total, exposed = len(assessment.items), len(assessment.exposed)
+    total, ways = len(assessment.items), sum(item.finding.open for item in assessment.items)
+    exposed = len(assessment.exposed) - ways
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
-    kept = total - exposed - unchecked
+    kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
     parts = [f"{exposed} of {total} checks gave something away"]
+    parts += [f"{ways} found a way open that was not tried"] if ways else []
     parts += [f"{kept} came back empty"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
@@ -166,10 +176,18 @@ def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
+    if finding.open:
+        return "open, not tried"
+    if is_vector(finding) and finding.status is Status.RECOVERED:
+        return "vector recovered"
     if finding.sought == "prediction":
-        return f"{percent(finding.known)} flipped"
+        share, tried = percent(finding.known), finding.tried
+        count = round(finding.known * tried)
+        return f"{count:,} of {tried:,} flipped ({share})" if tried else f"{share} flipped"
     if finding.estimate is not None:
-        return f"{finding.estimate.share} of texts"
+        given = finding.estimate
+        of_all = "" if given.sample == given.population else " of all"
+        return f"{given.exact:,} of {given.sample:,} texts ({given.share}{of_all})"
     if finding.status is Status.RECOVERED:
         return "recovered"
     if finding.status is Status.WITHIN:
@@ -178,12 +196,25 @@ def outcome(finding: Finding) -> str:
         cell = finding.texts[0] if finding.texts else None
         if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
             return f"{cell.exact} of {len(cell.readings)} texts"
-        return f"{percent(finding.known)} of tokens"
+        return _of_tokens(finding)
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.known and finding.sought == "weights":
         return f"{percent(finding.known)} known"
     return "not recovered"
+
+
+def _of_tokens(finding: Finding) -> str:
+    share = percent(finding.known)
+    pieces = [piece for reading in _readings(finding) for piece in reading.pieces]
+    right = sum(piece.counts for piece in pieces)
+    if not pieces or percent(right / len(pieces)) != share:  # a file may say anything
+        return f"{share} of tokens"
+    return f"{right:,} of {len(pieces):,} tokens ({share})"
+
+
+def _readings(finding: Finding) -> Sequence[Reading]:
+    return finding.texts[0].readings if finding.texts else ()
 
 
 def brief(remedy: str) -> str:
@@ -217,7 +248,14 @@ def ruling(assessment: Assessment) -> str:
     ends = {0: "passes", 1: "fails", 3: "cannot be judged"}
     changes = [f"{count} {state}" for state, count in states.items()]
     changes += [f"{len(assessment.gone)} gone"] if assessment.gone else []
+    untried = len(assessment.untried)
+    changes += [f"{untried} not tried, as before"] if untried else []
     since = f" Since the baseline: {', '.join(changes)}." if changes else ""
+    if assessment.other:
+        since = (
+            f" The baseline is of another target ({assessment.other}), so all is new: if it is the "
+            "same, give both audits one --name."
+        )
     return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"
 
 

@@ -18,19 +18,21 @@ from keyhole.stores.databases import (
     open_chroma,
     open_embeddings_api,
     open_lancedb,
+    open_milvus,
     open_postgres,
     open_qdrant,
 )
 from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 
-__all__ = ["KINDS", "Kind", "Place", "Store", "kind_of", "open_store"]
+__all__ = ["KINDS", "Kind", "Place", "Store", "address_of", "kind_of", "open_store"]
 
 _POSTGRES = "postgresql://…"
 KINDS = (
     Kind("Chroma", "chroma:FOLDER", open_chroma, ("collection",)),
     Kind("Qdrant", "qdrant:FOLDER", open_qdrant, ("collection", "vector", "text")),
     Kind("LanceDB", "lancedb:FOLDER", open_lancedb, ("table", "column", "text")),
+    Kind("Milvus", "milvus:FOLDER", open_milvus, ("collection", "vector", "text")),
     Kind("PostgreSQL", _POSTGRES, open_postgres, ("table", "column", "text")),
     Kind("an index of FAISS", ".faiss", open_faiss),
     Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
@@ -86,6 +88,13 @@ def open_store(
             return
         given = _place(_parted(shown)[0], kind)
         yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
+
+
+def address_of(target: str) -> str | None:
+    """The address of the server that a store is on; None where it is a file, or a database whose
+    own login decides."""
+    path = _parted(target)[0].removeprefix("milvus:")
+    return path if path.lower().startswith(("http://", "https://")) else None
 
 
 def _place(path: str, kind: Kind) -> str:

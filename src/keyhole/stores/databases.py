@@ -1,18 +1,20 @@
-"""Vectors in databases (Chroma, Qdrant's local mode, LanceDB, PostgreSQL) and from a server."""
+"""Vectors in databases (Chroma, Qdrant's local mode, LanceDB, Milvus, PostgreSQL), and served."""
 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import shutil
 import sqlite3
 import tempfile
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import unquote, urlencode, urlsplit
 
 import numpy as np
 
@@ -201,6 +203,94 @@ def open_lancedb(place: Place) -> Generator[Store]:
         return table.take_offsets(list(rows)).select([column]).to_arrow().column(column)
 
     yield arrow_store(place, schema, count, taken)
+
+
+# Vectors in a collection of Milvus, of a server or of Milvus Lite: one client reads both.
+#
+# Milvus Lite is a server inside this process, on a folder that it locks and writes a log to, so it
+# is given a copy, as Chroma is. Of a server nothing is changed: a collection that is not loaded is
+# not loaded for it.
+
+_LITE = "read from a temporary copy, because Milvus Lite writes to what it opens"
+_AT_ONCE_OF_MILVUS = 1000  # rows in one answer
+
+
+@contextmanager
+def open_milvus(place: Place) -> Generator[Store]:
+    if "://" in place.path:
+        with _milvus_at(place.path, without_password(place.path)) as client:
+            yield _milvus_store(client, replace(place, path=without_password(place.path)), "")
+        return
+    if not exists(Path(place.path) / "collections"):
+        raise InputError(
+            f"{place.path} is not a folder of Milvus Lite: it has no folder collections (of Milvus "
+            "Lite 2, which kept one file, export the vectors to Parquet)"
+        )
+    library("pymilvus")
+    lite = library("milvus_lite.server_manager", "milvus-lite").server_manager_instance
+    with tempfile.TemporaryDirectory(prefix="keyhole-") as folder:
+        copy = Path(folder) / "copy.db"
+        try:
+            shutil.copytree(place.path, copy)
+        except (OSError, shutil.Error) as error:
+            raise unreadable("a folder of Milvus Lite", place.path, error) from error
+        try:
+            with _milvus_at(str(copy), place.path) as client:
+                yield _milvus_store(client, place, _LITE)
+        finally:
+            lite.release_server(str(copy))
+
+
+@contextmanager
+def _milvus_at(address: str, shown: str) -> Generator[Any]:
+    """A client of a server, or of the folder that Milvus Lite serves; `shown` has no password."""
+    milvus = library("pymilvus")
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # what goes wrong is raised as well
+    parts = urlsplit(address)
+    token = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    given = {"token": token} if parts.username else {}
+    try:
+        with closing(milvus.MilvusClient(without_password(address), timeout=10, **given)) as client:
+            yield client
+    except milvus.MilvusException as error:
+        raise KeyholeError(f"{shown} does not answer as Milvus: {first_line(error)}") from error
+
+
+def _milvus_store(client: Any, place: Place, note: str) -> Store:
+    name = place.choice("collection", sorted(client.list_collections()), "collection")
+    if note:  # the copy is ours
+        client.load_collection(name)
+    elif client.get_load_state(name)["state"].name != "Loaded":
+        raise InputError(f"the collection {name} of {place.path} is not loaded: load it first")
+    fields = client.describe_collection(name)["fields"]
+    vectors = [field["name"] for field in fields if field["type"].name == "FLOAT_VECTOR"]
+    vector = place.choice("vector", vectors, f"field of float vectors in {name}")
+    (key,) = (field["name"] for field in fields if field.get("is_primary"))
+    keys = sorted(_milvus_keys(client, name, key))
+    if not keys:
+        raise InputError(f"{place.path}, {name} holds no vectors")
+    (first,) = client.get(name, ids=keys[:1], output_fields=["*"])
+    text = place.text_column([
+        column for column, value in first.items() if isinstance(value, str) and column != key
+    ])  # fmt: skip
+
+    def read(column: str, rows: Sequence[int]) -> list[Any]:
+        wanted, held = [keys[row] for row in rows], dict[Any, Any]()
+        for start in range(0, len(wanted), _AT_ONCE_OF_MILVUS):
+            part = wanted[start : start + _AT_ONCE_OF_MILVUS]
+            given = client.get(name, ids=part, output_fields=[key, column])
+            held |= {row[key]: row.get(column) for row in given}
+        return [held.get(one) for one in wanted]
+
+    where = f"{place.path}, {name}"
+    return column_store(where, len(keys), read, vector, text, np.float32, note)
+
+
+def _milvus_keys(client: Any, name: str, key: str) -> Iterator[Any]:
+    rows = client.query_iterator(name, batch_size=_AT_ONCE_OF_MILVUS, output_fields=[key])
+    with closing(rows):
+        while part := rows.next():
+            yield from (row[key] for row in part)
 
 
 # Vectors in a table of PostgreSQL: columns of pgvector (vector, halfvec), or arrays of numbers.

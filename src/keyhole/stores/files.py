@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -147,8 +149,12 @@ def _is_vector(value: object) -> bool:
     )
 
 
-# Vectors in columns of Apache Arrow: lists of floating-point numbers, all of one length. Of a
-# .parquet file only the row groups that hold rows asked for are read.
+# Vectors in columns of Apache Arrow: lists of one length, of floating-point numbers or of bytes.
+# Of a .parquet file only the row groups that hold rows asked for are read.
+#
+# Bytes are codes of 8 bits, whose scale is lost, so they are read with length 1; or eight signs
+# each, packed as NumPy and sentence-transformers do, which the width of the encoder tells
+# (`Store.packed`). A column of binary data can only be the latter.
 
 
 @contextmanager
@@ -183,9 +189,22 @@ def arrow_store(
 
     def holds_vectors(kind: Any) -> bool:
         lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        return any(is_list(kind) for is_list in lists) and types.is_floating(kind.value_type)
+        numbers = (types.is_floating, types.is_int8, types.is_uint8)
+        return any(is_list(kind) for is_list in lists) and any(
+            is_number(kind.value_type) for is_number in numbers
+        )
+
+    def holds_bytes(kind: Any) -> bool:
+        binary = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+        return any(is_binary(kind) for is_binary in binary)
 
     holding = [field.name for field in schema if holds_vectors(field.type)]
+    wanted = place.options.get("column")
+    holding += [
+        field.name
+        for field in schema
+        if holds_bytes(field.type) and (not holding or field.name == wanted)
+    ]
     strings = [
         field.name
         for field in schema
@@ -200,15 +219,41 @@ def arrow_store(
     def texts(rows: Sequence[int]) -> list[str | None]:
         return taken(str(text), rows).to_pylist()
 
-    dim = vectors([0]).shape[1] if count else 0
-    return Store(place.path, count, dim, vectors, None if text is None else texts)
+    first = vectors([0]) if count else torch.zeros(1, 0)
+    store = Store(place.path, count, first.shape[1], vectors, None if text is None else texts)
+    return store if first.is_floating_point() else _coded(store)
+
+
+def _coded(store: Store) -> Store:
+    """Bytes in place of numbers: codes of 8 bits, or eight signs in each."""
+
+    def codes(rows: Sequence[int]) -> Tensor:
+        return torch.nn.functional.normalize(store.vectors(rows).double())
+
+    def signs(rows: Sequence[int]) -> Tensor:
+        given = store.vectors(rows).numpy()
+        # Of signed bytes 128 was taken away (sentence-transformers, "binary").
+        packed = given if given.dtype == np.uint8 else (given.astype(np.int16) + 128)
+        bits = np.unpackbits(packed.astype(np.uint8), axis=1)
+        return torch.from_numpy(2.0 * bits - 1.0) / math.sqrt(8 * store.dim)
+
+    packed = replace(
+        store, dim=8 * store.dim, vectors=signs, note="it keeps one bit of each number, its sign"
+    )
+    note = "it keeps 8 bits of each number without their scale: vectors are read with length 1"
+    return replace(store, vectors=codes, note=note, packed=packed)
 
 
 def _matrix(column: Any, where: str) -> Tensor:
-    """A column of lists as (rows, numbers)."""
+    """A column of lists, or of bytes, as (rows, numbers)."""
     compute = library("pyarrow.compute")
     if column.null_count or not len(column):
         raise InputError(f"every row of {where} must have a vector")
+    if not hasattr(column.type, "value_type"):
+        rows = [np.frombuffer(row, np.uint8) for row in column.to_pylist()]
+        if len({len(row) for row in rows}) != 1:
+            raise InputError(f"all vectors of {where} must have the same length")
+        return torch.from_numpy(np.stack(rows))
     lengths = compute.unique(compute.list_value_length(column)).to_pylist()
     numbers = compute.list_flatten(column)
     if len(lengths) != 1 or numbers.null_count:

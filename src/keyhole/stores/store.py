@@ -36,6 +36,7 @@ class Store:
     text; rows are numbers from 0 in ascending order. `note` says what a reader must know of how
     they were read. A store that keeps quantised vectors gives its quantiser: the `steps` (dim,)
     between the `ends` (2, dim) of each number's range, or a `codebook` (blocks, codes, numbers).
+    `packed` is the same store where each of its numbers may also be eight signs.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Store:
     steps: Tensor | None = None
     ends: Tensor | None = None
     codebook: Tensor | None = None
+    packed: Store | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dim < 2:

@@ -26,6 +26,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import exists, parse, read_text
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
+from keyhole.recover.embeddings.judge import two_valued
 from keyhole.recover.simulate import MAX_LENGTH, leak_of
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
@@ -39,6 +40,7 @@ _SETTINGS = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
 }
+_WITNESSES = 8  # vectors that tell whether signs alone were kept
 _UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rounded
 
 
@@ -113,9 +115,17 @@ def from_texts(
     given = vectors.double()
     errors = {
         way: float(((each - given).norm(dim=1) / each.norm(dim=1)).median())
-        for way, each in made.items()
+        for way, each in ((way, _as_kept(each, given)) for way, each in made.items())
     }
     return _nearest(errors, "the store's own texts", agrees)
+
+
+def _as_kept(made: Tensor, given: Tensor) -> Tensor:
+    """Vectors as they are kept next to the given ones: those may be signs alone."""
+    if not all(two_valued(row) for row in given[:_WITNESSES]):
+        return made
+    low, high = given.min().double(), given.max().double()
+    return torch.where(made > 0, high, low)
 
 
 def from_known(
@@ -126,7 +136,8 @@ def from_known(
     made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
-        for way, wanted in made.items():
+        for way, each in made.items():
+            wanted = _as_kept(each, vectors)
             apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
             least[way] = torch.minimum(least[way], apart.amin(1))
     errors = {way: float(each.median()) for way, each in least.items()}

@@ -1,0 +1,134 @@
+"""Attention in float32, as PyTorch modules have it: which kinds are read, and to which precision.
+
+Every module is of the kind that `extract.run` looks for, with weights in float32: 27 single heads
+(d = 8, 16, 32, three scales, three seeds), and 54 with an output bias, projections with biases, a
+temperature, a LayerNorm in front, or 2 to 4 heads. The error of a stolen model is measured by the
+benchmark itself against the same module in float64, on 64 sequences of 1 to 8 tokens that nobody
+asked; the module's own error on those is the other side of the ratio. Modules of other kinds
+(scores cubed, a window of four tokens, keys by position) must not be called recovered.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+import show
+from keyhole import extract
+from keyhole.extract import Status
+from show import Row
+
+KINDS = ("output bias", "biases", "temperature", "LayerNorm", "2 heads", "4 heads")
+OTHERS = ("cubed scores", "window", "positions")
+DIMS, SCALES, SEEDS = (8, 16, 32), (0.3, 1.0, 3.0), range(3)
+
+
+class Heads(nn.Module):
+    """`softmax(x_last W Xᵀ) X v` and what people add to it."""
+
+    def __init__(self, kind: str, dim: int, scale: float, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.kind, self.dim = kind, dim
+        heads = int(kind[0]) if kind.endswith("heads") else 1
+        self.W = nn.Parameter(scale * torch.randn(heads, dim, dim) / math.sqrt(dim))
+        self.v = nn.Parameter(torch.randn(heads, dim))
+        self.norm = nn.LayerNorm(dim)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.norm.bias, 0, 0.3)
+        self.query_bias = nn.Parameter(torch.randn(dim))
+        self.key_bias = nn.Parameter(torch.randn(dim))
+        self.bias = nn.Parameter(torch.randn(()))
+
+    @torch.no_grad()
+    def forward(self, sequences: Tensor) -> Tensor:
+        X = sequences.to(self.W.dtype)
+        if self.kind == "LayerNorm":
+            X = self.norm(X)
+        keys, last = X, X[:, -1]
+        if self.kind == "biases":
+            keys, last = X + self.key_bias, last + self.query_bias
+        scores = torch.einsum("bnd,hde,be->bhn", keys, self.W, last)
+        if self.kind == "temperature":
+            scores = scores / math.sqrt(self.dim)
+        if self.kind == "cubed scores":
+            scores = scores**3
+        if self.kind == "positions":
+            scores = scores + 0.1 * torch.arange(X.shape[1], dtype=X.dtype)
+        if self.kind == "window":
+            scores = scores[..., -4:]
+            X = X[:, -4:]
+        answers = torch.einsum("bhn,bnd,hd->b", scores.softmax(-1), X, self.v)
+        if self.kind in ("output bias", "biases"):
+            answers = answers + self.bias
+        return answers.double()
+
+
+def errors(module: Heads, model: object) -> tuple[float, float]:
+    """The worst error of a model and of the module itself, of the largest answer in float64."""
+    exact, stream = copy.deepcopy(module).double(), torch.Generator().manual_seed(99)
+    off, own = 0.0, 0.0
+    for length in range(1, 9):
+        X = torch.randn(8, length, module.dim, generator=stream, dtype=torch.float64)
+        truth = exact(X)
+        size = truth.abs().max()
+        own = max(own, float((module(X) - truth).abs().max() / size))
+        if callable(model):
+            off = max(off, float((model(X) - truth).abs().max() / size))
+    return off, own
+
+
+def run(quick: bool) -> Iterator[Row]:
+    dims, seeds = ((8,), range(1)) if quick else (DIMS, SEEDS)
+    scales = (1.0,) if quick else SCALES
+    plain = [Heads("1 heads", d, scale, seed) for d in dims for scale in scales for seed in seeds]
+    yield _row(f"{len(plain)} heads", plain, len(plain) - (not quick))
+    most = DIMS[:1] if quick else DIMS
+    rest = [Heads(kind, d, 1.0, seed) for kind in KINDS for d in most for seed in seeds]
+    yield _row(f"{len(rest)} with biases, temperature, LayerNorm, heads", rest, len(rest) * 8 // 9)
+    others = [Heads(kind, 8, 1.0, seed) for kind in OTHERS for seed in seeds]
+    claimed = [
+        f"{module.kind}: {result.status}"
+        for module in others
+        if (result := extract.run(module)).status is Status.RECOVERED
+    ]
+    yield Row(
+        f"{len(others)} of other kinds called recovered", str(len(claimed)), "0", not claimed,
+        "; ".join(claimed),
+    )  # fmt: skip
+
+
+def _row(what: str, modules: list[Heads], least: int) -> Row:
+    """How many are recovered to ten times the module's own error."""
+    statuses: Counter[str] = Counter()
+    good, worst, queries, started, rows = 0, 0.0, 0, time.perf_counter(), []
+    for module in modules:
+        result = extract.run(module)
+        off, own = errors(module, result.model)
+        statuses[str(result.status)] += 1
+        if result.status is Status.RECOVERED:
+            good, worst = good + (off <= 16 * own), max(worst, off / own)
+        queries += result.queries
+        rows.append({
+            "kind": module.kind, "dim": module.dim, "status": str(result.status), "error": off,
+            "own": own, "queries": result.queries,
+        })  # fmt: skip
+    seconds = time.perf_counter() - started
+    met = good >= least and not statuses[str(Status.MISMATCH)]
+    found = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
+    return Row(
+        what, f"{good} recovered", f"≥ {least}, no mismatch", met,
+        f"{found}; errors up to {worst:.1f} times the module's own; {queries:,} queries, "
+        f"{seconds:.0f} s",
+        run={"modules": rows},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    show.main(run)

@@ -1,0 +1,136 @@
+"""What other people's frameworks call the things that rules are about, with the edition of each.
+
+Looked up in the frameworks' own sources: the OWASP Top 10 for LLM Applications (2025, and 2026, in
+which most entries have other numbers), OWASP AISVS 1.0 (whose identifiers are frozen; drafts before
+it had others), MITRE ATLAS 5.6.0 and CWE 4.20. A rule names an entry where the entry is about the
+same thing; one without an entry names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from keyhole.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A list that people work by; `key` is its name in policies."""
+
+    key: str
+    name: str
+    version: str
+    organization: str
+    uri: str
+
+
+OWASP_2026 = Framework(
+    "owasp", "OWASP Top 10 for LLM Applications 2026", "2026", "OWASP",
+    "https://github.com/GenAI-Security-Project/GenAI-LLM-Top10/tree/main/2026/final",
+)  # fmt: skip
+OWASP_2025 = Framework(
+    "owasp", "OWASP Top 10 for LLM Applications 2025", "2025", "OWASP",
+    "https://genai.owasp.org/llm-top-10/",
+)  # fmt: skip
+AISVS = Framework(
+    "aisvs", "OWASP AISVS", "1.0", "OWASP", "https://github.com/OWASP/AISVS/tree/main/1.0/en"
+)
+ATLAS = Framework("atlas", "MITRE ATLAS", "5.6.0", "MITRE", "https://atlas.mitre.org")
+CWE = Framework("cwe", "CWE", "4.20", "MITRE", "https://cwe.mitre.org")
+FRAMEWORKS = (OWASP_2026, OWASP_2025, AISVS, ATLAS, CWE)
+
+
+@dataclass(frozen=True)
+class Standard:
+    """An entry of a framework."""
+
+    framework: Framework
+    id: str
+    name: str
+    path: str = ""  # of its page, below the framework's
+
+    @property
+    def uri(self) -> str:
+        return f"{self.framework.uri}{self.path}"
+
+
+LLM02 = (
+    Standard(OWASP_2026, "LLM02:2026", "Sensitive Information Disclosure"),
+    Standard(OWASP_2025, "LLM02:2025", "Sensitive Information Disclosure"),
+)
+VECTORS = (
+    Standard(OWASP_2026, "LLM09:2026", "Vector and Embedding Weaknesses"),
+    Standard(OWASP_2025, "LLM08:2025", "Vector and Embedding Weaknesses"),
+)
+CONSUMPTION = (  # whose examples model extraction through an API is, log-probabilities among them
+    Standard(OWASP_2026, "LLM06:2026", "Unbounded Consumption"),
+    Standard(OWASP_2025, "LLM10:2025", "Unbounded Consumption"),
+)
+ACCESS_CONTROLS = Standard(AISVS, "v1.0-C5.2.1", "Access controls on AI resources, default-deny")
+MASKED_FIELDS = Standard(AISVS, "v1.0-C8.2.1", "Sensitive fields are masked before embedding")
+TESTED = Standard(AISVS, "v1.0-C11.1.3", "Evaluation against known adversarial attacks")
+HARDENED = Standard(AISVS, "v1.0-C11.1.4", "Hardening against adversarial inputs")
+RATES = Standard(AISVS, "v1.0-C11.2.2", "Rate limits sized to the extraction threat model")
+RAW_OUTPUTS = Standard(AISVS, "v1.0-C11.3.2", "Raw model outputs are not exposed")
+EXFILTRATION = Standard(
+    ATLAS, "AML.T0024", "Exfiltration via AI Inference API", "/techniques/AML.T0024"
+)
+INVERT = Standard(ATLAS, "AML.T0024.001", "Invert AI Model", "/techniques/AML.T0024.001")
+EXTRACT = Standard(ATLAS, "AML.T0024.002", "Extract AI Model", "/techniques/AML.T0024.002")
+FILES = Standard(ATLAS, "AML.T0025", "Exfiltration via Cyber Means", "/techniques/AML.T0025")
+
+
+def _cwe(number: int, name: str) -> Standard:
+    return Standard(CWE, f"CWE-{number}", name, f"/data/definitions/{number}.html")
+
+
+EXPOSED = _cwe(200, "Exposure of Sensitive Information to an Unauthorized Actor")
+NO_LOGIN = _cwe(306, "Missing Authentication for Critical Function")
+CLEARTEXT = _cwe(312, "Cleartext Storage of Sensitive Information")
+LOGGED = _cwe(532, "Insertion of Sensitive Information into Log File")
+CROSS_DOMAIN = _cwe(942, "Permissive Cross-domain Security Policy with Untrusted Domains")
+PERTURBED = _cwe(
+    1039,
+    "Inadequate Detection or Handling of Adversarial Input Perturbations in Automated Recognition "
+    "Mechanism",
+)
+
+# What rules of one kind have in common.
+WEIGHTS_COPIED = (*CONSUMPTION, RATES, RAW_OUTPUTS, EXTRACT, EXPOSED)
+INPUTS_READ = (*LLM02, RAW_OUTPUTS, INVERT, EXPOSED)
+EMBEDDINGS_READ = (*VECTORS, *LLM02, MASKED_FIELDS, INVERT, EXPOSED)
+TEXTS_STORED = (*LLM02, FILES, CLEARTEXT)
+GRADIENTS_READ = (*LLM02, EXPOSED)  # no technique of ATLAS is about gradients
+PREDICTIONS_FLIPPED = (TESTED, HARDENED, PERTURBED)
+SERVER_OPEN = (*LLM02, ACCESS_CONTROLS, EXFILTRATION, NO_LOGIN)
+STORE_OPEN = (*VECTORS, ACCESS_CONTROLS, NO_LOGIN)
+PROMPTS_LOGGED = (*LLM02, FILES, LOGGED)
+ANY_ORIGIN = (*LLM02, CROSS_DOMAIN)
+COUNTS_SHOWN = (EXPOSED,)
+
+
+def frameworks(rules: Iterable[tuple[Standard, ...]]) -> dict[Framework, list[Standard]]:
+    """The entries that rules name, by framework, each once and in their order."""
+    named = {standard for standards in rules for standard in standards}
+    ordered = sorted(named, key=lambda standard: standard.id)
+    return {
+        framework: [standard for standard in ordered if standard.framework == framework]
+        for framework in FRAMEWORKS
+    }
+
+
+def expect_standard(key: str, word: str, known: Mapping[str, tuple[Standard, ...]]) -> set[str]:
+    """The rules under an entry of a framework; `known` are the standards of each rule.
+
+    An id without its edition will do where it means the same in all of them.
+    """
+    editions = [framework.version for framework in FRAMEWORKS if framework.key == key]
+    ids = {s.id for standards in known.values() for s in standards if s.framework.key == key}
+    plain = {f"{word}:{edition}" for edition in editions}
+    wanted = {word} if word in ids else plain if plain <= ids else set[str]()
+    if not wanted:
+        raise InputError(
+            f"no rule is about {key} {word[:40]}: choose among {', '.join(sorted(ids))}"
+        )
+    return {rule for rule, standards in known.items() if any(s.id in wanted for s in standards)}
