@@ -80,10 +80,10 @@ def test_page_and_terminal_say_the_same():
 def test_whose_lengths_they_are_is_said():
     known, unknown = reading(3, True, 1.0, 1.0), reading(3, True, None, 1.0, original="")
     cases = ([known], [unknown], [known, unknown])
-    said = [lengths.whose(audit(readings).findings[0]) for readings in cases]
-    assert said[0] == "tokens of the store's own texts"
-    assert "what was read" in said[1]
-    assert "(1)" in said[2]
+    captions = [lengths.whose(audit(readings).findings[0]) for readings in cases]
+    assert captions[0] == "tokens of the store's own texts"
+    assert "what was read" in captions[1]
+    assert "(1)" in captions[2]
 
 
 def test_a_page_shows_some_of_very_many():

@@ -273,7 +273,14 @@ def ruling(assessment: Assessment) -> str:
     ends = {0: "passes", 1: "fails", 3: "cannot be judged"}
     changes = [f"{count} {state}" for state, count in states.items()]
     changes += [f"{len(assessment.gone)} gone"] if assessment.gone else []
+    untried = len(assessment.untried)
+    changes += [f"{untried} not tried, as before"] if untried else []
     since = f" Since the baseline: {', '.join(changes)}." if changes else ""
+    if assessment.other:
+        since = (
+            f" The baseline is of another target ({assessment.other}), so all is new: if it is the "
+            "same, give both audits one --name."
+        )
     return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"
 
 
