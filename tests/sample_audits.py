@@ -98,7 +98,9 @@ def judged(audit: Audit) -> Assessment:
     )
     ignore = Ignore("KH-TEXT-KEYS-AND-VALUES", "it never leaves the cluster", date(2999, 1, 1))
     policy = Policy("keyhole.toml", fail_on=(condition("high"),), ignores=(ignore,))
-    return decided(compared(assess(audit), assess(old)), policy, today=date(2026, 11, 16))
+    looked = Skip(called("the last token's vector", "a model"), "none", "no vectors", absent=True)
+    seen = compared(assess(replace(audit, skips=(*audit.skips, looked))), assess(old))
+    return decided(replace(seen, audit=audit), policy, today=date(2026, 11, 16))
 
 
 ASSESSMENTS: dict[str, Callable[[], Assessment]] = {

@@ -71,7 +71,7 @@ def test_the_schema_has_the_fields_of_the_types():
     for name, kind in parts.items():
         assert list(PARTS[name]["properties"]) == [field.name for field in fields(kind)], name
     own = {field.name for field in fields(Audit)}
-    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "name", "assessment"}
+    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "assessment"}
 
 
 def test_the_schema_has_the_words_of_the_enumerations():
@@ -125,7 +125,7 @@ def test_no_required_key_may_be_missing():
         "$schema", "assessment", "unchecked", "lower_bound", "known", "trace", "sought", "extra",
         "layers", "variant", "layer", "defences", "name", "part", "texts",
         "cuts", "control", "estimate", "note", "tokens", "overlap", "similarity",
-        "remedied", "chance", "tried", "command", "observed", "returns",
+        "remedied", "chance", "tried", "command", "observed", "returns", "absent",
     }  # fmt: skip
     for path, thing in list(objects(document)):
         for key in list(thing) if path != ("environment",) else []:

@@ -47,7 +47,7 @@ def test_the_table_takes_nothing_for_markup(found):
 def test_the_page_says_what_was_found(found):
     page, assessment = report.render(found), assess(found)
     assert f'<h1 class="verdict">{assessment.verdict}</h1>' in page
-    assert "5 of 6 exposed" in page
+    assert "5 of 6 checks exposed" in page
     for item in assessment.items:
         assert f'<details class="finding" id="{item.id}">' in page
         assert item.rule.id in page
@@ -100,7 +100,7 @@ def test_controls_and_skips_stand_apart_and_are_not_counted(found):
     for sign in ("cut at random", "no vectors"):
         assert sign not in before
         assert sign in after
-    assert "5 of 6 exposed" in page
+    assert "5 of 6 checks exposed" in page
     assert "not counted: 1 control, 1 check not made" in page
     assert "could not check" in after
     table = words(made)
@@ -198,14 +198,16 @@ GONE = Finding(
     exposure=called("something that is no longer"), attack="x", status=Status.RECOVERED, reason="",
     remedy="", error=None, queries=1, seconds=0.0, known=1.0,
 )  # fmt: skip
+UNTRIED = replace(GONE, exposure=called("something not looked for"))
 
 
 def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     risk = Ignore("weights-*", "a <b>known</b> risk", date(2027, 1, 1))
     plain = assess(found)
-    old = assess(replace(found, findings=(*found.findings[1:], GONE)))
+    old = assess(replace(found, findings=(*found.findings[1:], GONE, UNTRIED)))
+    looked = Skip(GONE.exposure, "none", "the target has none", absent=True)
     judged = decided(
-        compared(plain, old),
+        compared(assess(replace(found, skips=(*found.skips, looked))), old),
         Policy(source="<i>keyhole.toml</i>", ignores=(risk,)),
         date(2026, 1, 1),
     )
@@ -216,7 +218,11 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     assert page.count(">ignored<") == len(plain.exposed)
     assert "&lt;i&gt;keyhole.toml&lt;/i&gt;" in page
     assert "no finding fails" in page
-    assert "something that is no longer" in page.split("Gone since the baseline")[1]
+    gone, untried = page.split("Gone since the baseline")[1].split("In the baseline, not tried")
+    assert "something that is no longer" in gone
+    assert "something not looked for" not in gone
+    assert "something not looked for" in untried
+    assert "Not tried this time, as before" in words(found, judged)
     assert "Gone since the baseline" in words(found, judged)
 
 

@@ -46,7 +46,9 @@ class Assessment:
 
     `items` are the findings that count, the worst first; `controls` are attacks without choice,
     run for comparison, and `audit.skips` what was not tried: neither is in the counts. `gone` are
-    findings of a baseline that are no longer there, `decision` is what a policy says of all this.
+    findings of a baseline that are no longer there, `untried` those whose check was not made this
+    time, `other` is the baseline's target where that is another one, `decision` what a policy says
+    of all this.
     """
 
     audit: Audit
@@ -55,6 +57,8 @@ class Assessment:
     families: tuple[Card, ...]
     verdict: str
     gone: tuple[Item, ...] = ()
+    untried: tuple[Item, ...] = ()
+    other: str = ""
     decision: Decision | None = None
 
     @property
@@ -206,6 +210,7 @@ class State(StrEnum):
     SAME = "same"
     BETTER = "better"
     GONE = "gone"
+    UNTRIED = "not tried"  # this time: as before, as far as anybody knows
 
 
 @dataclass(frozen=True)
@@ -393,30 +398,66 @@ def assess_fleet(
     return FleetAssessment(fleet, made)
 
 
-# What changed since an earlier audit: new, worse, same, better, gone.
+# What changed since an earlier audit of the same target: new, worse, same, better, gone, not tried.
 #
-# Findings are compared by their ids. What was given away and is so no longer is gone, whether the
-# attack failed this time or there is nothing left to attack. What could not be checked this time is
-# not better for it: it counts as it did.
+# Findings are compared by their ids. Gone is what was given away and is so no longer: the attack
+# failed this time, or the target has no such thing any more. What was not checked this time is not
+# gone: it is as before. What could not be checked is not better for it: it counts as it did. Of a
+# baseline of another target nothing is known here, so everything is new.
 
 SLACK = 0.02  # of the share that came back: two runs of one search differ by as much
 
 
 def compared(new: Assessment, old: Assessment) -> Assessment:
-    """Each item with what became of it, and those of the old audit that are gone."""
-    before = {item.id: item for item in old.items}
-    items = tuple(replace(item, state=state(item, before.get(item.id))) for item in new.items)
+    """Each item with what became of it, and those of the old audit that are not among them."""
+    if not new.audit.is_of(old.audit):
+        items = tuple(replace(item, state=State.NEW) for item in new.items)
+        return replace(_with(new, items), other=old.audit.name or old.audit.target)
+    whole = max(len(_parts(each.audit)) for each in (new, old)) > 1
+    keys, absent = _keys(new.audit, whole), _absent(new.audit, whole)
+    before = {key: item for item, key in _keyed(old, whole)}
+    items = tuple(replace(item, state=state(item, before.get(keys[item.id]))) for item in new.items)
+    left = [
+        (item, key)
+        for item, key in _keyed(old, whole)
+        if item.finding.exposed and key not in keys.values()
+    ]
+    gone = tuple(replace(item, state=State.GONE) for item, key in left if key in absent)
+    untried = tuple(replace(item, state=State.UNTRIED) for item, key in left if key not in absent)
+    return replace(_with(new, items), gone=gone, untried=untried)
+
+
+def _with(new: Assessment, items: tuple[Item, ...]) -> Assessment:
     now = {item.id: item for item in items}
-    gone = tuple(
-        replace(item, state=State.GONE)
-        for item in old.items
-        if item.finding.exposed and item.id not in now
-    )
     cards = tuple(
         replace(card, worst=None if card.worst is None else now.get(card.worst.id))
         for card in new.families
     )
-    return replace(new, items=items, families=cards, gone=gone)
+    return replace(new, items=items, families=cards)
+
+
+def _parts(audit: Audit) -> set[str]:
+    return {finding.part for finding in audit.findings}
+
+
+def _keys(audit: Audit, whole: bool) -> dict[str, str]:
+    """What findings are compared by, by their ids: the part counts where there are several."""
+    plain = [
+        finding if whole else replace(finding, exposure=replace(finding.exposure, part=""))
+        for finding in audit.findings
+    ]
+    return dict(zip(ids(audit.findings), ids(plain), strict=True))
+
+
+def _keyed(assessment: Assessment, whole: bool) -> list[tuple[Item, str]]:
+    keys = _keys(assessment.audit, whole)
+    return [(item, keys[item.id]) for item in assessment.items]
+
+
+def _absent(audit: Audit, whole: bool) -> set[str]:
+    """What was looked for, and is not there."""
+    found = (skip.exposure for skip in audit.skips if skip.absent)
+    return {(each if whole else replace(each, part="")).id for each in found}
 
 
 def state(item: Item, old: Item | None) -> State:

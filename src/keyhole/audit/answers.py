@@ -63,7 +63,7 @@ class AnswersTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         address = f"{without_password(self.url)}/v2/models/{self.model}"
         return f"{address}{self.options.chosen}{weights}"
 

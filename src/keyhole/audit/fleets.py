@@ -146,7 +146,7 @@ class _Fleet:
     def _recalled(self, name: str) -> Plan | None:
         """What an earlier run was to check of a target, if that is as it was.
 
-        Nobody can tell from here whether another model answers at an address: unless all of it was
+        Whether another model answers at an address by now is not known: unless all of it was
         checked, it is asked.
         """
         key = f"target {name}"
@@ -179,8 +179,8 @@ class _Fleet:
             self._end(name, self.checking.audit_of(name))
 
     def _end(self, name: str, audit: Audit) -> None:
-        self.audits[name] = audit
-        self.finished(self.members[name], audit)
+        self.audits[name] = replace(audit, name=name)
+        self.finished(self.members[name], self.audits[name])
 
     def _cost(self, task: Task) -> float:
         """Of a target that was not opened yet: its size, which is compared with others' alone."""
@@ -298,7 +298,7 @@ def _with(
             endpoint["headers"] = headers_of(_typed(tuple[str, ...], value, key, where))
         elif key in _ENDPOINT:
             endpoint[key] = _option(_ENDPOINT[key], value, key, folder, where)
-        elif key in _AUDIT:
+        elif key in _AUDIT and key != "name":  # that of a row is not its targets'
             audit[key] = _option(_AUDIT[key], value, key, folder, where)
     audit["endpoint"] = replace(base.endpoint, **endpoint)
     options = replace(base, **audit)

@@ -39,14 +39,14 @@ class LeakTarget(Part):
     @property
     def identity(self) -> str:
         digests = " ".join(opened.leak.digest for opened in self.leaks)
-        return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
+        return f"{digests}; {self.loaded.identity}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """For each text of the file: the ids that stand in it, and the attack on the rest."""
         made: list[Check] = []
 
         def add(exposure: Exposure, opened: Opened, attack: Attack | None = None) -> None:
-            exposure = replace(exposure, name=opened.name, part=self.name)
+            exposure = replace(exposure, name=opened.name)
             run = partial(_check, exposure, self.loaded, opened, attack)
             made.append(Check(exposure, run))
 

@@ -58,7 +58,7 @@ def audit_exposure(
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
         made = joined(check.run(track) for check in checks)
-    facts = {name: store.facts for name, store in target.stores.items()}
+    facts = {store.exposure.part: store.facts for store in target.stores.values()}
     return Audit(
         target=target.name or target.identity,
         identity=target.identity,

@@ -51,6 +51,12 @@ class AuditOptions:
         TARGET,
         metavar="MODEL",
     )
+    name: str | None = option(
+        None,
+        "What to call the target: a baseline of that name is its own, whatever weights it has and "
+        "wherever it is.",
+        TARGET,
+    )
     authorized: bool = option(
         False, "State that you may test the server, which is not on this machine.", TARGET
     )

@@ -162,6 +162,7 @@ class Plan:
     seed: int = 0
     seconds: float = 0.0
     only: tuple[str, ...] = ()
+    called: str = ""
 
     @classmethod
     def of(
@@ -173,13 +174,14 @@ class Plan:
         )
         return cls(
             name=opened.name or opened.identity,
+            called=options.name or "",
             identity=opened.identity,
             determined=dict(_determined(opened, options)),
             checks={key: check.exposure for key, check in checks.items()},
             weights={key: check.weight for key, check in checks.items()},
             skips=(*opened.skips, *(skip for skips in untried for skip in skips)),
             several=len(opened.parts) > 1,
-            stores={name: store.facts for name, store in opened.stores.items()},
+            stores={store.exposure.part: store.facts for store in opened.stores.values()},
             seed=options.seed,
             seconds=seconds,
             only=options.only,
@@ -202,6 +204,7 @@ class Plan:
             skips=(*self.skips, *skips),
             seed=self.seed,
             seconds=self.seconds + seconds,
+            name=self.called,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ class ServerTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
@@ -79,7 +79,7 @@ class ServerTarget(Part):
         def add(
             rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any
         ) -> None:
-            exposure = Exposure(rule, variant, name=name, part=self.name)
+            exposure = Exposure(rule, variant, name=name)
             made.append(Check(exposure, partial(check, exposure, server, *about)))
 
         for route in server.routes:
@@ -108,7 +108,7 @@ def _probe(
     answered, _ = _first_answer(server, route, _PROBES)
     status, reason = _verdict(route, answered, loaded)
     if status is None:
-        return _skipped(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
+        return _not_given(exposure, "probe", answered, reason)
     command = _command(server, route, loaded) if status is Status.EXPOSED else ""
     return _checked(
         exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
@@ -150,6 +150,13 @@ def _checked(
         queries=queries, seconds=time.perf_counter() - started, **more,
     )  # fmt: skip
     return Checked((finding,))
+
+
+def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
+    """A route that does not give it: it is not there, or nobody answered."""
+    skip = Skip(exposure, attack, f"not given: {reason or answered.reason}")
+    asked = answered.status != 0
+    return Checked(skips=(replace(skip, unchecked=not asked, absent=asked and not answered.shut),))
 
 
 def _skipped(exposure: Exposure, attack: str, reason: str, *, unchecked: bool = False) -> Checked:
@@ -196,7 +203,7 @@ def _texts(
     for number, text in enumerate(texts):
         answered = server.try_route(route, text, key=True)
         if not answered.open:
-            return _skipped(exposure, "none", f"not given: {answered.reason}")
+            return _not_given(exposure, "none", answered)
         leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
         if route.eight_bits:
             (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
@@ -233,7 +240,7 @@ def _state(
         return _skipped(exposure, "none", "the weights have no head for next tokens")
     answered, text = _first_answer(server, route, texts, key=True)
     if not answered.open:
-        return _skipped(exposure, "none", f"not given: {answered.reason}")
+        return _not_given(exposure, "none", answered)
     status, reason, error = _compared(loaded, text, answered.content, route)
     return _checked(
         exposure, "final_states", status, reason, route.remedy, started, error=error,
@@ -291,7 +298,7 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
     if not answered.open:
-        return _skipped(exposure, "OutputLayer", f"not given: {answered.reason}")
+        return _not_given(exposure, "OutputLayer", answered)
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         given = len(answered.content)

@@ -125,14 +125,14 @@ class StoreTarget(Vectors, Part):
             pooling = _truncated(store, loaded, pooling)
         return cls(
             name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
-            exposure=replace(EXPOSURE, part=store.name), rows=tuple(rows), vectors=vectors,
+            exposure=EXPOSURE, rows=tuple(rows), vectors=vectors,
             texts=tuple(kept), pooling=pooling, max_length=max_length,
             rounding=store.rounding, note=store.note,
         )  # fmt: skip
 
     @property
     def identity(self) -> str:
-        return f"{self.store_identity}; {self.loaded.name} {self.loaded.identity}"
+        return f"{self.store_identity}; {self.loaded.identity}"
 
     @property
     def facts(self) -> StoreFacts:

@@ -86,7 +86,7 @@ class ModelPart(Part):
 
     @property
     def identity(self) -> str:
-        return f"{self.target.loaded.name} {self.target.loaded.identity}"
+        return identity(self.target.loaded.model, head=True)
 
     @property
     def size(self) -> int:
@@ -336,7 +336,7 @@ class _Opener:
             loaded, texts, self.options.layers, examples=examples,
             notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
-        return Target(self.name, (ModelPart(self.name, subject),))
+        return Target(self.name, (ModelPart("", subject),))
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
@@ -407,7 +407,7 @@ class _Opener:
             )
         loaded, opened = open_leaks(model, self.place, device=self.options.device)
         leaks = [
-            replace(leak, name=f"{self.name}{leak.name.removeprefix(self.place)}")
+            replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
             for leak in opened
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))

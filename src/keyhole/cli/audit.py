@@ -52,7 +52,7 @@ def audit(
         Path | None,
         opt.about(
             "Audit every target of a TOML file instead, with these options by their names; what "
-            "the file does not say is as given here.",
+            "the file does not say is taken from the command line.",
             TARGET,
             metavar="FILE",
         ),
@@ -93,8 +93,8 @@ def audit(
     fleet = targets or (named if len(named) > 1 else ())
     run = _Run(judge, options, outputs, force, as_json, {"processes": processes, "dask": dask})
     if fleet:
-        if target is not None or options.ledger is not None:
-            given = "TARGET" if target is not None else "--ledger"
+        own = {"TARGET": target, "--ledger": options.ledger, "--name": options.name}
+        if given := next((name for name, value in own.items() if value is not None), ""):
             raise InputError(f"{given} is for one target: a fleet names its own in --targets FILE")
         raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
@@ -162,19 +162,19 @@ def _audit_one(target: str, run: _Run) -> int:
 
 
 def short_name(target: str) -> str:
-    """What files are called after a target: its own name, and digits where that is not all."""
+    """A name for files about a target: its own name, with a digest where that is shortened."""
     from keyhole.oracle.connection import without_password
 
     public = without_password(target).rstrip("/")
     name = shown = public.rpartition("://")[2]
-    if exists(target):  # as it is found from here; folders elsewhere are left out
-        place, here = Path(target).resolve(), Path.cwd()
-        inside = place.is_relative_to(here) and place != here
-        shown = str(place.relative_to(here) if inside else place)
+    if exists(target):  # relative to the current folder; of paths outside it, the last part
+        place, folder = Path(target).resolve(), Path.cwd()
+        inside = place.is_relative_to(folder) and place != folder
+        shown = str(place.relative_to(folder) if inside else place)
         name = shown if inside else place.name
     stem = _NAMED.sub("-", name.replace("./", "")).strip("-.")[:60]
-    told = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
-    return stem if told else "-".join(filter(None, (stem, digest(shown)[:6])))
+    complete = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
+    return stem if complete else "-".join(filter(None, (stem, digest(shown)[:6])))
 
 
 def _kept(journal: Path, ledger: str | None) -> str:
@@ -263,8 +263,10 @@ def _judges(
         raise InputError(f"{baseline} holds no findings of these targets")
     if missing:
         say(f"not in the baseline: {', '.join(missing)}")
-    nothing = Audit(target="", identity="", findings=())
-    return {member.name: judge.against(earlier.get(member.name, nothing)) for member in members}
+    return {
+        member.name: judge.against(earlier.get(member.name), *earlier.values())
+        for member in members
+    }
 
 
 def _named_audits(folder: Path) -> dict[str, Audit]:
@@ -273,7 +275,7 @@ def _named_audits(folder: Path) -> dict[str, Audit]:
     for path in sorted(folder.glob("*.json")):
         data = read(path)
         name = data.get("name")
-        if data.get("kind") == Audit.kind and isinstance(name, str):
+        if data.get("kind") == Audit.kind and isinstance(name, str) and name:
             audits[name] = Audit.load(path)
     return audits
 
@@ -294,7 +296,7 @@ def _write(out: Path, member: Member, judge: Judge, audit: Audit) -> None:
     from keyhole.report import json_form
 
     assessment = judge(audit)
-    write_text(out / f"{member.stem}.json", json_form.render(assessment, member.name))
+    write_text(out / f"{member.stem}.json", json_form.render(assessment))
     write_text(out / f"{member.stem}.html", report.render(audit, assessment))
 
 

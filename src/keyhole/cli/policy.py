@@ -61,7 +61,7 @@ class Judge:
     """A policy and a baseline, read before any work begins."""
 
     policy: Policy
-    baseline: Audit | None
+    baselines: tuple[Audit, ...] = ()
 
     @classmethod
     def of(cls, policy: Path | None, environment: str | None, baseline: Path | None) -> Judge:
@@ -73,19 +73,19 @@ class Judge:
                 "--environment needs a policy: write a keyhole.toml, or name one with --policy"
             )
         read = Policy() if chosen is None else read_policy(chosen, environment)
-        return cls(read, None if baseline is None else Audit.load(baseline))
+        return cls(read, () if baseline is None else (Audit.load(baseline),))
 
-    def against(self, baseline: Audit | None) -> Judge:
-        """The same policy, with another baseline."""
-        return replace(self, baseline=baseline)
+    def against(self, *baselines: Audit | None) -> Judge:
+        """The same policy with another baseline, the first of these that is of the target."""
+        return replace(self, baselines=tuple(each for each in baselines if each is not None))
 
     def __call__(self, audit: Audit) -> Assessment:
         from keyhole.assess import assess, compared, decided
 
         assessment = assess(audit, override=self.policy.severity)
-        if self.baseline is not None:
-            old = assess(self.baseline, override=self.policy.severity)
-            assessment = compared(assessment, old)
+        if self.baselines:
+            own = next((each for each in self.baselines if audit.is_of(each)), self.baselines[0])
+            assessment = compared(assessment, assess(own, override=self.policy.severity))
         return decided(assessment, self.policy)
 
 
@@ -127,5 +127,6 @@ def _words(judged: Assessment, decision: Decision) -> Group:
             Text(ruled.ruling.value, style=_COLOURS[ruled.ruling]), Text(ruled.rule),
         )  # fmt: skip
     gone = [Text(f"gone since the baseline: {item.id}") for item in judged.gone]
+    gone += [Text(f"not tried, as before: {item.id}") for item in judged.untried]
     title = f"{_ENDS[decision.exit_code]}: {decision.rule}"
     return Group(Text(title, style="bold"), Text(f"policy: {decision.source}"), view, *gone)

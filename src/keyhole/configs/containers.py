@@ -320,15 +320,15 @@ def walk(node: Node) -> Iterator[Node]:
     """A node and all below it, each once."""
     seen, waiting = set[int](), [node]
     while waiting:
-        here = waiting.pop()
-        if id(here) in seen:
+        node = waiting.pop()
+        if id(node) in seen:
             continue
-        seen.add(id(here))
-        yield here
-        if isinstance(here, Items):
-            waiting += reversed(here.items)
-        elif isinstance(here, Mapping):
-            waiting += reversed(here.pairs.values())
+        seen.add(id(node))
+        yield node
+        if isinstance(node, Items):
+            waiting += reversed(node.items)
+        elif isinstance(node, Mapping):
+            waiting += reversed(node.pairs.values())
 
 
 class _Builder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_FOLDERS = re.compile(r"[^\s,:;()]*/(?=[^\s])")  # of every path in a target's name
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, repr=False)
 class Audit(Result):
-    """Findings about a target, what could not be checked, and where and when that was."""
+    """Findings about a target, what could not be checked, and where and when that was.
+
+    `target` says what it is, and may hold a path; `name` is what somebody calls it.
+    """
 
     target: str
     identity: str
@@ -34,8 +41,21 @@ class Audit(Result):
     seconds: float = 0.0
     created: str = field(default_factory=_now)
     environment: dict[str, str] = field(default_factory=environment)
+    name: str = ""
 
     kind: ClassVar[str] = "audit"
+
+    def is_of(self, other: Audit) -> bool:
+        """Are both of one target: the same weights, vectors or address, or of the same name?
+
+        Folders do not count: what stands in another one is still the same.
+        """
+        same = bool(self.identity) and self.identity == other.identity
+        return same or (bool(self._called) and self._called == other._called)
+
+    @property
+    def _called(self) -> str:
+        return self.name or _FOLDERS.sub("", self.target.rstrip("/"))
 
     @property
     def attacks(self) -> tuple[Finding, ...]:

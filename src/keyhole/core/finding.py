@@ -96,8 +96,9 @@ class Skip:
     """An attack that was not run, and why: silence is not a clean bill of health.
 
     `unchecked` says that it would apply but could not be run: then the target is not clean.
-    `layers` are those that were left out, where others were tried; `extra` names what is not
-    installed and would be needed.
+    `absent` says that it was looked for, and that the target has no such thing: what a baseline has
+    of it is gone. `layers` are those that were left out, where others were tried; `extra` names
+    what is not installed and would be needed.
     """
 
     exposure: Exposure
@@ -106,6 +107,7 @@ class Skip:
     unchecked: bool = False
     layers: tuple[int, ...] = ()
     extra: str = ""
+    absent: bool = False
 
 
 # A flipped prediction and where attention was cut for it: what a report shows of a disruption.

@@ -179,7 +179,16 @@ def as_markdown(assessment: FleetAssessment) -> str:
         for row in made
         for item in row.assessment.gone
     ]
-    return markdown.fitted(top, tables, markdown.folded("gone since the baseline", gone))
+    untried = [
+        f"{row.name}: {words.in_full(item.finding.exposure)}"
+        for row in made
+        for item in row.assessment.untried
+    ]
+    bottom = [
+        *markdown.folded("gone since the baseline", gone),
+        *markdown.folded(markdown.UNTRIED, untried),
+    ]
+    return markdown.fitted(top, tables, bottom)
 
 
 FLEET_FORMATS: Mapping[str, Callable[[FleetAssessment], str]] = {

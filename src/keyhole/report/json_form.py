@@ -17,19 +17,15 @@ SCHEMA = "urn:keyhole:schema:audit:2"
 _FILE = "schemas/audit-2.schema.json"
 
 
-def render(assessment: Assessment, name: str | None = None) -> str:
-    return f"{dump(document(assessment, name))}\n"
+def render(assessment: Assessment) -> str:
+    return f"{dump(document(assessment))}\n"
 
 
-def document(assessment: Assessment, name: str | None = None) -> dict[str, Any]:
-    """The whole file; its schema is in `schemas/`, and a test holds one to the other.
-
-    `name` is that of the target in a fleet, by which the next one finds it as its baseline.
-    """
+def document(assessment: Assessment) -> dict[str, Any]:
+    """The whole file; its schema is in `schemas/`, and a test holds one to the other."""
     return {
         "$schema": SCHEMA,
         **assessment.audit.to_dict(),
-        **({} if name is None else {"name": name}),
         "assessment": meaning(assessment),
     }
 
@@ -58,6 +54,8 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "findings": [_row(item) for item in assessment.items],
         "controls": [_row(item) for item in assessment.controls],
         "gone": [_row(item) for item in assessment.gone],
+        "untried": [_row(item) for item in assessment.untried],
+        "other": assessment.other,
         "decision": None if decision is None else decided(decision),
     }
 

@@ -19,6 +19,7 @@ from keyhole.report import words
 
 MOST = 60_000  # characters in all; GitHub takes some more
 SHOWN = 20  # findings before the fold
+UNTRIED = "of the baseline not tried this time, as before"
 CELL = 160  # characters of a cell
 SIGNS = {
     "critical": "🔴",
@@ -38,7 +39,7 @@ def render(assessment: Assessment) -> str:
     """A comment, complete or with a line that says how much is left out."""
     rows = [row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
-    bottom = [*_unchecked(assessment), *_gone(assessment), *_again(assessment)]
+    bottom = [*_unchecked(assessment), *_left(assessment), *_again(assessment)]
     return fitted(top, [Table("Given away", "findings", HEAD, rows)], bottom)
 
 
@@ -142,11 +143,13 @@ def _unchecked(assessment: Assessment) -> list[str]:
     return folded("could not be checked, which is not clean", unchecked)
 
 
-def _gone(assessment: Assessment) -> list[str]:
-    return folded(
-        "gone since the baseline",
-        [words.in_full(item.finding.exposure) for item in assessment.gone],
+def _left(assessment: Assessment) -> list[str]:
+    """What else the baseline has."""
+    gone, untried = (
+        [words.in_full(item.finding.exposure) for item in items]
+        for items in (assessment.gone, assessment.untried)
     )
+    return [*folded("gone since the baseline", gone), *folded(UNTRIED, untried)]
 
 
 def folded(about: str, names: Sequence[str]) -> list[str]:

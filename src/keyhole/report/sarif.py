@@ -244,7 +244,7 @@ class Places:
 _NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")
 _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
-    State.GONE: "absent",
+    State.GONE: "absent", State.UNTRIED: "unchanged",
 }  # fmt: skip
 _ENDS = {
     0: "nothing was given away, or nothing that fails the policy",
@@ -268,7 +268,8 @@ def run(
 ) -> dict[str, Any]:
     """One audit; `name` tells it from other runs of a file, `keep` says which results are in it."""
     places = Places(inert(assessment.audit.target))
-    results = [_result(item, places) for item in (*assessment.items, *assessment.gone)]
+    items = (*assessment.items, *assessment.gone, *assessment.untried)
+    results = [_result(item, places) for item in items]
     compared = any(item.state is not None for item in assessment.items)
     results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
     return {
@@ -372,6 +373,7 @@ def _sentence(item: Item) -> str:
     parts = [f"{name}: {words.outcome(finding)} ({finding.attack}, {cost(finding)})."]
     if finding.exposed:
         parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
+    parts += ["Not tried this time; this is what the baseline has."] * (item.state is State.UNTRIED)
     parts += [finding.reason] if finding.reason else []
     parts += [f"Try it: {finding.command}"] if finding.command else []
     parts += [f"Fix: {finding.remedy}"] if finding.exposed and finding.remedy else []

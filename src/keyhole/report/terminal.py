@@ -52,6 +52,9 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     if assessment.gone:
         parts.append(_line("Gone since the baseline", "bold"))
         parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.gone]
+    if assessment.untried:
+        parts.append(_line("Not tried this time, as before", "bold"))
+        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.untried]
     if audit.skips:
         parts += [_line("Not tried", "bold"), _skips(audit.skips)]
     return Group(*parts, *_by_length(audit))
