@@ -91,7 +91,7 @@ def test_what_a_baseline_has_does_not_fail(planted):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--policy", "missing.toml"), "a policy"),
         (("--environment", "nowhere"), "no environment nowhere"),
@@ -99,10 +99,10 @@ def test_what_a_baseline_has_does_not_fail(planted):
         (("--only", "everything"), "families"),
     ],
 )
-def test_wrong_input_is_one_line_before_any_work(planted, words, said):
+def test_wrong_input_is_one_line_before_any_work(planted, words, message):
     code, output = keyhole("audit", "head.safetensors", *words)
     assert code == 2
-    assert said in " ".join(output.split())
+    assert message in " ".join(output.split())
     assert not (planted / "keyhole-head.safetensors.json").exists()
 
 

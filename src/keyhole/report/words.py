@@ -139,6 +139,8 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
+SHOWN = 100  # texts that a page shows; the JSON file has all
+_LINE = 60  # characters of an example that is easily read
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
@@ -156,6 +158,29 @@ def counts(assessment: Assessment) -> str:
     parts += [f"{kept} came back empty"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
+
+
+def summary(assessment: Assessment) -> str:
+    """One sentence with a number: what the worst finding gave away, texts before all else."""
+    items = [item for item in assessment.exposed if not item.finding.open]
+    read = [item for item in items if example(item.finding)]
+    if not items:
+        return ""
+    finding = (read or items)[0].finding
+    origin = in_full(finding.exposure)
+    if read:
+        cell = finding.texts[0]
+        texts = number(len(cell.readings), "text was", "texts were")
+        return f"{cell.exact:,} of {texts} read word for word ({origin})."
+    return f"The worst: {origin}, {outcome(finding)}."
+
+
+def example(finding: Finding) -> str:
+    """A text that was read exactly, the one whose length is nearest to a line's."""
+    first = _readings(finding)[:SHOWN]
+    exact = [reading for reading in first if reading.exact and reading.verified]
+    texts = [r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact]
+    return min(texts, key=lambda text: abs(len(text) - _LINE), default="")
 
 
 def apart(assessment: Assessment) -> str:
