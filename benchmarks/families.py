@@ -153,10 +153,10 @@ def _take(model: Any, weights: dict[str, Tensor], family: Family) -> int:
             value = torch.cat([value[:1].expand(family.offset, -1), value])
         if name == "embeddings.token_type_embeddings.weight" and family.folded:
             value = torch.zeros_like(first_type)
-        there = name
+        renamed = name
         for old, new in family.names:
-            there = there.replace(old, new, 1) if old in there else there
-        for place in {there, there.replace(".encoder.", ".decoder.", 1)}:
+            renamed = renamed.replace(old, new, 1) if old in renamed else renamed
+        for place in {renamed, renamed.replace(".encoder.", ".decoder.", 1)}:
             if place in own and own[place].shape == value.shape:
                 own[place].copy_(value)
                 placed.add(place)

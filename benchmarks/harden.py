@@ -31,7 +31,7 @@ from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
 from keyhole.models import Loaded, load_model
 from show import Row
-from trained import Options, Run, spread, tell
+from trained import Options, Run, log, spread
 
 DONOR = "plain, another seed"  # whose masks are transferred
 ATTACKS = ["stronger", "as-released", "random", "wrong-label"]
@@ -107,7 +107,7 @@ class Bench:
         options, what = self.options, f"{method}, seed {seed}"
         loaded = self.fresh(seed)
         training = self.fit(loaded, method, seed, options.examples, options.epochs)
-        tell(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
+        log(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
         if save:
             self.save(loaded, save)
         if save_only:
@@ -118,7 +118,7 @@ class Bench:
             attacks={name: self.attacks[name] for name in names if name != "wrong label"},
             donors={} if self.donor == "none" else {DONOR: self.donor_of(seed)},
             wrong_label=self.attacks["wrong label"] if "wrong label" in names else None,
-            keep=lambda found: tell(f"{what}: {words(found)}"),
+            keep=lambda found: log(f"{what}: {words(found)}"),
         )  # fmt: skip
         known: Run = {
             "method": method, "seed": seed, "defence": repr(trained.defence(method)),

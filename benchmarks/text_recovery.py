@@ -435,8 +435,8 @@ def searched(
 # Decoders and caches.
 
 
-def of_length(ids: list[Tensor], shortest: int, longest: int = 60) -> list[Tensor]:
-    return [text for text in ids if shortest <= len(text) <= longest]
+def of_length(ids: list[Tensor], min_length: int, max_length: int = 60) -> list[Tensor]:
+    return [text for text in ids if min_length <= len(text) <= max_length]
 
 
 def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[Row]:

@@ -199,7 +199,7 @@ def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) 
             loaded.model.eval()
             curve.append(batches.accuracy())
             loaded.model.train()
-            tell(f"{title(run)}: {curve[-1]:.1%} after {done} of {total}: {note}")
+            log(f"{title(run)}: {curve[-1]:.1%} after {done} of {total}: {note}")
 
     done = fit(
         loaded, task.train, method, options.device, **settings, seed=seed, pool=16,
@@ -227,7 +227,7 @@ def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
         for outcome in found.attacked:
             answers[outcome.id]["flipped"][name] = outcome.flipped
             answers[outcome.id]["cut"][name] = outcome.share
-        tell(f"{title(run)}: {name} {found.success:.1%} in {seconds:.0f} s")
+        log(f"{title(run)}: {name} {found.success:.1%} in {seconds:.0f} s")
     return row(run)
 
 
@@ -333,5 +333,5 @@ def joined(files: Sequence[Path]) -> list[Run]:
     return [run for data in contents for run in (data if isinstance(data, list) else data["runs"])]
 
 
-def tell(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from timings import TESTS, name_of, slow_names, write
 
-# Commands that tests start take one thread each: tests run beside each other.
+# Commands that tests start take one thread each: tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same cases everywhere: what fails for one fails for all, and a landing is not a lottery.
 settings.register_profile("keyhole", derandomize=True)

@@ -131,7 +131,7 @@ def _wait(condition: Any, seconds: float = 120) -> None:
 def kill_in_the_middle(cluster: Workers, pid: int, after: int) -> set[tuple[str, str]]:
     """Kill a worker that has something under way, once all have ended `after` checks; what it had.
 
-    To be called beside the run: what was under way is what must be run again.
+    To be called while the run goes on: what was under way is what must be run again.
     """
     _wait(lambda: cluster.recorded(ENDED).total() >= after and cluster.under_way(pid), 600)
     just_before = cluster.under_way(pid)  # it may end, and nobody hear of it

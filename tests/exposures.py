@@ -35,8 +35,8 @@ def called(name: str, part: str = "", rule: str = "KH-WEIGHTS-OTHER") -> Exposur
 
 def names(given: Iterable[Finding | Skip]) -> list[str]:
     """What people call the exposures of findings, or of what was skipped."""
-    return [words.skip(one) if isinstance(one, Skip) else words.exposure(one.exposure)
-            for one in given]  # fmt: skip
+    return [words.skip(row) if isinstance(row, Skip) else words.exposure(row.exposure)
+            for row in given]  # fmt: skip
 
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:

@@ -201,8 +201,8 @@ def test_factors_tell_what_flipping_depends_on():
     assert [int(share[:-1]) for share in shares] == sorted(
         (int(share[:-1]) for share in shares), reverse=True
     )
-    told = float(rows["hard, strongest: flips foretold by the other tasks"].measured[:-1])
-    assert told == pytest.approx(100 * float(flips[400:].mean()), abs=6)
+    predicted = float(rows["hard, strongest: flips foretold by the other tasks"].measured[:-1])
+    assert predicted == pytest.approx(100 * float(flips[400:].mean()), abs=6)
 
 
 def test_larger_counts_pairs():

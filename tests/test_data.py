@@ -28,14 +28,16 @@ def test_sst2_keeps_quotation_marks(tmp_path):
 def test_csv_with_names_and_two_texts(tmp_path):
     path = write(tmp_path, "a.csv", 'p,h,gold\n"one, two",three,no\nx,y,yes\n')
     found = read_examples(path, text=("p", "h"), label="gold", names=("no", "yes"))
-    assert [(one.text, one.second, one.label) for one in found] == [
+    assert [(example.text, example.second, example.label) for example in found] == [
         ("one, two", "three", 0), ("x", "y", 1)
     ]  # fmt: skip
 
 
 def test_jsonl_table_and_limit(tmp_path):
     lines = "".join(json.dumps({"text": f"t{i}", "label": i}) + "\n" for i in range(4))
-    assert [one.label for one in read_examples(write(tmp_path, "a.jsonl", lines), limit=2)] == [
+    assert [
+        example.label for example in read_examples(write(tmp_path, "a.jsonl", lines), limit=2)
+    ] == [
         0,
         1,
     ]
@@ -43,8 +45,8 @@ def test_jsonl_table_and_limit(tmp_path):
 
 def test_hellaswag(tmp_path):
     row = {"ctx": "He", "endings": ["a", "b", "c", "d"], "label": "3"}
-    (one,) = read_examples(write(tmp_path, "h.jsonl", json.dumps(row) + "\n"))
-    assert (one.text, one.choices, one.label) == ("He", ("a", "b", "c", "d"), 3)
+    (example,) = read_examples(write(tmp_path, "h.jsonl", json.dumps(row) + "\n"))
+    assert (example.text, example.choices, example.label) == ("He", ("a", "b", "c", "d"), 3)
 
 
 def test_dream_is_one_example_a_question(tmp_path):
@@ -59,12 +61,12 @@ def test_dream_is_one_example_a_question(tmp_path):
 def test_reclor(tmp_path):
     row = {"context": "C", "question": "Q", "answers": ["a", "b", "c", "d"], "label": 2,
            "id_string": "val_0"}  # fmt: skip
-    (one,) = read_examples(write(tmp_path, "val.json", json.dumps([row])))
-    assert (one.id, one.label, one.choices[2]) == ("val_0", 2, "Q c")
+    (example,) = read_examples(write(tmp_path, "val.json", json.dumps([row])))
+    assert (example.id, example.label, example.choices[2]) == ("val_0", 2, "Q c")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.tsv", "sentence\tlabel\nfine\t1\nbad\n", "a.tsv:3"),
         ("a.tsv", "sentence\tlabel\nfine\tyes\n", "number in a.tsv:2, got 'yes'"),
@@ -83,10 +85,10 @@ def test_reclor(tmp_path):
         ("a.tsv", "sentence\tlabel\n", "there are no texts"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_one_line_with_the_place(tmp_path, name, text, said):
+def test_a_wrong_file_is_one_line_with_the_place(tmp_path, name, text, message):
     with pytest.raises(InputError) as error:
         read_examples(write(tmp_path, name, text))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

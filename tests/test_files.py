@@ -17,8 +17,8 @@ def test_tensors_and_what_is_said_of_them_come_back(tmp_path):
     path = tmp_path / "a.safetensors"
     table = torch.arange(6.0).view(2, 3)
     write_tensors(path, {"x": table.T}, {"layer": "3"})
-    told, tensors = read_tensors(path)
-    assert told == {"layer": "3"}
+    metadata, tensors = read_tensors(path)
+    assert metadata == {"layer": "3"}
     assert torch.equal(tensors["x"], table.T)
 
 

@@ -63,8 +63,8 @@ def audit(place, **inputs):
 
     env = {name: filled(text) for name, text in AUDIT["env"].items()}
     done = run(AUDIT["run"], place, **env, **{name: str(file) for name, file in files.items()})
-    told = dict(line.split("=", 1) for line in files["GITHUB_OUTPUT"].read_text().splitlines())
-    return done, told, files["GITHUB_STEP_SUMMARY"].read_text()
+    outputs = dict(line.split("=", 1) for line in files["GITHUB_OUTPUT"].read_text().splitlines())
+    return done, outputs, files["GITHUB_STEP_SUMMARY"].read_text()
 
 
 def test_no_text_of_a_caller_is_pasted_into_a_script():
@@ -96,18 +96,18 @@ def test_findings_are_handed_over_also_when_the_audit_fails():
 
 @pytest.mark.release
 def test_the_action_reports_and_keeps_the_exit_code(place):
-    done, told, summary = audit(
+    done, outputs, summary = audit(
         place,
         target="target.safetensors",
         outputs="junit=reports/checks.xml\n",
         folder="reports",
     )
     assert done.returncode == 1, done.stderr
-    assert told == {
+    assert outputs == {
         "exit-code": "1", "json": "reports/keyhole.json", "page": "reports/keyhole.html",
         "sarif": "reports/keyhole.sarif",
     }  # fmt: skip
-    log = json.loads((place / told["sarif"]).read_text("utf-8"))
+    log = json.loads((place / outputs["sarif"]).read_text("utf-8"))
     assert log["version"] == "2.1.0"
     assert log["runs"][0]["results"]
     assert summary == (place / "reports/keyhole.md").read_text("utf-8")
@@ -117,10 +117,10 @@ def test_the_action_reports_and_keeps_the_exit_code(place):
 
 @pytest.mark.release
 def test_wrong_input_ends_with_two_and_uploads_nothing(place):
-    done, told, summary = audit(place, target="missing.safetensors")
-    assert (done.returncode, told, summary) == (2, {"exit-code": "2"}, "")
-    done, told, _ = audit(place, target="demo", folder="a\nsarif=b")
-    assert (done.returncode, told) == (2, {})
+    done, outputs, summary = audit(place, target="missing.safetensors")
+    assert (done.returncode, outputs, summary) == (2, {"exit-code": "2"}, "")
+    done, outputs, _ = audit(place, target="demo", folder="a\nsarif=b")
+    assert (done.returncode, outputs) == (2, {})
 
 
 HOSTILE = ("$(touch ran)", "`touch ran`", "; touch ran", "--version", "' ; touch ran ; '", "a\nb")
@@ -136,8 +136,8 @@ def words_that_arrive(place):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_a_caller_gives_is_never_run(place, text):
     words = words_that_arrive(place)
-    done, told, _ = audit(place, target=text, data=text, baseline=text, environment=text)
-    assert (done.returncode, told) == (3, {"exit-code": "3"})
+    done, outputs, _ = audit(place, target=text, data=text, baseline=text, environment=text)
+    assert (done.returncode, outputs) == (3, {"exit-code": "3"})
     assert words()[0:2] == ["audit", "--force"]
     assert words()[-2:] == ["--", text]
     given = {f"--data={text}", f"--baseline={text}", f"--environment={text}"}

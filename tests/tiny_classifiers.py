@@ -78,7 +78,7 @@ def classifier(folder: Path, count: int = 12) -> Path:
     model(labels=2).save_pretrained(name)
     tiny.tokenizer().save_pretrained(name)
     for seed, file in enumerate(("train.tsv", "dev.tsv")):
-        rows = [f"{one.text}\t{one.label}\n" for one in examples(count, seed)]
+        rows = [f"{example.text}\t{example.label}\n" for example in examples(count, seed)]
         (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
     return name
 

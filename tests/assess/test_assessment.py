@@ -74,7 +74,7 @@ def test_items_stand_worst_first_and_controls_apart():
 
 
 def test_cards_say_how_bad_and_which_fix_serves_most():
-    one = finding(remedy="return labels", exposure=called("full scores", "a"))
+    first = finding(remedy="return labels", exposure=called("full scores", "a"))
     two = finding(remedy="return labels", exposure=called("full scores", "b"), queries=10)
     three = finding(
         remedy="something else",
@@ -82,7 +82,7 @@ def test_cards_say_how_bad_and_which_fix_serves_most():
         status=Status.INEXACT,
         known=0.2,
     )
-    card = assess(audit(one, two, three)).card(Family.WEIGHTS)
+    card = assess(audit(first, two, three)).card(Family.WEIGHTS)
     assert (card.level, card.exposed, card.checked) == (Level.ALL, 3, 3)
     assert card.worst is not None
     assert card.worst.finding == two  # the cheaper of two that are equally bad

@@ -33,18 +33,18 @@ def test_scores_are_held_against_less_of_the_same_endpoint():
         status=Status.INEXACT, known=0.7,
     )  # fmt: skip
     low_rank = finding(exposure=called("full scores, low-rank head", "head"))
-    elsewhere = finding(exposure=called("signs", "another"))
-    said = changes(full, kept, signs, rounded, narrow, low_rank, elsewhere)
-    assert said["full scores"] == [
+    other_target = finding(exposure=called("signs", "another"))
+    found = changes(full, kept, signs, rounded, narrow, low_rank, other_target)
+    assert found["full scores"] == [
         ("scores under a budget", 0.0),
         ("scores rounded to 3 decimals, inputs of norm 10 at most", 0.7),
         ("scores rounded to 3 decimals", 1.0),
         ("signs", 1.0),
     ]
-    assert [change for change, _ in said["scores rounded to 3 decimals"]] == [
+    assert [change for change, _ in found["scores rounded to 3 decimals"]] == [
         "scores under a budget", "scores rounded to 3 decimals, inputs of norm 10 at most", "signs",
     ]  # fmt: skip
-    assert said["signs"] == []
+    assert found["signs"] == []
 
 
 def test_outputs_are_held_against_the_same_rounded_and_caches_against_defences():
@@ -55,10 +55,10 @@ def test_outputs_are_held_against_the_same_rounded_and_caches_against_defences()
     maps = finding("input", exposure=called("a layer's output and attention maps"))
     cache = finding("text", exposure=called("keys and values of layer 1"))
     rotated = finding("text", exposure=called("keys and values of layer 1, rotated"))
-    said = changes(whole, rounded, maps, cache, rotated)
-    assert said["a layer's output"] == [("a layer's output to 3 decimals", 0.0)]
-    assert said["keys and values of layer 1"] == [("keys and values of layer 1, rotated", 1.0)]
-    assert said["a layer's output and attention maps"] == []
+    found = changes(whole, rounded, maps, cache, rotated)
+    assert found["a layer's output"] == [("a layer's output to 3 decimals", 0.0)]
+    assert found["keys and values of layer 1"] == [("keys and values of layer 1, rotated", 1.0)]
+    assert found["a layer's output and attention maps"] == []
 
 
 def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
@@ -68,9 +68,12 @@ def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
 
     cells = (cell("float32", True), cell("int8", True), cell("noise of 10%", False))
     text = finding("text", exposure=called("hidden states of layer 1"), texts=cells)
-    told = Remedied("keyhole harden: a twin", 0.25, "2 of 8 right answers flipped")
+    remedied = Remedied("keyhole harden: a trained copy", 0.25, "2 of 8 right answers flipped")
     flips = finding(
-        "prediction", exposure=called("1% of all attention cut"), known=0.5, remedied=(told,)
+        "prediction",
+        exposure=called("1% of all attention cut"),
+        known=0.5,
+        remedied=(remedied,),
     )
     items = assess(Audit("t", "i", (text, flips))).items
     by_exposure = {words.exposure(item.finding.exposure): measured(item, items) for item in items}
@@ -80,4 +83,8 @@ def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
     )  # fmt: skip
     assert (rounded.change, rounded.share) == ("rounded to int8", 1.0)
     (trained,) = by_exposure["1% of all attention cut"]
-    assert (trained.change, trained.share, trained.words) == (told.remedy, told.left, told.words)
+    assert (trained.change, trained.share, trained.words) == (
+        remedied.remedy,
+        remedied.left,
+        remedied.words,
+    )

@@ -241,7 +241,7 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("", "is empty"),
         ("fail-on = [", "TOML"),
@@ -272,8 +272,8 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
         ("[environment.a.environment.b]\n", "unknown key environment"),
     ],
 )
-def test_a_mistake_in_a_policy_is_one_line(tmp_path, words, said):
-    with pytest.raises(InputError, match=said) as error:
+def test_a_mistake_in_a_policy_is_one_line(tmp_path, words, message):
+    with pytest.raises(InputError, match=message) as error:
         written(tmp_path, words)
     assert "\n" not in str(error.value)
 

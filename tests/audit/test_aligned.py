@@ -1,4 +1,4 @@
-"""Texts beside their originals where the length did not leak."""
+"""Texts compared with their originals where the length did not leak."""
 
 from __future__ import annotations
 

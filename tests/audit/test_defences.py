@@ -1,4 +1,4 @@
-"""Defences in front of what is audited: findings beside those of the plain target."""
+"""Defences in front of what is audited: findings next to those of the plain target."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_endpoint(tmp_path):
-    surfaces = {
+    targets = {
         "head": oracle.plant(dim=3, seed=1), "layer": oracle.plant("attention", dim=3, seed=1)
     }  # fmt: skip
-    result = keyhole.audit(surfaces, against_defences=True)
+    result = keyhole.audit(targets, against_defences=True)
     behind = {
         finding.exposure.name: finding
         for finding in result.findings

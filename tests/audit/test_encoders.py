@@ -43,13 +43,13 @@ def opened(store, folders, *names):
 def test_the_right_one_is_found_and_how_sure_is_said(name, maker, folders, tmp_path):
     target = opened(maker(tmp_path, vectors(name), TEXTS), folders, "first", "wider", "second")
     assert target.loaded.name == target.encoder == str(folders / name)
-    said = target.pooling.reason
+    reason = target.pooling.reason
     if maker is made_stores.jsonl:
         assert target.pooling.sure
-        assert f"of 2 encoders {folders / name} made them: " in said  # the wider cannot have
+        assert f"of 2 encoders {folders / name} made them: " in reason  # the wider cannot have
     else:
-        assert f"of 2 encoders {folders / name} is likeliest, which is a guess" in said
-        assert "--known makes sure" in said
+        assert f"of 2 encoders {folders / name} is likeliest, which is a guess" in reason
+        assert "--known makes sure" in reason
 
 
 def test_none_of_them_could_not_be_checked(folders, tmp_path):

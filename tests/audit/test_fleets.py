@@ -66,7 +66,7 @@ class Stop(Exception):
 
 
 def stop_after(count, seen=None):
-    class Told:
+    class Recorder:
         def __init__(self, name):
             self.name, self.left = name, None
 
@@ -79,7 +79,7 @@ def stop_after(count, seen=None):
             if self.name == "audit" and done == count:
                 raise Stop
 
-    return lambda name, total=None: Told(name)
+    return lambda name, total=None: Recorder(name)
 
 
 def counted(monkeypatch):
@@ -122,15 +122,15 @@ def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
         fleet(place / "fleet.toml", journal=path, track=stop_after(3))
     with pytest.raises(Stop):
         fleet(place / "fleet.toml", journal=path, track=stop_after(len(made), seen))
-    told = []
+    resumed = []
     again = fleet(
         place / "fleet.toml", journal=path, track=stop_after(-1, seen),
-        resuming=lambda *counts: told.append(counts),
+        resuming=lambda *counts: resumed.append(counts),
     )  # fmt: skip
     checks = sum(len(audit.findings) + len(audit.skips) for audit in whole.audits.values())
     assert len(made) == len(set(made)) <= checks
-    assert told
-    assert told[0][0] >= 3
+    assert resumed
+    assert resumed[0][0] >= 3
     assert {name: facts(each) for name, each in again.audits.items()} == {
         name: facts(each) for name, each in whole.audits.items()
     }
@@ -178,12 +178,12 @@ def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
 
 @pytest.mark.slow
 def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monkeypatch, capsys):
-    def here(*words):
+    def keyhole(*words):
         return inside(
             "audit", *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
         )  # fmt: skip
 
-    done = here("--targets", place / "fleet.toml", "--out", "out")
+    done = keyhole("--targets", place / "fleet.toml", "--out", "out")
     assert done.returncode == 1, done.stderr
     assert "Of 3 targets 2 give something away" in done.stdout
     assert HOSTILE in done.stdout
@@ -193,10 +193,10 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
     assert names == {*files, "index.html", "fleet.journal"}  # one had no result
     found = Audit.load(tmp_path / "out" / "encoder.json")
     assert facts(found) == facts(whole.audits["encoder"])
-    again = here("--targets", place / "fleet.toml", "--out", "out")
+    again = keyhole("--targets", place / "fleet.toml", "--out", "out")
     assert "resuming:" in again.stderr
     (tmp_path / "out" / "fleet.journal").unlink()
-    refused = here("--targets", place / "fleet.toml", "--out", "out")
+    refused = keyhole("--targets", place / "fleet.toml", "--out", "out")
     assert refused.returncode == 2
     assert "out/index.html exists: give --force to replace it" in refused.stderr
     for words, line in {
@@ -206,7 +206,7 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
         ("--targets", "missing.toml"): "missing.toml",
         ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "--out",
     }.items():
-        done = here(*words)
+        done = keyhole(*words)
         assert done.returncode == 2
         assert line in done.stderr
         assert "Traceback" not in done.stderr
@@ -225,9 +225,9 @@ def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_pa
         process.wait()
     kept = records_in(journal)
     with started(words, cwd=tmp_path) as process:
-        _, said = process.communicate(timeout=200)
-    assert process.returncode == 1, said
-    done = int(re.search(r"resuming: (\d+) of", said)[1])
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == 1, errors
+    done = int(re.search(r"resuming: (\d+) of", errors)[1])
     assert done >= kept - 2  # the others say what is to be checked
     for name, stem in (("encoder", "encoder"), (HOSTILE, "script-alert-1-script-x-red")):
         found = Audit.load(tmp_path / "out" / f"{stem}.json")

@@ -44,7 +44,7 @@ def target(**options):
     model = tiny_classifiers.model(seed=2, labels=2).eval().requires_grad_(False)
     loaded = Loaded(model, tiny.tokenizer(), identity(model), "tiny")
     examples = options.pop("examples", tiny_classifiers.examples(6))
-    return TextTarget(loaded, [one.text for one in examples], examples=examples, **options)
+    return TextTarget(loaded, [example.text for example in examples], examples=examples, **options)
 
 
 def checked(asked, seed=0):
@@ -78,7 +78,7 @@ def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
         assert finding.exposed == (flipped > 0)
         assert len(finding.cuts) == min(flipped, flips.SHOWN)
         assert (finding.status is Status.RECOVERED) == (flipped == right)
-    assert any(one.cuts for one in found.findings)
+    assert any(each.cuts for each in found.findings)
     for finding in found.findings:
         for cut in finding.cuts:
             assert cut.before != cut.after
@@ -147,7 +147,9 @@ def test_a_disruption_is_an_audit_of_one_finding(tmp_path):
 
 
 def test_without_labels_the_models_own_answers_count(easily):
-    asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(3)])
+    asked = target(
+        examples=[replace(example, label=-1) for example in tiny_classifiers.examples(3)]
+    )
     for finding in checked(asked).findings:
         assert " of 3 right answers flipped" in finding.reason
     bare = replace(asked, examples=())
@@ -173,9 +175,11 @@ def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
 
 
 def test_none_right_is_not_a_clean_bill():
-    asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(2)])
+    asked = target(
+        examples=[replace(example, label=-1) for example in tiny_classifiers.examples(2)]
+    )
     labelled = flips._labelled(asked.loaded, asked.examples)
-    wrong = [replace(one, label=1 - one.label) for one in labelled]
+    wrong = [replace(example, label=1 - example.label) for example in labelled]
     found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
     assert words.outcome(found) == "could not check"
@@ -186,9 +190,9 @@ def test_json_page_and_verdict(easily):
     made = Audit("t", "t", found.findings)
     assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     page = report.render(made)
-    exposed = sum(one.exposed for one in found.findings)
+    exposed = sum(each.exposed for each in found.findings)
     assert f"{exposed} of 3 exposed" in page
-    cuts = [cut for one in found.findings for cut in one.cuts]
+    cuts = [cut for each in found.findings for cut in each.cuts]
     touched = [{(layer, head) for layer, head, _, _ in cut.units} for cut in cuts]
     assert page.count('class="unit"') == sum(len(heads) for heads in touched)
     layers = [len({layer for layer, _ in heads}) for heads in touched]
@@ -247,7 +251,7 @@ def test_the_box_gets_its_examples_right_and_some_flip():
         assert (box.model(**batch).logits.argmax(-1) == labels).all()
     target = TextTarget(box, ["a"], [1], ("float32",), EXAMPLES[3:6])
     found = audit(target, only=["predictions"])
-    rates = [one.known for one in found.findings if one.sought == "prediction"]
+    rates = [each.known for each in found.findings if each.sought == "prediction"]
     assert rates[0] > 0
     assert rates[1] > 0
     assert rates[3] == 0

@@ -43,7 +43,7 @@ def test_what_has_no_loss_is_said():
 
 
 def test_one_block_is_said():
-    one = target("bert", "AutoModelForSequenceClassification", num_hidden_layers=1)
-    (check,) = gradients.checks("", one, 0)
+    one_layer = target("bert", "AutoModelForSequenceClassification", num_hidden_layers=1)
+    (check,) = gradients.checks("", one_layer, 0)
     (skip,) = check.run(untracked).skips
     assert "second block" in skip.reason

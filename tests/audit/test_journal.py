@@ -87,11 +87,11 @@ def test_wherever_it_stops_it_ends_with_the_same_findings(target, tmp_path):
             audit(target, journal=path, track=stop_after(stop))
         assert path.read_text().count("\n") == 1 + stop
         assert path.stat().st_mode & 0o077 == 0
-    told, rest = [], []
+    reported, rest = [], []
     found = audit(
-        target, journal=path, track=followed(rest), resuming=lambda *counts: told.append(counts)
+        target, journal=path, track=followed(rest), resuming=lambda *counts: reported.append(counts)
     )
-    assert told == [(total - 1, total)]
+    assert reported == [(total - 1, total)]
     assert rest == [(total - 1, total, ""), rows[-1]]  # only what was left is made
     assert timeless(found.to_dict()) == timeless(whole.to_dict())
     assert found.seconds >= sum(finding.seconds for finding in found.findings)
@@ -165,7 +165,7 @@ class Moody:
 def test_what_the_target_did_not_answer_is_tried_again(tmp_path):
     path = tmp_path / "journal"
     gone = audit(Moody(40), journal=path)
-    failed = [one for one in gone.findings if one.status is Status.ORACLE_FAILED]
+    failed = [each for each in gone.findings if each.status is Status.ORACLE_FAILED]
     assert 0 < len(failed) < len(gone.findings)
     back = audit(Moody(10**9), journal=path)
     assert timeless(asdict(back)["findings"]) == timeless(asdict(audit(Moody(10**9)))["findings"])
@@ -174,7 +174,7 @@ def test_what_the_target_did_not_answer_is_tried_again(tmp_path):
 def test_a_target_that_never_answers_is_said_once_and_leaves_no_journal(tmp_path):
     path = tmp_path / "journal"
     found = audit({"a": Moody(0), "b": Moody(0)}, journal=path)
-    assert [(one.part, one.status) for one in found.findings] == [
+    assert [(each.part, each.status) for each in found.findings] == [
         ("a", Status.ORACLE_FAILED), ("b", Status.ORACLE_FAILED),
     ]  # fmt: skip
     # What needs no answer is done: the attacks that need a layer's weights.
@@ -241,23 +241,23 @@ def test_equal_targets_share_a_journal(tmp_path):
     path = tmp_path / "journal"
     with pytest.raises(Stop):
         audit(classifier(), journal=path, track=stop_after(2))
-    twin = classifier()
-    named = replace(twin, loaded=replace(twin.loaded, name="in another folder"))
-    told = []
-    audit(named, journal=path, resuming=lambda *counts: told.append(counts))
-    assert told[0][0] == 2
+    same_model = classifier()
+    named = replace(same_model, loaded=replace(same_model.loaded, name="in another folder"))
+    reported = []
+    audit(named, journal=path, resuming=lambda *counts: reported.append(counts))
+    assert reported[0][0] == 2
 
 
 def test_the_time_left_is_told_by_the_weight_of_what_is_left():
     """A check costs its weight, times what a unit of weight took on its target, or on all."""
-    told = []
+    reported = []
 
-    class Told:
+    class Recorder:
         def __call__(self, done, total=None, note=""):
-            told.append((done, total))
+            reported.append((done, total))
 
         def expect(self, left):
-            told.append(left)
+            reported.append(left)
 
     def made(seconds, worker):
         return Checked()
@@ -265,13 +265,13 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
     exposures = {"a": Exposure("KH-WEIGHTS-SIGNS"), "b": Exposure("KH-WEIGHTS-SIGNS")}
     plan = Plan("", "", {}, exposures, {"a": 1.0, "b": 50.0})
     with Journal(None, {}) as journal, Runner(0) as runner:
-        run = Checking(runner, journal, lambda name, total=None: Told())
+        run = Checking(runner, journal, lambda name, total=None: Recorder())
         run.begin("x", plan, lambda key: partial(made, key))
         for done in runner.run():
             run.take(replace(done, seconds=2.0))
-            if len(told) == 2:
+            if len(reported) == 2:
                 other = Plan("", "", {}, exposures, {"a": 3.0, "b": 5.0})
                 run.begin("y", other, lambda key: partial(made, key), journal_key="y ")
                 assert run.cost("y", "b") == 10.0
-    assert told[:2] == [100.0, (1, 2)]
-    assert told[-2:] == [0.0, (4, 4)]
+    assert reported[:2] == [100.0, (1, 2)]
+    assert reported[-2:] == [0.0, (4, 4)]

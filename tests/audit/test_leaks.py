@@ -17,7 +17,7 @@ TEXT = "w1 w20 w3 w4 w99"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model's folder, its cache by torch.save, and its states with the ids beside them."""
+    """A model's folder, its cache by torch.save, and its states with the ids."""
     folder = tmp_path_factory.mktemp("saved")
     tiny.save("llama", folder / "model")
     box = keyhole.models.load_model(folder / "model")

@@ -42,7 +42,7 @@ def extras(root):
 
 
 # What the audit of the demo says where an extra is missing; the others it can do without.
-SAID = {
+REASONS = {
     "models": "transformers is not installed: pip install 'keyhole[models]'",
     "proofs": "not proved: certificates need python-flint",
 }
@@ -98,11 +98,11 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
     page = (tmp_path / "keyhole-demo.html").read_text()
     reasons = [part.reason for part in (*audit.findings, *audit.skips)]
     advised = [reason for reason in reasons if "pip install" in reason]
-    said = f"not all of it was tried or proved: pip install 'keyhole[{missing[0]}]' adds the rest"
-    assert (said in done.stderr) == bool(advised)
-    assert bool(advised) == (missing[0] in SAID) == ("pip install" in page)
+    advice = f"not all of it was tried or proved: pip install 'keyhole[{missing[0]}]' adds the rest"
+    assert (advice in done.stderr) == bool(advised)
+    assert bool(advised) == (missing[0] in REASONS) == ("pip install" in page)
     for reason in advised:
-        assert SAID[missing[0]] in reason
+        assert REASONS[missing[0]] in reason
         assert f"pip install 'keyhole[{missing[0]}]'" in reason
     sought = {finding.sought for finding in audit.findings}
     assert sought >= {"weights", "input"}

@@ -36,8 +36,8 @@ def test_the_demo_gives_its_weights_away():
     assert limited.error > 0.01  # judged all the same: half the queries are worth nothing
     clipped = by_exposure["scores rounded to 3 decimals, inputs of norm 10 at most"]
     assert clipped.status is Status.INEXACT
-    others = [one for one in found.findings if one not in (limited, clipped)]
-    others = [one for one in others if one.sought == "weights"]
+    others = [each for each in found.findings if each not in (limited, clipped)]
+    others = [each for each in others if each.sought == "weights"]
     assert len(others) == 9
     assert all(finding.status is Status.RECOVERED for finding in others)
     assert all(
@@ -50,7 +50,7 @@ def test_the_demo_gives_its_weights_away():
 
 def given_away(found):
     """Through each layer's output the input itself came back, with and without maps, proved."""
-    inputs = [one for one in found.findings if one.sought == "input"]
+    inputs = [each for each in found.findings if each.sought == "input"]
     assert len(inputs) == 2 * len(LEAKS)
     for finding in inputs:
         if finding.exposure.defences:
@@ -59,8 +59,8 @@ def given_away(found):
         assert finding.error < 1e-8
         assert "is the one put in" in finding.reason
         assert "proved" in finding.reason
-    rounded = [one for one in inputs if one.exposure.defences]
-    assert all(one.status is not Status.RECOVERED for one in rounded)
+    rounded = [each for each in inputs if each.exposure.defences]
+    assert all(each.status is not Status.RECOVERED for each in rounded)
 
 
 KINDS = {
@@ -113,7 +113,7 @@ def test_an_audit_reads_back_equal():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "expected format 1, got None"),
+        ({}, "this Keyhole reads format 1, not None"),
         ({"format": 1, "kind": "audit"}, "target is missing in a saved audit"),
         ({"format": 1, "kind": "other"}, "expected a saved audit, got other"),
     ],

@@ -82,6 +82,9 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
     row = rows["token states: POST /embeddings of llama.cpp"]
     assert (row["outcome"], row["exact"], row["proved"]) == ("exposed", None, False)
     assert rows["text from POST /embeddings of llama.cpp"]["score"] == 10 > row["score"]
+    stated = assess(audit, returns=("labels",))  # which is not what it gives
+    assert (stated.hypothetical, stated.exit_code) == ((), 1)
+    assert words.assumed(assess(audit)) == ""  # it was asked
     assert [reading.original for reading in text.texts[0].readings] == TEXTS[:2]
     assert audit.exit_code == 1
 
@@ -356,7 +359,7 @@ def test_prompts_of_vectors(owner, path, answers, tmp_path):
 
 
 def test_vectors_are_for_servers_that_take_them():
-    with pytest.raises(InputError, match="expected a server of vLLM or SGLang, got llama"):
+    with pytest.raises(InputError, match="needs a server of vLLM or SGLang, not llama"):
         VectorPrompts(Server("http://127.0.0.1:9", "llama.cpp", "tiny"), 8)
 
 
@@ -365,9 +368,9 @@ def test_who_may_be_probed(monkeypatch):
         with pytest.raises(InputError, match="is another machine: give --authorized"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:
-        here = url.replace("127.0.0.1", "localhost")
-        assert Server.at(here).kind == "llama.cpp"
-    with pytest.raises(OracleError, match="expected an answer from"):
+        by_name = url.replace("127.0.0.1", "localhost")
+        assert Server.at(by_name).kind == "llama.cpp"
+    with pytest.raises(OracleError, match="no answer from"):
         keyhole.audit(url)  # gone
 
 

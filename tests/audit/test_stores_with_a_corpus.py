@@ -89,8 +89,8 @@ def test_the_command_reads_with_a_corpus(store, tmp_path, monkeypatch, capsys):
     MODEL.save_pretrained(tmp_path / "encoder")
     WORDS.save_pretrained(tmp_path / "encoder")
     (tmp_path / "texts.txt").write_text("\n".join(CORPUS))
-    here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = here("audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2)
+    keyhole = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    done = keyhole("audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2)
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.estimate.exact, finding.estimate.sample) == (2, 2)

@@ -153,7 +153,7 @@ def deep(family, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "said"),
+    ("family", "reasons"),
     [
         ("bert", {
             "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
@@ -169,14 +169,14 @@ def deep(family, **options):
         }),
     ],
 )  # fmt: skip
-def test_layers_that_were_not_tried_are_named(family, said):
+def test_layers_that_were_not_tried_are_named(family, reasons):
     def left(part, **wishes):
         subject = deep(family, **wishes)
         return left_out(part, subject.loaded.model, subject.layers)
 
     skips = {words.skip(skip): skip.reason for skip in left("it")}
-    assert skips.keys() == said.keys()
-    for exposure, reason in said.items():
+    assert skips.keys() == reasons.keys()
+    for exposure, reason in reasons.items():
         assert skips[exposure].startswith(reason)
     everything = left("it", layers="all")
     assert not any("hidden" in name or "keys" in name for name in names(everything))
@@ -193,9 +193,9 @@ def test_all_layers_by_one_word(family, caches):
 
 
 def test_an_audit_says_which_layers_it_left_out(audited):
-    said = {words.skip(skip): skip.reason for skip in audited.skips}
-    assert "keys and values of layer 2" in said
-    assert "--layers all" in said["keys and values of layer 2"]
+    reasons = {words.skip(skip): skip.reason for skip in audited.skips}
+    assert "keys and values of layer 2" in reasons
+    assert "--layers all" in reasons["keys and values of layer 2"]
     assert audited.exit_code == 1
     page = report.render(audited)
     assert "keys and values of layer 2" in page.split('id="skips"')[1]

@@ -1,4 +1,7 @@
-"""A run never goes on from another run's file: refused, with what differs, for every memory."""
+"""A run never goes on from another run's file: refused, with what differs, for every memory.
+
+An audit has a journal for each command; tests/audit/test_journal.py has those of the library.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,12 @@ from functools import partial
 
 import pytest
 
-import keyhole
 import tiny_classifiers
 import tiny_models
 from command_line import inside
 from keyhole import oracle, recover
 from keyhole.models import load_model
 from tiny_classifiers import classifier
-
-
-class Stop(Exception):
-    """The end of an audit after its first check."""
-
-
-def stop(name, total=None):
-    def progress(done, total=None, note=""):
-        if name == "audit" and done:
-            raise Stop
-
-    return progress
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +36,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def here(place, monkeypatch, capsys):
+def keyhole(place, monkeypatch, capsys):
     return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -60,11 +50,6 @@ HARDEN = {
 }  # fmt: skip
 TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
 EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
-MODEL = {
-    "model": "my-classifier", "--data": "dev.tsv", "--texts": 1, "--flips": 2, "--layers": 1,
-    "--output=json": "", "--output=html": "",
-}  # fmt: skip
-ENDPOINT = {"target": "target-0.safetensors", "--output=json": "", "--output=html": ""}
 
 # What is changed in the second command, and what differs then.
 TABLE = [
@@ -110,80 +95,26 @@ TABLE = [
         {"target": "target-1.safetensors"},
         "target head:.*, that of .* has target",
     ),
-    (
-        "audit",
-        MODEL,
-        {"model": "other-classifier"},
-        "target other-.*, that of .* has target my-",
-    ),
-    (
-        "audit",
-        MODEL,
-        {"--data": "train.tsv"},
-        "my-classifier data .*, that of .* has my-class",
-    ),
-    (
-        "audit",
-        MODEL,
-        {"--texts": 2},
-        "my-classifier texts 2, that of .* has my-classifier texts 1",
-    ),
-    (
-        "audit",
-        MODEL,
-        {"--flips": 3},
-        "my-classifier examples 3, that of .* has .* examples 2",
-    ),
-    (
-        "audit",
-        MODEL,
-        {"--layers": 2},
-        r"my-classifier layers \[2\], that of .* has .* layers \[1\]",
-    ),
-    ("audit", MODEL, {"--seed": 1}, "seed 1, that of .* has seed 0"),
-    (
-        "audit",
-        ENDPOINT,
-        {"target": "target-1.safetensors"},
-        "target head:.*, that of .* has target",
-    ),
-    ("audit", ENDPOINT, {"--seed": 1}, "seed 1, that of .* has seed 0"),
 ]
 
 
 def memory(folder, command, options):
     """The options with files of this test's own, and the file that remembers the run."""
     names = {"--resume": "kept", "--out": "out", "--ledger": "run.db"}
-    names |= {"--output=json": "a.json", "--output=html": "a.html"}
     given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
-    for key in ("--resume", "--ledger", "--output=json", "--out"):
+    for key in ("--resume", "--ledger", "--out"):
         if key in given:
-            more = ".journal" if key == "--output=json" else ""
-            return given, given[key].with_name(given[key].name + more)
+            return given, given[key]
     raise AssertionError(command)
 
 
 def words_of(command, options):
     named = []
     for key, value in options.items():
-        flag, mark, name = key.partition("=")  # --output=json is given as --output json=…
+        flag, mark, name = key.partition("=")  # -o=batch is given as -o batch=…
         if key[0] == "-":
             named += [flag, f"{name}={value}" if mark else value]
     return [*command.split(), *(value for key, value in options.items() if key[0] != "-"), *named]
-
-
-def begin(command, given, journal, place, here):
-    """Leave the memory of a run: of a whole one, or of an audit that was stopped."""
-    if command != "audit":
-        assert here(*words_of(command, given)).returncode in (0, 1)
-        return
-    target = str(given.get("model") or place / given["target"])
-    data = {} if "--data" not in given else {
-        "data": given["--data"], "texts": given["--texts"], "flips": given["--flips"],
-        "layers": [given["--layers"]],
-    }  # fmt: skip
-    with pytest.raises(Stop):
-        keyhole.audit(target, journal=journal, track=stop, **data)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +122,15 @@ def begin(command, given, journal, place, here):
     ids=[f"{row[0]} {' '.join(row[2])}" for row in TABLE],
 )  # fmt: skip
 def test_refused_with_what_differs(
-    command, options, change, words, place, tmp_path, here, monkeypatch
+    command, options, change, words, place, tmp_path, keyhole, monkeypatch
 ):
     monkeypatch.chdir(place)
     given, file = memory(tmp_path, command, options)
-    begin(command, given, file, place, here)
+    assert keyhole(*words_of(command, given)).returncode in (0, 1)
     before = contents(file)
     if command == "harden":
         given["--out"] = tmp_path / "second"
-    done = here(*words_of(command, {**given, **change}))
+    done = keyhole(*words_of(command, {**given, **change}))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("keyhole: this run has ")
@@ -212,13 +143,13 @@ def contents(path):
     return {file: file.read_bytes() for file in files if file.is_file()}
 
 
-def test_more_of_the_same_data_goes_on(place, tmp_path, here):
+def test_more_of_the_same_data_goes_on(place, tmp_path, keyhole):
     given, _ = memory(tmp_path, "disrupt", DISRUPT)
     more = {**given, "--examples": 3}
-    here(*words_of("disrupt", given))
-    shared = json.loads(here(*words_of("disrupt", more), "--json").stdout)
+    keyhole(*words_of("disrupt", given))
+    shared = json.loads(keyhole(*words_of("disrupt", more), "--json").stdout)
     del more["--resume"]
-    alone = json.loads(here(*words_of("disrupt", more), "--json").stdout)
+    alone = json.loads(keyhole(*words_of("disrupt", more), "--json").stdout)
     facts = [
         [(outcome["id"], outcome["flipped"], outcome["cut"]) for outcome in result["outcomes"]]
         for result in (shared, alone)

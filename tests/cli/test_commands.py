@@ -31,7 +31,7 @@ def target(tmp_path) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def invoke(tmp_path, monkeypatch, capsys):
     """The command in this process, where it is about what it does and not about processes."""
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -47,12 +47,12 @@ def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp
     assert torch.allclose(result.model.W, oracle.load(target).W, rtol=0, atol=1e-12)
 
 
-def test_extract_with_each_method(target, tmp_path, here):
-    low = here("extract", target, "--method", "low-rank", "--json")
+def test_extract_with_each_method(target, tmp_path, invoke):
+    low = invoke("extract", target, "--method", "low-rank", "--json")
     assert json.loads(low.stdout)["lower_bound"] == 8 + 2 * 2 * 8 - 4
-    given = here("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
+    given = invoke("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
     assert json.loads(given.stdout)["queries"] == 36
-    convex = here("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")
+    convex = invoke("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")
     assert json.loads(convex.stdout)["queries"] == 8 + 6 * 2 * 8
 
 
@@ -66,45 +66,45 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_and_auto_recover_their_kind(name, tmp_path, here):
+def test_every_method_and_auto_recover_their_kind(name, tmp_path, invoke):
     kind, sizes, options = METHODS[name]
     oracle.save(oracle.plant(kind, seed=2, **sizes), tmp_path / "t.safetensors")
     view = ("extract", "t.safetensors", "--json", "--method")
-    done = here(*view, name, *options)
+    done = invoke(*view, name, *options)
     if name == "sign-only":  # a score is not a sign
         assert json.loads(done.stdout)["status"] == "not applicable"
         return
     assert json.loads(done.stdout)["status"] == "recovered", done.stderr
-    found = json.loads(here(*view, "auto").stdout)
+    found = json.loads(invoke(*view, "auto").stdout)
     assert found["status"] == "recovered"
     assert ", since " in found["reason"]
 
 
-def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
+def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, invoke):
     arguments = ("--method", "single-head", "--ledger", "run.db", "--json")
-    first = here("extract", target, "--budget", 30, *arguments)
+    first = invoke("extract", target, "--budget", 30, *arguments)
     assert first.returncode == 3  # what was not finished was not checked
     assert json.loads(first.stdout)["status"] == "budget exhausted"
     assert "stopped after 30 queries" in json.loads(first.stdout)["reason"]
-    second = here("extract", target, *arguments)
+    second = invoke("extract", target, *arguments)
     assert second.returncode == 1
     assert json.loads(second.stdout)["remembered"] == 30
 
 
-def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, here):
-    done = here("audit", target, "--json")
+def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, invoke):
+    done = invoke("audit", target, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout) == json.loads(
         (tmp_path / "keyhole-target.safetensors.json").read_text()
     )
     page = (tmp_path / "keyhole-target.safetensors.html").read_text()
-    again = here("report", "keyhole-target.safetensors.json", "--output", "html=again.html")
+    again = invoke("report", "keyhole-target.safetensors.json", "--output", "html=again.html")
     assert again.returncode == 0
     assert (tmp_path / "again.html").read_text() == page
 
 
 def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
-    target, tmp_path, here, monkeypatch
+    target, tmp_path, invoke, monkeypatch
 ):
     usual = Checking.take
 
@@ -114,20 +114,20 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Checking, "take", stopping)
-    assert here("audit", target).returncode == 130
+    assert invoke("audit", target).returncode == 130
     monkeypatch.setattr(Checking, "take", usual)
     (journal,) = tmp_path.glob("*.journal")
-    other = here("audit", target, "--seed", 1)  # another command: the journal is none of its own
+    other = invoke("audit", target, "--seed", 1)  # another command: the journal is none of its own
     assert other.returncode == 1
     assert not other.stderr.startswith("resuming")
     assert journal.exists()
-    done = here("audit", target)
+    done = invoke("audit", target)
     assert done.returncode == 1
     assert re.match(r"resuming: 3 of \d\d checks are done\n", done.stderr)
     assert not list(tmp_path.glob("*.journal"))
 
 
-def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, here, monkeypatch):
+def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, invoke, monkeypatch):
     """A target that fails for a while: the findings say so, and the rest is kept."""
     usual = oracle.Head.__call__
 
@@ -135,27 +135,27 @@ def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, here, mon
         raise ConnectionError("gone")
 
     monkeypatch.setattr(oracle.Head, "__call__", silent)
-    done = here("audit", target)
+    done = invoke("audit", target)
     assert done.returncode == 3
     assert "the same command makes those again" in done.stderr.splitlines()[-1]
     monkeypatch.setattr(oracle.Head, "__call__", usual)
-    again = here("audit", target)
+    again = invoke("audit", target)
     assert again.returncode == 1
     assert again.stderr.startswith("resuming: ")
     assert not list(tmp_path.glob("*.journal"))
 
 
-def test_a_clean_target_exits_with_zero(tmp_path, here):
+def test_a_clean_target_exits_with_zero(tmp_path, invoke):
     blind = oracle.Head(oracle.plant(dim=4).W, torch.zeros(4, dtype=torch.float64))
     oracle.save(blind, tmp_path / "t.safetensors")
-    assert here("audit", "t.safetensors").returncode == 0
-    assert here("extract", "t.safetensors").returncode == 0
+    assert invoke("audit", "t.safetensors").returncode == 0
+    assert invoke("extract", "t.safetensors").returncode == 0
 
 
-def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
+def test_invert_reads_an_input_back_and_proves_it(tmp_path, invoke):
     planted = ("--kind", "inversion", "-o", "dim=4", "-o", "tokens=3", "-o", "scale=0.3")
-    assert here("lab", "plant", "p.safetensors", *planted).returncode == 0
-    done = here(
+    assert invoke("lab", "plant", "p.safetensors", *planted).returncode == 0
+    done = invoke(
         "invert", "p.safetensors", "-o", "starts=32", "--certify", "--json", "--out", "f.json",
         cwd=tmp_path,
     )  # fmt: skip
@@ -163,29 +163,29 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
     data = json.loads(done.stdout)
     assert data["status"] == "recovered"
     assert data["certificate"]["radius"] < 1e-9
-    words = here("invert", "p.safetensors", "-o", "starts=32", "--certify").stdout
+    words = invoke("invert", "p.safetensors", "-o", "starts=32", "--certify").stdout
     assert "proved: exactly one input with this output lies within" in words
     problem, secret = invert.plant(3, 4, scale=0.3)
     found = load_file(tmp_path / "f.safetensors")
-    assert min(float((one - secret).abs().max()) for one in found["solutions"]) < 1e-8
+    assert min(float((solution - secret).abs().max()) for solution in found["solutions"]) < 1e-8
     assert torch.allclose(problem.output(found["X"]), problem.B, rtol=0, atol=1e-10)
 
 
-def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
+def test_invert_with_leaked_maps_is_closed_form(tmp_path, invoke):
     planted = (
         "--kind", "inversion", "-o", "dim=4", "-o", "tokens=4", "-o", "scale=0.3",
         "-o", "maps=true",
     )  # fmt: skip
-    here("lab", "plant", "p.safetensors", *planted)
-    done = here("invert", "p.safetensors", "--method", "closed-form")
+    invoke("lab", "plant", "p.safetensors", *planted)
+    done = invoke("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1
     assert "the only input with this output and these maps" in done.stdout
 
 
-def test_a_nan_in_a_problem_is_wrong_input(tmp_path, here):
+def test_a_nan_in_a_problem_is_wrong_input(tmp_path, invoke):
     problem, _ = invert.plant(3, 2)
     replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
-    done = here("invert", "p.safetensors", "--json")
+    done = invoke("invert", "p.safetensors", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("keyhole: B holds 6 NaN")
     assert done.stderr.count("\n") == 1
@@ -211,18 +211,18 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
     assert load_file(tmp_path / "best.safetensors")["X"].shape == (12, 12)
 
 
-def test_a_server_that_is_not_there_is_a_failure(tmp_path, here, monkeypatch):
+def test_a_server_that_is_not_there_is_a_failure(tmp_path, invoke, monkeypatch):
     waits = []
     monkeypatch.setattr("keyhole.oracle.http.time.sleep", waits.append)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = here("extract", f"http://127.0.0.1:{port}/v2/models/m")
+    done = invoke("extract", f"http://127.0.0.1:{port}/v2/models/m")
     assert done.returncode == 3
     waits = [pause for pause in waits if pause]
     assert waits == sorted(waits)
     assert waits  # it was asked again, later and later
-    assert re.fullmatch(r"keyhole: expected an answer from .*, got ConnectError.*\n", done.stderr)
+    assert re.fullmatch(r"keyhole: no answer from .*: ConnectError.*\n", done.stderr)
 
 
 def test_version(tmp_path):

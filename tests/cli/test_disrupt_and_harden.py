@@ -37,7 +37,7 @@ def keyhole(monkeypatch, tmp_path):
 
     def run(*arguments, cwd=tmp_path):
         monkeypatch.chdir(cwd)
-        done = CliRunner().invoke(app, [str(one) for one in arguments])
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         return done
@@ -69,7 +69,7 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     assert len(found.outcomes) == 6
     assert done.exit_code == (1 if found.flips else 0), done.stderr
     assert found.flips, "a share of 20% flips something"
-    assert max(one.worst_head for one in found.attacked) <= 0.2
+    assert max(outcome.worst_head for outcome in found.attacked) <= 0.2
     assert "became <b>LABEL_" in page.read_text()
 
 
@@ -107,9 +107,9 @@ def test_certificates_by_the_command(keyhole, place, tmp_path):
     for proof in found.right:
         assert proof.units in (2 * 4 * 7**2, 2 * 4 * 8**2)  # layers, heads, words
         assert proof.alone <= proof.margin
-    said = keyhole(*view, cwd=place).stdout
-    assert "right answers stand whichever single unit is cut" in said
-    assert "whichever 2 units of one layer are cut" in said
+    printed = keyhole(*view, cwd=place).stdout
+    assert "right answers stand whichever single unit is cut" in printed
+    assert "whichever 2 units of one layer are cut" in printed
 
 
 def test_from_python_without_the_command_line(place, tmp_path):
@@ -138,7 +138,7 @@ def test_from_python_without_the_command_line(place, tmp_path):
 
 
 def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
-    rows = [one.text for one in tiny_classifiers.examples(3)]
+    rows = [example.text for example in tiny_classifiers.examples(3)]
     (tmp_path / "plain.txt").write_text("\n".join(rows))
     (tmp_path / "named.csv").write_text("text,gold\n" + "".join(f"{row},yes\n" for row in rows))
     model = place / "my-classifier"
@@ -148,8 +148,8 @@ def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
     assert own["accuracy"] is None  # its own answers say nothing about that
     named = ("named.csv", "--label", "gold", "--classes", "no,yes")
     done = keyhole(*view, *named)
-    said = [one["before"] == [1] for one in json.loads(done.stdout)["outcomes"]]
-    assert [one["right"] for one in json.loads(done.stdout)["outcomes"]] == said
+    expected = [outcome["before"] == [1] for outcome in json.loads(done.stdout)["outcomes"]]
+    assert [outcome["right"] for outcome in json.loads(done.stdout)["outcomes"]] == expected
 
 
 def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
@@ -205,8 +205,8 @@ def test_harden_measures_what_disrupt_finds(keyhole, place, tmp_path, lightly):
         assert own["success"] > 0
         assert (found["accuracy"], found["examples"]) == (own["accuracy"], 12)
         stronger = found["attacks"]["stronger"]
-        assert stronger["flips"] == sum(one["flipped"] for one in own["outcomes"])
-        assert stronger["examples"] == sum(one["right"] for one in own["outcomes"])
+        assert stronger["flips"] == sum(outcome["flipped"] for outcome in own["outcomes"])
+        assert stronger["examples"] == sum(outcome["right"] for outcome in own["outcomes"])
         assert set(found["attacks"]) == {"stronger", "as released", "random"}
     assert set(run["after"]["transferred"]) == {"the model before"}
     assert set(run["after"]["wrong_label"]) == {"lowered", "raised"}
@@ -308,14 +308,14 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
         "spare=padding",
     )
     cut = json.loads(keyhole("disrupt", *view, *options).stdout)
-    assert all(len(one["before"]) == 2 for one in cut["outcomes"])
+    assert all(len(outcome["before"]) == 2 for outcome in cut["outcomes"])
     assert cut["own_answers"]
     assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
     done = keyhole("audit", *view, "--texts", 2)
     found = json.loads(done.stdout)
     assert done.exit_code == exposed(found), done.stderr
-    assert {one["sought"] for one in found["findings"]} == {"prediction"}
+    assert {row["sought"] for row in found["findings"]} == {"prediction"}
     (skip,) = found["skips"]
     assert f"{family} is not a known family" in skip["reason"]
 
@@ -324,7 +324,7 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
     written(tmp_path / "model", "gpt2", "causal")
     done = keyhole("audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json")
     found = json.loads(done.stdout)["findings"]
-    assert {one["sought"] for one in found} == {"text", "prediction"}
+    assert {row["sought"] for row in found} == {"text", "prediction"}
     ids = {str(Exposure(**finding["exposure"])): finding["status"] for finding in found}
     assert ids["text-model-hidden-states-layer-1"] == "recovered"
 
@@ -337,7 +337,7 @@ def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
     data = json.loads(done.stdout)
     assert done.exit_code == exposed(data), done.stderr
     findings = data["findings"]
-    flips = [one for one in findings if one["sought"] == "prediction"]
+    flips = [row for row in findings if row["sought"] == "prediction"]
     assert len(flips) == 4
     short = "the texts are too short"  # at 1%; the rest of the model can be checked all the same
     assert all("right answers flipped" in f["reason"] or short in f["reason"] for f in flips)
@@ -487,5 +487,7 @@ def test_a_cluster_by_address(keyhole, place):
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     with distributed.LocalCluster(processes=False, **options) as cluster:
         far = json.loads(keyhole(*view, "--dask", cluster.scheduler_address, cwd=place).stdout)
-    here = json.loads(keyhole(*view, cwd=place).stdout)
-    assert [one["after"] for one in far["outcomes"]] == [one["after"] for one in here["outcomes"]]
+    own = json.loads(keyhole(*view, cwd=place).stdout)
+    assert [outcome["after"] for outcome in far["outcomes"]] == [
+        outcome["after"] for outcome in own["outcomes"]
+    ]

@@ -59,7 +59,7 @@ def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, run, monkeypatch):
         for name, code in (("extract", 3), ("audit", 3)):
             done = run("--debug", name, endpoint.address, *reach, "--ledger", "run.db", "--force")
             assert done.returncode == code, done.stderr
-            assert "got 401: " in done.stderr
+            assert "status 401: " in done.stderr
             assert "(secret)" in done.stderr
             seen += [done.stdout, done.stderr]
     assert all(headers["Authorization"] == endpoint.token for headers in endpoint.headers)
@@ -136,7 +136,7 @@ def test_an_endpoint_that_takes_texts_is_said_to_be_one(run):
     with serving(Endpoint([text], lambda _: [])) as endpoint:
         done = run("extract", endpoint.address)
     assert done.returncode == 2
-    assert "whose input 'text' takes texts (BYTES): keyhole audit" in done.stderr
+    assert "its input 'text' takes texts (BYTES). keyhole audit" in done.stderr
 
 
 def test_a_retrained_model_is_said(run, tmp_path):

@@ -28,7 +28,7 @@ def code_of(line):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -39,21 +39,21 @@ EXAMPLES = {
 }
 
 
-def test_every_help_ends_with_an_example(here):
+def test_every_help_ends_with_an_example(keyhole):
     assert all(EXAMPLES.values())
     for words in ("audit", "lab plant"):
-        shown = " ".join(here(*words.split(), "--help").stdout.split())  # lines may be broken
+        shown = " ".join(keyhole(*words.split(), "--help").stdout.split())  # lines may be broken
         assert shown.endswith(EXAMPLES[words][-1])
 
 
-def run_all(lines, folder, here):
+def run_all(lines, folder, keyhole):
     tiny.save("bert", folder / "my-model")  # the examples' own
     tiny.save("llama", folder / "language-model", head="AutoModelForCausalLM")
     classifier(folder)
     (folder / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
     (folder / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
     for line in lines:
-        done = here(*shlex.split(line)[1:])
+        done = keyhole(*shlex.split(line)[1:])
         assert done.returncode == code_of(line), f"{line}: {done.stderr}"
         if line.startswith("keyhole audit demo"):
             assert_said_on_the_start_page(done.stdout)
@@ -61,16 +61,16 @@ def run_all(lines, folder, here):
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_run(name, tmp_path, here):
+def test_the_examples_run(name, tmp_path, keyhole):
     fast = [line for line in EXAMPLES[name] if not line.startswith(SLOW) and name != "lab serve"]
-    run_all([] if "hardened" in "".join(fast) else fast, tmp_path, here)
+    run_all([] if "hardened" in "".join(fast) else fast, tmp_path, keyhole)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(600)  # the demo is audited whole
 @pytest.mark.parametrize("name", ["audit", "disrupt", "harden"])
-def test_the_slow_examples_run(name, tmp_path, here):
-    run_all(EXAMPLES[name], tmp_path, here)
+def test_the_slow_examples_run(name, tmp_path, keyhole):
+    run_all(EXAMPLES[name], tmp_path, keyhole)
 
 
 def assert_said_on_the_start_page(printed):

@@ -14,7 +14,7 @@ from keyhole.core.errors import InputError
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -47,14 +47,14 @@ REACHED = [
 
 
 @pytest.mark.parametrize(("method", "target", "options", "called"), REACHED, ids=lambda x: str(x))
-def test_an_option_reaches_its_method(method, target, options, called, head, here):
-    done = here("extract", f"{target}.safetensors", "--json", "--method", method, *options)
+def test_an_option_reaches_its_method(method, target, options, called, head, keyhole):
+    done = keyhole("extract", f"{target}.safetensors", "--json", "--method", method, *options)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["method"].startswith(called)
 
 
-def test_the_theorem_is_printed_beside_what_the_answers_prove(head, here):
-    done = here(
+def test_the_theorem_is_printed_with_what_the_answers_prove(head, keyhole):
+    done = keyhole(
         "extract", "head.safetensors", "--method", "tolerant-as-published", "-o",
         "answer_error=1e-6", "-o", "bound=1", "-o", "margin=0.5", "-o", "accuracy=0.01",
     )  # fmt: skip
@@ -65,15 +65,15 @@ def test_the_theorem_is_printed_beside_what_the_answers_prove(head, here):
 
 
 @pytest.mark.parametrize("method", ["auto", "single-head", "full-output"])
-def test_an_option_that_does_not_apply_is_an_error(method, head, here):
-    done = here("extract", "head.safetensors", "--method", method, "-o", "rank=1")
+def test_an_option_that_does_not_apply_is_an_error(method, head, keyhole):
+    done = keyhole("extract", "head.safetensors", "--method", method, "-o", "rank=1")
     assert done.returncode == 2
     assert f"{method} has no option 'rank': it has " in done.stderr
 
 
-def test_a_rank_beyond_the_dimension_is_an_error(head, here):
+def test_a_rank_beyond_the_dimension_is_an_error(head, keyhole):
     for method in ("low-rank", "nuclear-norm"):
-        done = here("extract", "head.safetensors", "--method", method, "-o", "rank=4")
+        done = keyhole("extract", "head.safetensors", "--method", method, "-o", "rank=4")
         assert done.returncode == 2
         assert "the rank must not exceed the dimension, 3: got 4" in done.stderr
 
@@ -98,27 +98,27 @@ DEGRADED = {
 
 
 @pytest.mark.parametrize("name", DEGRADED)
-def test_a_target_may_degrade_its_answers(name, here):
+def test_a_target_may_degrade_its_answers(name, keyhole):
     options, attack, reason = DEGRADED[name]
-    done = here("lab", "plant", "t.safetensors", "-o", "dim=4", *options)
+    done = keyhole("lab", "plant", "t.safetensors", "-o", "dim=4", *options)
     assert done.returncode == 0, done.stderr
-    found = here("extract", "t.safetensors", "--json", *attack)
+    found = keyhole("extract", "t.safetensors", "--json", *attack)
     assert found.returncode == 1, found.stderr
     assert reason in json.loads(found.stdout)["reason"]
 
 
-def test_orthogonal_heads_are_planted_with_their_bases(here, tmp_path):
-    planted = here(
+def test_orthogonal_heads_are_planted_with_their_bases(keyhole, tmp_path):
+    planted = keyhole(
         "lab", "plant", "t.safetensors", "--kind", "orthogonal-heads", "-o", "dim=6",
         "-o", "heads=2", "-o", "bases=b.safetensors",
     )  # fmt: skip
     assert planted.returncode == 0, planted.stderr
     view = ("extract", "t.safetensors", "--method", "orthogonal-heads", "--json")
-    known = json.loads(here(*view, "-o", "bases=b.safetensors").stdout)
-    unknown = json.loads(here(*view).stdout)
+    known = json.loads(keyhole(*view, "-o", "bases=b.safetensors").stdout)
+    unknown = json.loads(keyhole(*view).stdout)
     assert known["status"] == unknown["status"] == "recovered"
     assert known["queries"] == 2 * (9 + 3) < unknown["queries"]
-    broken = here(*view, "-o", "bases=t.safetensors")
+    broken = keyhole(*view, "-o", "bases=t.safetensors")
     assert broken.returncode == 2
     assert "in t.safetensors" in broken.stderr
 
@@ -136,36 +136,36 @@ def test_orthogonal_heads_are_planted_with_their_bases(here, tmp_path):
         (["-o", "max_norm=0"], "a norm must be above 0, not 0.0"),
     ],
 )
-def test_planting_refuses_what_means_nothing(options, message, here):
-    done = here("lab", "plant", "t.safetensors", "-o", "dim=4", *options)
+def test_planting_refuses_what_means_nothing(options, message, keyhole):
+    done = keyhole("lab", "plant", "t.safetensors", "-o", "dim=4", *options)
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_canonical_and_same(here, tmp_path):
+def test_canonical_and_same(keyhole, tmp_path):
     heads = oracle.plant("multi-head", dim=4, heads=2, seed=1)
     W, v = list(heads.W), list(heads.v)
     split = oracle.MultiHead([W[1], W[0], W[0]], [v[1], v[0] / 2, v[0] / 2])
     other = oracle.MultiHead(W, [v[0], v[1] + 1e-3])
     for name, model in {"a": heads, "b": split, "c": other}.items():
         oracle.save(model, tmp_path / f"{name}.safetensors")
-    reduced = here("lab", "canonical", "b.safetensors", "--out", "d.safetensors")
+    reduced = keyhole("lab", "canonical", "b.safetensors", "--out", "d.safetensors")
     assert reduced.returncode == 0
     assert "3 heads, 2 in canonical form, d = 4" in reduced.stdout
     assert "heads 1, 2 act as one: equal W" in reduced.stdout
     assert len(oracle.load(tmp_path / "d.safetensors").W) == 2
     for second in ("b", "d"):
-        done = here("lab", "same", "a.safetensors", f"{second}.safetensors")
+        done = keyhole("lab", "same", "a.safetensors", f"{second}.safetensors")
         assert (done.returncode, done.stdout.strip()) == (0, "the same function")
-    done = here("lab", "same", "a.safetensors", "c.safetensors", "--json")
+    done = keyhole("lab", "same", "a.safetensors", "c.safetensors", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["difference"].startswith("v differs by")
-    loose = here("lab", "same", "a.safetensors", "c.safetensors", "--tolerance", "0.1")
+    loose = keyhole("lab", "same", "a.safetensors", "c.safetensors", "--tolerance", "0.1")
     assert loose.returncode == 0
     oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "one.safetensors")
-    done = here("lab", "same", "a.safetensors", "one.safetensors")
+    done = keyhole("lab", "same", "a.safetensors", "one.safetensors")
     assert "2 against 1 heads in canonical form" in done.stdout
     oracle.save(oracle.plant("attention", dim=4), tmp_path / "layer.safetensors")
-    done = here("lab", "same", "a.safetensors", "layer.safetensors")
+    done = keyhole("lab", "same", "a.safetensors", "layer.safetensors")
     assert done.returncode == 2
     assert "layer.safetensors holds attention, not heads" in done.stderr

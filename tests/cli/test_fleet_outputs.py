@@ -19,7 +19,7 @@ TARGET = '[[target]]\nname = "{}"\ntarget = "{}.safetensors"\n'
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     for seed, name in enumerate(NAMES):
         oracle.save(oracle.plant(dim=2, seed=seed), tmp_path / f"{name}.safetensors")
     lines = [TARGET.format(name, name) for name in NAMES]
@@ -29,9 +29,9 @@ def here(tmp_path, monkeypatch, capsys):
     return lambda *words: run("--only=weights", *words)
 
 
-def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
+def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
     words = [f"--output={name}=all.{name}" for name in FLEET_FORMATS]
-    done = here("--targets=fleet.toml", "--out=old", *words)
+    done = keyhole("--targets=fleet.toml", "--out=old", *words)
     assert done.returncode == 1, done.stderr
     runs = json.loads((tmp_path / "all.sarif").read_text())["runs"]
     assert [run["invocations"][0]["exitCode"] for run in runs] == [1, 1]
@@ -45,14 +45,14 @@ def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
 
     # Nothing is worse than it was, in whatever order: targets are known by their names.
     for number, file in enumerate(("fleet.toml", "turned.toml")):
-        same = here(f"--targets={file}", f"--out=new{number}", "--baseline=old")
+        same = keyhole(f"--targets={file}", f"--out=new{number}", "--baseline=old")
         assert same.returncode == 0, same.stderr
         rows = json.loads((tmp_path / f"new{number}" / "a-b.json").read_text())["assessment"]
         assert {row["state"] for row in rows["findings"]} == {"same"}
 
     # A target that the baseline has not is new, and fails.
     (tmp_path / "old" / "a-b-2.json").unlink()
-    done = here("--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-")
+    done = keyhole("--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-")
     assert done.returncode == 1
     assert "not in the baseline: a-b\n" in done.stderr
     first, second = json.loads(done.stdout)["runs"]
@@ -68,19 +68,19 @@ WRONG = {
     "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
     "an empty folder": (["--baseline=empty"], "empty holds no findings of these targets"),
     "the same folder": (["--baseline=out"], "--baseline and --out are both"),
-    "no JSON": (["--baseline=odd"], "expected a JSON file, got odd/x.json"),
+    "no JSON": (["--baseline=odd"], "odd/x.json is not a JSON file"),
     "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
 }
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_words_are_refused_before_the_work_starts(here, tmp_path, words, message):
+def test_wrong_words_are_refused_before_the_work_starts(keyhole, tmp_path, words, message):
     for name in ("empty", "out", "odd"):
         (tmp_path / name).mkdir()
     (tmp_path / "odd" / "x.json").write_text("{")
     many = (TARGET.format(number, NAMES[0]) for number in range(21))
     (tmp_path / "many.toml").write_text("".join(many))
-    done = here("--targets=fleet.toml", "--out=out", *words)
+    done = keyhole("--targets=fleet.toml", "--out=out", *words)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

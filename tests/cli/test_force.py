@@ -36,56 +36,56 @@ EXISTING = {
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.mark.parametrize(("file", "command"), EXISTING.values(), ids=EXISTING)
-def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, here):
+def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, keyhole):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("mine")
-    done = here(*command)
+    done = keyhole(*command)
     assert done.returncode == 2
     assert done.stderr == f"keyhole: {file} exists: give --force to replace it\n"
-    forced = here(*command, "--force")
+    forced = keyhole(*command, "--force")
     assert "--force" not in forced.stderr
     assert forced.returncode == 2  # for want of an input
     assert (tmp_path / file).read_text() == "mine"
     (tmp_path / file).unlink()
     (tmp_path / file).mkdir()
-    folder = here(*command, "--force")
+    folder = keyhole(*command, "--force")
     assert folder.returncode == 2
     assert folder.stderr == f"keyhole: cannot write {file}: it is a folder\n"
 
 
-def test_force_replaces(tmp_path, here):
+def test_force_replaces(tmp_path, keyhole):
     made = ("lab", "plant", "t.safetensors", "-o", "dim=3")
-    assert here(*made).returncode == 0
+    assert keyhole(*made).returncode == 0
     first = (tmp_path / "t.safetensors").read_bytes()
-    assert here(*made, "--seed", 1).returncode == 2
+    assert keyhole(*made, "--seed", 1).returncode == 2
     assert (tmp_path / "t.safetensors").read_bytes() == first
-    assert here(*made, "--seed", 1, "--force").returncode == 0
+    assert keyhole(*made, "--seed", 1, "--force").returncode == 0
     assert (tmp_path / "t.safetensors").read_bytes() != first
 
 
-def test_what_keyhole_named_itself_is_written_again(tmp_path, here):
-    here("lab", "plant", "t.safetensors", "-o", "dim=3")
+def test_what_keyhole_named_itself_is_written_again(tmp_path, keyhole):
+    keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
     for command in (("audit", "t.safetensors"), ("report", "keyhole-t.safetensors.json")):
-        first, second = here(*command), here(*command)
+        first, second = keyhole(*command), keyhole(*command)
         assert first.returncode == second.returncode in (0, 1), second.stderr
-    assert here("audit", "t.safetensors", "--output=json=mine.json").returncode == 1
-    assert here("audit", "t.safetensors", "--output=json=mine.json").returncode == 2
+    assert keyhole("audit", "t.safetensors", "--output=json=mine.json").returncode == 1
+    assert keyhole("audit", "t.safetensors", "--output=json=mine.json").returncode == 2
 
 
-def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, here):
-    """--out t.json has the weights beside it in t.safetensors, which is the target."""
-    here("lab", "plant", "t.safetensors", "-o", "dim=3")
-    done = here("extract", "t.safetensors", "--out", "t.json")
+def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, keyhole):
+    """--out t.json puts the weights into t.safetensors, which is the target."""
+    keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
+    done = keyhole("extract", "t.safetensors", "--out", "t.json")
     assert done.returncode == 2
     assert "t.safetensors exists" in done.stderr
 
 
-def test_files_that_are_continued_need_no_force(tmp_path, here):
-    here("lab", "plant", "t.safetensors", "-o", "dim=3")
+def test_files_that_are_continued_need_no_force(tmp_path, keyhole):
+    keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
     for _ in range(2):
-        assert here("extract", "t.safetensors", "--ledger", "run.db").returncode == 1
+        assert keyhole("extract", "t.safetensors", "--ledger", "run.db").returncode == 1

@@ -29,14 +29,14 @@ PLANT = (
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.mark.parametrize("method", ["peel", "end-to-end"])
-def test_a_planted_stack_comes_back(tmp_path, here, method):
-    assert here(*PLANT, "-o", "residual=true", "-o", "scale=0.3").returncode == 0
-    done = here(
+def test_a_planted_stack_comes_back(tmp_path, keyhole, method):
+    assert keyhole(*PLANT, "-o", "residual=true", "-o", "scale=0.3").returncode == 0
+    done = keyhole(
         "lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8", "--json",
         "--out", "f.json",
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_a_planted_stack_comes_back(tmp_path, here, method):
     _, secret = stacks.plant(2, 5, 4, scale=0.3, residual=True)
     result = stacks.StackInversion.load(tmp_path / "f.json")
     assert min(float((X - secret).abs().max()) for X in result.solutions) < 1e-8
-    words = here("lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8").stdout
+    words = keyhole("lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8").stdout
     assert "errors in the output grow" in words
 
 
@@ -77,26 +77,26 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
         ("nan.safetensors", "layer 2: W holds 16 NaN"),
     ],
 )
-def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
+def test_what_is_no_stack_is_refused_in_one_line(tmp_path, keyhole, words, error):
     stack, _ = stacks.plant(2, 5, 4)
     stack.save(tmp_path / "s.safetensors")
     invert.plant(3, 3)[0].save(tmp_path / "p.safetensors")
-    one, two = stack.layers
-    plain = {"1.W": one.W, "1.V": one.V, "B": stack.B}
+    first, two = stack.layers
+    plain = {"1.W": first.W, "1.V": first.V, "B": stack.B}
     write_tensors(tmp_path / "gap.safetensors", {**plain, "3.W": two.W, "3.V": two.V})
     narrow = {"2.W": two.W[:3, :3], "2.V": two.V[:3]}
     write_tensors(tmp_path / "wide.safetensors", {**plain, **narrow})
     broken = {"2.W": two.W * torch.nan, "2.V": two.V}
     write_tensors(tmp_path / "nan.safetensors", {**plain, **broken})
-    done = here("lab", "stacks", *words.split())
+    done = keyhole("lab", "stacks", *words.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"keyhole: {error}")
     assert done.stderr.count("\n") == 1
 
 
-def test_layers_are_planted_for_inversion_alone(here):
+def test_layers_are_planted_for_inversion_alone(keyhole):
     assert (
         "head has no option 'layers'"
-        in here("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
+        in keyhole("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
     )
-    assert "takes neither maps nor heads" in here(*PLANT, "-o", "maps=true").stderr
+    assert "takes neither maps nor heads" in keyhole(*PLANT, "-o", "maps=true").stderr

@@ -56,7 +56,7 @@ def tiny_folder(folder):
 
 
 @pytest.fixture
-def here(place, monkeypatch, capsys):
+def keyhole(place, monkeypatch, capsys):
     tiny_classifiers.attack_lightly(monkeypatch)
     return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -79,10 +79,10 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("command", ANSWERS)
-def test_the_answer_is_on_stdout_in_words(command, here, monkeypatch):
+def test_the_answer_is_on_stdout_in_words(command, keyhole, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")  # a file is not as narrow as some screen
     begins, words = ANSWERS[command]
-    done = here(*command.split())
+    done = keyhole(*command.split())
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout.startswith(begins)
     assert words in done.stdout
@@ -92,15 +92,15 @@ def test_the_answer_is_on_stdout_in_words(command, here, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("lab ")])
-def test_or_as_json_alone(command, here):
-    done = here(*command.split(), "--json")
+def test_or_as_json_alone(command, keyhole):
+    done = keyhole(*command.split(), "--json")
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)
     assert ANSWERS[command][1] not in done.stderr
 
 
-def test_rows_are_whole_in_a_file(here, place):
-    done = here("report", "audit.json")
+def test_rows_are_whole_in_a_file(keyhole, place):
+    done = keyhole("report", "audit.json")
     lines = done.stdout.splitlines()
     for finding in Audit.load(place / "audit.json").findings:
         (row,) = (line for line in lines if f"  {words.exposure(finding.exposure)}  " in line)
@@ -109,10 +109,10 @@ def test_rows_are_whole_in_a_file(here, place):
 
 
 @pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("audit ")])
-def test_no_locale_is_too_small(command, here, monkeypatch):
+def test_no_locale_is_too_small(command, keyhole, monkeypatch):
     inner = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
-    done = here(*command.split())
+    done = keyhole(*command.split())
     assert done.returncode in (0, 1), done.stderr
     sys.stdout.flush()
     assert inner.getvalue().decode("ascii").startswith(ANSWERS[command][0])
@@ -140,7 +140,7 @@ def test_signs_have_a_form_in_ascii(monkeypatch):
 
 
 @pytest.mark.parametrize("wish", ["", "NO_COLOR"])
-def test_a_terminal_has_colours_unless_nobody_wants_them(wish, here, monkeypatch):
+def test_a_terminal_has_colours_unless_nobody_wants_them(wish, keyhole, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     if wish:
@@ -148,7 +148,7 @@ def test_a_terminal_has_colours_unless_nobody_wants_them(wish, here, monkeypatch
     master, slave = pty.openpty()
     with os.fdopen(slave, "w", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        assert here("report", "audit.json").returncode in (0, 1)
+        assert keyhole("report", "audit.json").returncode in (0, 1)
         shown = b""
         while b"signs" not in shown:
             shown += os.read(master, 65536)

@@ -17,14 +17,14 @@ from sample_audits import whole
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     whole().save(tmp_path / "audit.json")
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_every_format_from_a_saved_audit(here, tmp_path):
+def test_every_format_from_a_saved_audit(keyhole, tmp_path):
     words = [f"--output={name}=out.{name}" for name in FORMATS]
-    done = here("report", "audit.json", *words)
+    done = keyhole("report", "audit.json", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in FORMATS]
     for name in ("json", "sarif", "sarif-github"):
@@ -36,22 +36,24 @@ def test_every_format_from_a_saved_audit(here, tmp_path):
     assert not (tmp_path / "audit.html").exists()  # only what was asked for
 
 
-def test_a_page_beside_other_formats(here, tmp_path):
-    assert here("report", "audit.json", "--output=junit=x", "--output=html=p.html").returncode == 0
+def test_a_page_and_other_formats(keyhole, tmp_path):
+    assert (
+        keyhole("report", "audit.json", "--output=junit=x", "--output=html=p.html").returncode == 0
+    )
     assert (tmp_path / "p.html").exists()
     assert (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("name", ["sarif", "junit", "markdown"])
-def test_stdout_has_the_document_and_nothing_else(here, tmp_path, name):
-    done = here("report", "audit.json", f"--output={name}=-", f"--output={name}=file")
+def test_stdout_has_the_document_and_nothing_else(keyhole, tmp_path, name):
+    done = keyhole("report", "audit.json", f"--output={name}=-", f"--output={name}=file")
     assert done.returncode == 0
     assert done.stdout == (tmp_path / "file").read_text("utf-8")
 
 
-def test_an_audit_writes_them_too(here, tmp_path):
+def test_an_audit_writes_them_too(keyhole, tmp_path):
     oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "t.safetensors")
-    done = here("audit", "t.safetensors", "--output=sarif=a.sarif", "--output=junit=a.xml")
+    done = keyhole("audit", "t.safetensors", "--output=sarif=a.sarif", "--output=junit=a.xml")
     assert done.returncode == 1, done.stderr
     (run,) = json.loads((tmp_path / "a.sarif").read_text())["runs"]
     assert run["invocations"][0]["exitCode"] == 1
@@ -79,9 +81,11 @@ WRONG = {
 
 @pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("command", ["report", "audit"])
-def test_wrong_outputs_are_refused_before_the_work_starts(here, tmp_path, command, words, message):
+def test_wrong_outputs_are_refused_before_the_work_starts(
+    keyhole, tmp_path, command, words, message
+):
     before = sorted(path.name for path in tmp_path.iterdir())
-    done = here(command, "there-is-no-such-input.json", *words)
+    done = keyhole(command, "there-is-no-such-input.json", *words)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -89,14 +93,14 @@ def test_wrong_outputs_are_refused_before_the_work_starts(here, tmp_path, comman
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_force_replaces_a_file(here, tmp_path):
+def test_force_replaces_a_file(keyhole, tmp_path):
     (tmp_path / "x").write_text("mine")
-    assert here("report", "audit.json", "--output=junit=x").returncode == 2
-    assert here("report", "audit.json", "--output=junit=x", "--force").returncode == 0
+    assert keyhole("report", "audit.json", "--output=junit=x").returncode == 2
+    assert keyhole("report", "audit.json", "--output=junit=x", "--force").returncode == 0
     assert (tmp_path / "x").read_text("utf-8").startswith("<?xml")
 
 
-def test_the_schema_is_printed_without_an_audit(here):
-    done = here("report", "--schema")
+def test_the_schema_is_printed_without_an_audit(keyhole):
+    done = keyhole("report", "--schema")
     assert done.returncode == 0
     assert json.loads(done.stdout)["$id"] == json_form.SCHEMA

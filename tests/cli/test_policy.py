@@ -52,6 +52,24 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     assert code == 0
 
 
+def test_what_the_service_does_not_return_does_not_fail(planted):
+    """The head gives scores, but the service in front of it labels alone."""
+    (planted / "keyhole.toml").write_text('returns = ["labels"]\nallow-unchecked = true\n')
+    scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
+    code, words = keyhole(*scores)
+    assert code == 0, words
+    assert "Hypothetical: not returned, where labels are" in words
+    assert "Assumed" not in words
+    assert keyhole(*scores, "--returns", "labels,scores")[0] == 1
+    code, words = keyhole("policy", "keyhole-head.safetensors.json")  # as the policy says
+    assert code == 0, words
+    (planted / "keyhole.toml").unlink()
+    code, words = keyhole(*scores)
+    assert code == 1
+    assert "Assumed that your service returns all that was looked at: scores." in words
+    assert keyhole(*scores, "--returns", "nothing")[0] == 2
+
+
 def test_what_a_baseline_has_does_not_fail(planted):
     (planted / "keyhole.toml").unlink()
     only = ("--only", "KH-WEIGHTS-SCORES")
@@ -73,7 +91,7 @@ def test_what_a_baseline_has_does_not_fail(planted):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--policy", "missing.toml"), "a policy"),
         (("--environment", "nowhere"), "no environment nowhere"),
@@ -81,10 +99,10 @@ def test_what_a_baseline_has_does_not_fail(planted):
         (("--only", "everything"), "families"),
     ],
 )
-def test_wrong_input_is_one_line_before_any_work(planted, words, said):
+def test_wrong_input_is_one_line_before_any_work(planted, words, message):
     code, output = keyhole("audit", "head.safetensors", *words)
     assert code == 2
-    assert said in " ".join(output.split())
+    assert message in " ".join(output.split())
     assert not (planted / "keyhole-head.safetensors.json").exists()
 
 

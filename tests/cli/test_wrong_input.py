@@ -55,7 +55,7 @@ WRONG = {
     ),
     "not writable": (["lab", "plant", "no/x.safetensors"], 2, "cannot write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "as a Keyhole ledger"),
-    "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
+    "not an audit": (["report", "text.txt"], 2, "is not a JSON file"),
     "bad address": (
         ["audit", "http://127.0.0.1:9/x"],
         2,

@@ -58,11 +58,11 @@ def test_a_folder_is_all_of_its_files():
 def test_examples_cover_every_kind_and_nearly_every_rule():
     seen = {f"KH-CONFIG-{rule}" for rules in EXPECTED.values() for rule, _ in rules}
     seen |= {f"KH-CONFIG-{rule}" for rules in OPEN.values() for rule, _ in rules}
-    elsewhere = {  # test_programs.py, test_leaked_files.py
+    tested_in_other_files = {  # test_programs.py, test_leaked_files.py
         "KH-CONFIG-LLAMA-EMBEDDINGS", "KH-CONFIG-VLLM-KV-CACHE", "KH-CONFIG-SERVED-MAPS",
         "KH-CONFIG-FILE-LEAK", "KH-CONFIG-FILE-SLOT", "KH-CONFIG-FILE-STATES",
     }  # fmt: skip
-    assert set(RULES) == seen | elsewhere
+    assert set(RULES) == seen | tested_in_other_files
     files = [EXAMPLES / name for name in EXPECTED] + [WILD / "open" / name for name in OPEN]
     kinds = {kind.name for kind in map(kind_of, files) if kind is not None}
     assert {kind.name for kind in KINDS} - kinds == {"leaked files", "other configurations"}
@@ -102,7 +102,9 @@ NOT_RECOGNISED = {
 @pytest.mark.parametrize("name", OPEN)
 def test_what_opens_something_in_the_wild_is_found_at_its_line(name):
     checked = configs.check([WILD / "open" / name])
-    found = {(one.rule.id.removeprefix("KH-CONFIG-"), one.line) for one in checked.findings}
+    found = {
+        (finding.rule.id.removeprefix("KH-CONFIG-"), finding.line) for finding in checked.findings
+    }
     assert found == OPEN[name]
     assert not checked.skipped
     assert not checked.unread
@@ -127,14 +129,17 @@ def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
     )
     (tmp_path / "main.tf").write_text('name = "vllm"')
     (tmp_path / "nginx.conf").write_text("listen 80;")
+    (tmp_path / "pod.yaml").write_text("a: b\n  image: vllm/vllm-openai\n")
     (tmp_path / "app.py").write_text("import ollama")
     said = as_text(configs.check([tmp_path])).splitlines()
     assert said == [
         f"{tmp_path}/compose.yml: recognised Ollama, Qdrant",
-        f"{tmp_path}/main.tf: not recognised: it names vLLM, in no form that Keyhole reads",
+        f"{tmp_path}/main.tf: not recognised: it names vLLM, and has no form that Keyhole reads",
         f"{tmp_path}/nginx.conf: not recognised: it starts or sets nothing that Keyhole knows",
+        f"{tmp_path}/pod.yaml: not recognised: it names vLLM, and is not valid YAML, as templates "
+        "are not",
         "1 other file is no configuration by the name: .py 1",
-        "read 3 files, 1 server, 1 store, 2 not recognised; 0 findings",
+        "read 4 files, 1 server, 1 store, 3 not recognised; 0 findings",
     ]
 
 

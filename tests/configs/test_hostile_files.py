@@ -32,8 +32,8 @@ def unread(path):
 )
 def test_what_cannot_be_read_is_said(tmp_path, name, text, reason):
     (tmp_path / name).write_text(text)
-    (said,) = unread(tmp_path / name)
-    assert reason in said
+    (message,) = unread(tmp_path / name)
+    assert reason in message
     assert configs.check([tmp_path]).exit_code() == 3
 
 

@@ -85,6 +85,40 @@ def test_a_line(tmp_path, line, expected):
     assert rules(tmp_path, line) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (  # as Dify has it
+            "compose.yml",
+            "services:\n  m:\n    image: milvusdb/milvus\n    ports: [19530:19530]\n"
+            "    environment: {common.security.authorizationEnabled: '${AUTH:-true}'}\n",
+            set(),
+        ),
+        ("Dockerfile", "FROM vllm/vllm-tpu:v0.21.0\nENV X=1\nRUN pip install ray\n", set()),
+        ("Dockerfile", "FROM vllm/vllm-openai\nCMD [\"--model\", \"m\"]\n", {"VLLM-OPEN"}),
+        (
+            "compose.yml",
+            "services:\n  m: {image: public.ecr.aws/q9/vllm-cpu-release-repo, ports: ['80:80']}\n",
+            {"VLLM-OPEN"},
+        ),
+        (  # another chart's service is not its own
+            "values.yaml",
+            "vllm:\n  enabled: true\n  image: {repository: openeuler/vllm-cpu, tag: x}\n"
+            "nginx:\n  service: {type: NodePort}\n",
+            set(),
+        ),
+        (
+            "values.yaml",
+            "container:\n  image: {repository: ghcr.io/huggingface/tgi-gaudi, tag: x}\n"
+            "service: {type: NodePort}\n",
+            {"TGI-OPEN"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_public_repositories_have(tmp_path, name, text, expected):
+    assert rules(tmp_path, text, name) == expected
+
+
 def test_of_several_lines_the_one_that_starts_the_program_counts(tmp_path):
     text = (
         "containers:\n- image: vllm/vllm-openai\n"

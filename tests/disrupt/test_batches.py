@@ -29,8 +29,8 @@ def classifier(kind="classes"):
 def mixed(count=10, choices=False):
     """Texts of three lengths, one after the other."""
     return [
-        replace(one, text=" ".join([one.text] * (1 + number % 3)))
-        for number, one in enumerate(small.examples(count, choices=choices))
+        replace(example, text=" ".join([example.text] * (1 + number % 3)))
+        for number, example in enumerate(small.examples(count, choices=choices))
     ]
 
 
@@ -45,8 +45,10 @@ def test_groups_end_where_they_are_full_or_the_choices_differ():
 def test_like_lengths_stand_together_unless_the_order_must_stay(words):
     examples = mixed()
     made = [part for part, _, _ in Batches(classifier(), words, examples, 4)]
-    assert sorted(one.id for part in made for one in part) == sorted(one.id for one in examples)
-    sizes = [len(one.text) for part in made for one in part]
+    assert sorted(example.id for part in made for example in part) == sorted(
+        example.id for example in examples
+    )
+    sizes = [len(example.text) for part in made for example in part]
     assert sizes == sorted(sizes)
     kept = [part for part, _, _ in Batches(classifier(), words, examples, 4, alike=False)]
     assert kept == [examples[:4], examples[4:8], examples[8:]]
@@ -56,8 +58,8 @@ def test_like_lengths_stand_together_unless_the_order_must_stay(words):
 def test_accuracy_is_that_of_one_at_a_time(words, kind):
     model, examples = classifier(kind), mixed(choices=kind == "choices")
     right = 0
-    for one in examples:
-        batch, labels = encode(words, [one])
+    for example in examples:
+        batch, labels = encode(words, [example])
         batch.pop("special_tokens_mask")
         with torch.no_grad():
             right += int(model(**batch).logits.argmax()) == int(labels)
@@ -66,20 +68,20 @@ def test_accuracy_is_that_of_one_at_a_time(words, kind):
 
 def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
     model = classifier()
-    examples = [replace(one, id="same") for one in mixed()]
+    examples = [replace(example, id="same") for example in mixed()]
     found = Batches(model, words, examples, 4).attack(LIGHT)
-    for one, outcome in zip(examples, found.outcomes, strict=True):
-        alone = LIGHT(model, *encode(words, [one])).outcomes[0]
+    for example, outcome in zip(examples, found.outcomes, strict=True):
+        alone = LIGHT(model, *encode(words, [example])).outcomes[0]
         assert (outcome.right, outcome.before) == (alone.right, alone.before)
         assert outcome.units == alone.units
 
 
-def test_examples_with_two_and_three_choices_are_attacked_beside_each_other(words):
+def test_examples_with_two_and_three_choices_are_attacked_in_one_run(words):
     two = mixed(4, choices=True)
-    three = [replace(one, choices=(*one.choices, "w3 w4")) for one in two]
+    three = [replace(example, choices=(*example.choices, "w3 w4")) for example in two]
     found = Batches(classifier("choices"), words, [*three, *two]).attack(LIGHT)
     assert len(found.outcomes) == 8
-    assert min(one.units for one in found.attacked) > 0
+    assert min(example.units for example in found.attacked) > 0
 
 
 def test_progress_is_told_after_each_batch_and_of_the_last(words):

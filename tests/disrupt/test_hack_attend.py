@@ -119,9 +119,9 @@ def test_without_a_tokenizers_word_the_frame_is_spared():
     batch = tiny_heads.texts(3)
     labels = tiny_heads.own_labels(model, batch)
     method = HackAttend(share=0.3, **QUICK)
-    told = method(model, batch, labels)
+    labelled = method(model, batch, labels)
     guessed = method(model, {k: v for k, v in batch.items() if "special" not in k}, labels)
-    assert told.outcomes == guessed.outcomes
+    assert labelled.outcomes == guessed.outcomes
 
 
 def test_what_is_spared_is_a_choice():
@@ -129,7 +129,7 @@ def test_what_is_spared_is_a_choice():
         method = HackAttend(share=0.6, spare=spare, ranking="attention", loss="margin", **QUICK)
         _, batch, _, found = attacked(method=method)
         special = batch["special_tokens_mask"].bool()
-        units = [(row, unit) for row, one in enumerate(found.outcomes) for unit in one.cut]
+        units = [(row, unit) for row, outcome in enumerate(found.outcomes) for unit in outcome.cut]
         queries = any(bool(special[row, unit.query]) for row, unit in units)
         keys = any(bool(special[row, unit.key]) for row, unit in units)
         assert (queries, keys) == expected
@@ -167,8 +167,8 @@ def test_targets_are_reached_or_nothing_counts():
     assert found.flips
     for outcome, target in zip(found.outcomes, wanted.tolist(), strict=True):
         assert outcome.flipped == (outcome.after == (target,))
-    one = HackAttend(share=0.4, target=int(labels[0]), **QUICK)(model, batch, labels)
-    assert not one.outcomes[0].right  # it says so already: there is nothing to flip
+    single = HackAttend(share=0.4, target=int(labels[0]), **QUICK)(model, batch, labels)
+    assert not single.outcomes[0].right  # it says so already: there is nothing to flip
 
 
 def test_restarts_aim_at_other_classes_and_lose_nothing():
@@ -185,15 +185,15 @@ def test_restarts_aim_at_other_classes_and_lose_nothing():
 
 
 def test_a_batch_gives_what_one_by_one_gives():
-    model, batch, labels, together = attacked(count=5, seed=5)
+    model, batch, labels, batched = attacked(count=5, seed=5)
     method = HackAttend(share=0.2, **QUICK)
     alone = [
         method(model, {k: v[row : row + 1] for k, v in batch.items()}, labels[row : row + 1])
         for row in range(5)
     ]
-    for one, outcome in zip(alone, together.outcomes, strict=True):
-        assert one.outcomes[0].cut == outcome.cut
-        assert one.outcomes[0].flipped == outcome.flipped
+    for single, outcome in zip(alone, batched.outcomes, strict=True):
+        assert single.outcomes[0].cut == outcome.cut
+        assert single.outcomes[0].flipped == outcome.flipped
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_multiple_choice_counts_each_choices_own_matrix():
     for row, outcome in enumerate(found.outcomes):
         cut = Cut(outcome.cut)
         with rewriting(model, cut), torch.no_grad():
-            said = int(model(**plain(batch, row)).logits.argmax())
-        assert outcome.after == (said,)
+            answer = int(model(**plain(batch, row)).logits.argmax())
+        assert outcome.after == (answer,)
         real = batch["attention_mask"][row].sum(-1)
         assert outcome.units == int((8 * real**2).sum())
         for unit in outcome.cut:
@@ -356,7 +356,7 @@ def test_results_round_trip_through_json(tmp_path):
     assert lines[0].startswith(f"Disruption: {found.flips} of 2 right answers flipped")
     assert len(lines) == 3
     for broken, words in (
-        ({}, "expected format 1, got None"),
+        ({}, "reads format 1, not None"),
         ({"format": 1}, "expected a saved disruption, got None"),
         (
             {**found.to_dict(), "outcomes": [{}]},
@@ -378,7 +378,7 @@ def test_a_results_method_is_the_attack_again(method):
     *_, found = attacked(method=method, count=1)
     saved = json.loads(json.dumps(found.method))
     assert HackAttend.from_dict(saved) == method
-    with pytest.raises(InputError, match="expected the settings of a HackAttend, got KeyError"):
+    with pytest.raises(InputError, match="not the settings of a HackAttend: KeyError"):
         HackAttend.from_dict({"share": 0.1})
 
 

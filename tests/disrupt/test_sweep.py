@@ -38,15 +38,17 @@ def examples(count=6):
 
 
 def facts(found):
-    return [(one.id, one.right, one.flipped, one.after) for one in found.outcomes]
+    return [
+        (outcome.id, outcome.right, outcome.flipped, outcome.after) for outcome in found.outcomes
+    ]
 
 
 def test_here_and_in_threads_and_in_order(folder):
-    here = sweep(METHOD, folder, examples(), workers=0, batch_size=3)
-    assert [one.id for one in here.outcomes] == list("012345")
-    assert here.attacked
+    in_process = sweep(METHOD, folder, examples(), workers=0, batch_size=3)
+    assert [outcome.id for outcome in in_process.outcomes] == list("012345")
+    assert in_process.attacked
     with ThreadPoolExecutor(1) as pool:
-        assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(here)
+        assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(in_process)
 
 
 def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path):
@@ -107,8 +109,8 @@ def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
         sweep(METHOD, str(place), examples(2), **options)
     other = sweep(METHOD, str(place), examples(2), workers=0)
     assert other.identity != first.identity
-    assert [one.confidence_before for one in other.outcomes] != [
-        one.confidence_before for one in first.outcomes
+    assert [outcome.confidence_before for outcome in other.outcomes] != [
+        outcome.confidence_before for outcome in first.outcomes
     ]  # the process does not go on with the model that was there before
 
 

@@ -78,10 +78,10 @@ def test_the_strongest_units_of_each_head():
 def test_masks_never_read_the_labels(kind, label, rounds):
     model, (batch, labels) = small.model(kind), small.batch(kind)
     defence = AttackMasks(share=0.1, label=label, rounds=rounds)
-    one = masks_of(defence, model, batch, labels)
+    first = masks_of(defence, model, batch, labels)
     other = masks_of(defence, model, batch, 1 - labels)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert sum(int(a.sum()) for a in one) > 0
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert sum(int(a.sum()) for a in first) > 0
     assert "labels" not in inspect.signature(AttackMasks.attack).parameters
 
 
@@ -89,8 +89,8 @@ def test_random_targets_change_with_the_stream_and_predicted_ones_do_not():
     model, (batch, labels) = small.model(dropout=0.0), small.batch()
     for label, same in (("random", False), ("predicted", True)):
         defence = AttackMasks(share=0.1, label=label)
-        one, two = (masks_of(defence, model, batch, labels, seed) for seed in (0, 3))
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)) == same
+        first, two = (masks_of(defence, model, batch, labels, seed) for seed in (0, 3))
+        assert all(torch.equal(a, b) for a, b in zip(first, two, strict=True)) == same
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -127,11 +127,11 @@ def stepped(defence, model, batch):
 
 def test_divergences_against_a_loop():
     stream = torch.Generator().manual_seed(0)
-    one, two = (torch.randn(5, 4, generator=stream, dtype=torch.float64) * 3 for _ in range(2))
-    assert float(divergence(one, two)) == pytest.approx(naive_kl(one, two), rel=1e-12)
-    both = naive_kl(one, two) + naive_kl(two, one)
-    assert float(symmetric(one, two)) == pytest.approx(both, rel=1e-12)
-    assert float(divergence(one, one)) == pytest.approx(0, abs=1e-12)
+    first, second = (torch.randn(5, 4, generator=stream, dtype=torch.float64) * 3 for _ in range(2))
+    assert float(divergence(first, second)) == pytest.approx(naive_kl(first, second), rel=1e-12)
+    both = naive_kl(first, second) + naive_kl(second, first)
+    assert float(symmetric(first, second)) == pytest.approx(both, rel=1e-12)
+    assert float(divergence(first, first)) == pytest.approx(0, abs=1e-12)
 
 
 def test_plain_is_the_models_own_loss():
@@ -189,9 +189,9 @@ def test_freelb_steps_along_the_gradient_and_averages():
     for number, delta in enumerate(deltas):
         assert delta[padding].abs().max() < 1e-6
         moved = delta.clone().requires_grad_(True)
-        one = cross_entropy(answer(model, batch, words + moved), labels)
-        (g,) = torch.autograd.grad(one, moved)
-        losses.append(float(one.detach()))
+        own_loss = cross_entropy(answer(model, batch, words + moved), labels)
+        (g,) = torch.autograd.grad(own_loss, moved)
+        losses.append(float(own_loss.detach()))
         if number + 1 < len(deltas):
             step = delta + 0.2 * g / g.flatten(1).norm(dim=1)[:, None, None]
             size = step.flatten(1).norm(dim=1)[:, None, None]

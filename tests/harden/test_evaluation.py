@@ -38,14 +38,14 @@ def own(model, words, count=8):
         ids = [example.id for example in part]
         answers.update(zip(ids, batches.predicted(batch).tolist(), strict=True))
     kept = [replace(example, label=answers[example.id]) for example in batches.examples]
-    return [*kept[:-2], *(replace(one, label=1 - one.label) for one in kept[-2:])]
+    return [*kept[:-2], *(replace(example, label=1 - example.label) for example in kept[-2:])]
 
 
 def test_masks_transferred_to_the_same_model_flip_what_they_flipped(words):
     model = classifier(seed=1)
     examples = own(model, words)
     found = attack(model, words, examples, LIGHT, batch_size=5)
-    assert [outcome.id for outcome in found.outcomes] == [one.id for one in examples]
+    assert [outcome.id for outcome in found.outcomes] == [example.id for example in examples]
     assert found.flips
     # Other batches, so other padding.
     again = transferred(Batches(model, words, examples, batch_size=7), found)
@@ -84,7 +84,7 @@ def test_a_donor_with_other_layers_is_refused(words):
     model = classifier(seed=1)
     examples = own(model, words)
     found = attack(model, words, examples, replace(LIGHT, share=0.0))
-    deeper = [replace(one, cut=(Unit(2, 0, 1, 1),)) for one in found.outcomes]
+    deeper = [replace(outcome, cut=(Unit(2, 0, 1, 1),)) for outcome in found.outcomes]
     found = replace(found, outcomes=tuple(deeper))
     with pytest.raises(InputError, match="same layers and heads"):
         transferred(Batches(model, words, examples), found)
@@ -94,7 +94,7 @@ def test_a_donor_with_other_layers_is_refused(words):
 def test_wrong_label_masks_never_read_the_labels(words, labels):
     model = classifier(seed=1, labels=labels)
     examples = small.examples(6)
-    turned = [replace(one, label=1 - one.label) for one in examples]
+    turned = [replace(example, label=1 - example.label) for example in examples]
     made = []
     for given in (examples, turned):
         part, batch, _ = next(iter(Batches(model, words, given)))
@@ -147,7 +147,7 @@ def test_no_budget_flips_nothing(words):
     )  # fmt: skip
     parts = [*found.attacks.values(), *found.transferred.values(), *found.wrong_label.values()]
     assert len(parts) == 4
-    assert [one.flips for one in parts] == [0, 0, 0, 0]
+    assert [each.flips for each in parts] == [0, 0, 0, 0]
     assert found.accuracy == pytest.approx(6 / 8)
     assert lowered(Batches(model, words, examples), nothing, 0).examples == 6
 
@@ -168,7 +168,7 @@ def test_everything_in_one_and_as_json(words):
     parts = ("stronger", "other", "lowered", "raised")
     clean = [("clean", 5, 8, 8), ("clean", 8, 8, 8)]
     assert counted == [*clean, *((name, 4, 4, 4) for name in parts)]
-    assert [len(one.attacks) + len(one.transferred) + len(one.wrong_label) for one in kept] == [
+    assert [len(each.attacks) + len(each.transferred) + len(each.wrong_label) for each in kept] == [
         1, 2, 3, 4,
     ]  # fmt: skip
     alone = attack(model, words, examples[:4], LIGHT)
@@ -196,8 +196,8 @@ def test_an_evaluation_is_saved_and_shows_itself_in_a_line(words, tmp_path):
 def test_pools_hold_every_example_once_and_less_padding(words):
     """Texts of two lengths: in pools, a batch holds one length (but for the one between)."""
     examples = [
-        replace(one, text=one.text if number % 2 else f"{one.text} {one.text}")
-        for number, one in enumerate(small.examples(32))
+        replace(example, text=example.text if number % 2 else f"{example.text} {example.text}")
+        for number, example in enumerate(small.examples(32))
     ]
     seen = {}
 
@@ -214,7 +214,7 @@ def test_pools_hold_every_example_once_and_less_padding(words):
         train(model, Counting(pool), examples, Plain(), epochs=1, batch=8, pool=pool)
     for batches in seen.values():
         assert sorted(text for texts in batches for text in texts) == sorted(
-            one.text for one in examples
+            example.text for example in examples
         )
 
     def mixed(batches):

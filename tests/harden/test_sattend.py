@@ -79,15 +79,15 @@ def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
             model(**inputs)
     cuts = [cut for made in recorder.passes for cut in made]
     assert len(cuts) == 8
-    together = torch.stack(cuts)
-    assert within_chance(int(together.sum()), together.numel(), rate)
-    for one in range(8):
-        for other in range(one):
-            both = together[one] & together[other]
+    stacked = torch.stack(cuts)
+    assert within_chance(int(stacked.sum()), stacked.numel(), rate)
+    for first in range(8):
+        for second in range(first):
+            both = stacked[first] & stacked[second]
             assert within_chance(int(both.sum()), both.numel(), rate**2), "passes, layers"
-    shifted = together[:, :, 1:] & together[:, :, :-1]
+    shifted = stacked[:, :, 1:] & stacked[:, :, :-1]
     assert within_chance(int(shifted.sum()), shifted.numel(), rate**2), "heads"
-    shifted = together[..., 1:, :] & together[..., :-1, :]
+    shifted = stacked[..., 1:, :] & stacked[..., :-1, :]
     assert within_chance(int(shifted.sum()), shifted.numel(), rate**2), "queries"
 
 
@@ -134,9 +134,9 @@ def test_tokens_of_both_sides_of_an_encoder_decoder(recorder):
     model, inputs = zoo.model("t5").train(), zoo.inputs("t5")
     with SAttend(0.5, "token").apply(model, tiny.tokenizer()):
         model(**inputs)
-    one, two, own, cross, again, crossing = recorder.passes[0]
-    assert torch.equal(one, two)
-    assert torch.equal(one[:, 0, 0], cross[:, 0, 0])
+    first, second, own, cross, again, crossing = recorder.passes[0]
+    assert torch.equal(first, second)
+    assert torch.equal(first[:, 0, 0], cross[:, 0, 0])
     assert torch.equal(own, again)
     assert torch.equal(cross, crossing)
     assert own.shape[-1] == 6
@@ -276,12 +276,12 @@ def test_accelerate_with_mixed_precision(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     with SAttend(0.4).apply(model):
-        one = model(**inputs, labels=labels).loss
-        two = model(**inputs, labels=labels).loss
-        accelerator.backward(one)
+        first = model(**inputs, labels=labels).loss
+        second = model(**inputs, labels=labels).loss
+        accelerator.backward(first)
         optimizer.step()
-    assert one.isfinite()
-    assert float(one.detach()) != float(two.detach())
+    assert first.isfinite()
+    assert float(first.detach()) != float(second.detach())
 
 
 def test_draws_depend_on_the_step_and_the_rank_alone(monkeypatch):

@@ -30,7 +30,7 @@ PROBLEMS = {
     "a huge output": {"B": 1e300 * B},
     "tiny values": {"V": 1e-200 * V},
     "values smaller than any": {"V": 1e-310 * V},
-    "huge values beside the input": {"V": 1e300 * V, "residual": True},
+    "huge values added to the input": {"V": 1e300 * V, "residual": True},
     "huge scores": {"W": 1e300 * W},
 }
 

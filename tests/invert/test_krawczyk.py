@@ -300,13 +300,13 @@ def test_precision_of_others_is_left_alone():
 def test_ball_residuals_are_those_of_the_layer(name):
     problem, X = plant(5, 3 if name != "known token" else 5, seed=4, **VARIANTS[name])
     stream = torch.Generator().manual_seed(9)
-    elsewhere = torch.randn(X.shape, generator=stream, dtype=torch.float64)
+    other = torch.randn(X.shape, generator=stream, dtype=torch.float64)
     M = torch.randn(problem.outputs, problem.outputs, generator=stream, dtype=torch.float64)
     M = torch.eye(problem.outputs) if name == "plain" else M
     with balls.precision(128):
-        column = balls.Balls.of(problem, M).residuals(balls.exact(elsewhere))
+        column = balls.Balls.of(problem, M).residuals(balls.exact(other))
     result = torch.tensor([float(entry) for entry in column.entries()], dtype=torch.float64)
-    naive = (reference_output(problem, elsewhere) - problem.B) @ M.double()
+    naive = (reference_output(problem, other) - problem.B) @ M.double()
     torch.testing.assert_close(result.reshape(naive.shape), naive, rtol=0, atol=1e-13)
     assert max(float(entry.rad()) for entry in column.entries()) < 1e-33
 

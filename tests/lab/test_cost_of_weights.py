@@ -107,10 +107,13 @@ def test_the_last_layer_takes_exactly_so_many(width):
 
 
 def test_what_was_measured_lies_within_what_is_stated():
-    for width, heads, low, high, floor in ((384, 12, 2944, 3148, 1474), (576, 9, 5424, 5508, None)):
+    for width, heads, low, high, bound in (
+        (384, 12, 2944, 3148, 1474),
+        (576, 9, 5424, 5508, None),
+    ):
         estimate = cost.layer(width, heads=heads)
         assert estimate.low <= low <= high <= estimate.high
-        assert floor in (None, estimate.lower_bound)
+        assert bound in (None, estimate.lower_bound)
     whole = cost.layer(576, exposure="log-probabilities", vocabulary=49_152)
     assert whole.queries == 632 - 8  # eight are the judge's
     best = cost.layer(576, exposure="log-probabilities", vocabulary=49_152, top=100)

@@ -41,11 +41,11 @@ def stop_after(count):
     return lambda name, total=None: progress
 
 
-def same(one, other):
-    assert one.status is other.status
-    assert one.reason == other.reason
-    assert len(one.solutions) == len(other.solutions) > 0
-    assert all(torch.equal(X, Y) for X, Y in zip(one.solutions, other.solutions, strict=True))
+def same(first, other):
+    assert first.status is other.status
+    assert first.reason == other.reason
+    assert len(first.solutions) == len(other.solutions) > 0
+    assert all(torch.equal(X, Y) for X, Y in zip(first.solutions, other.solutions, strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -56,9 +56,9 @@ def test_stopped_it_goes_on_and_finds_the_same(stack, name, tmp_path):
         stacks.run(stack, method, journal=journal, track=stop_after(2 if name == "peel" else 8))
     kept = journal.read_text()
     assert records_in(journal) > 0
-    told = []
-    result = stacks.run(stack, method, journal=journal, resuming=told.append)
-    assert told == [kept.count("\n") - 1]
+    resumed = []
+    result = stacks.run(stack, method, journal=journal, resuming=resumed.append)
+    assert resumed == [kept.count("\n") - 1]
     assert journal.read_text().startswith(kept)  # nothing is searched twice
     same(result, whole)
     after = journal.read_text()

@@ -207,20 +207,20 @@ def test_the_base_model_inside_opens_a_pass_too():
 
 
 def test_nesting():
-    one, two = zoo.model("bert"), zoo.model("gpt2")
+    bert, two = zoo.model("bert"), zoo.model("gpt2")
     inner, outer = RandomCut(seed=1), RandomCut(seed=2)
-    with rewriting(one, outer), rewriting(two, inner):
-        one(**zoo.inputs("bert"))
+    with rewriting(bert, outer), rewriting(two, inner):
+        bert(**zoo.inputs("bert"))
         two(**zoo.inputs("gpt2"))
     assert [s.name.split(".")[0] for s in outer.maps] == ["encoder"] * 2
     assert [s.name.split(".")[0] for s in inner.maps] == ["h"] * 2
-    with rewriting(one, Untouched()):
+    with rewriting(bert, Untouched()):
         with (
             pytest.raises(InputError, match="attention is being rewritten already"),
-            rewriting(one, inner),
+            rewriting(bert, inner),
         ):
             pass
-        assert one.config._attn_implementation == NAME
+        assert bert.config._attn_implementation == NAME
         assert sites_of(two, **zoo.inputs("gpt2"))
 
 
@@ -228,11 +228,11 @@ def test_a_copy_is_not_rewritten():
     model, given = zoo.model("bert"), zoo.inputs("bert")
     before = model(**given).last_hidden_state
     with rewriting(model, RandomCut()):
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     for hook in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"):
-        for module in twin.modules():
+        for module in copied.modules():
             getattr(module, hook).clear()
-    assert (twin(**given).last_hidden_state - before).abs().max() < 1e-5
+    assert (copied(**given).last_hidden_state - before).abs().max() < 1e-5
 
 
 def test_one_model_in_two_threads_is_refused_and_two_models_are_not():
@@ -332,17 +332,17 @@ def test_half_precision_and_autocast_stay_close_to_eager():
 
 def test_begin_names_positional_arguments():
     model, given = zoo.model("bert"), zoo.inputs("bert")
-    told = []
+    inputs_seen = []
 
-    class Told(Untouched):
+    class Recorder(Untouched):
         def begin(self, inputs):
-            told.append(dict(inputs))
+            inputs_seen.append(dict(inputs))
 
-    with rewriting(model, Told()):
+    with rewriting(model, Recorder()):
         model(given["input_ids"], attention_mask=given["attention_mask"])
-    assert set(told[0]) == {"input_ids", "attention_mask"}
-    assert len(told) == 1
-    rewrite: Rewrite = Told()
+    assert set(inputs_seen[0]) == {"input_ids", "attention_mask"}
+    assert len(inputs_seen) == 1
+    rewrite: Rewrite = Recorder()
     assert rewrite.cut is not None
 
 

@@ -27,8 +27,8 @@ class Wire:
     def __init__(self, connection: socket.socket, server: Server) -> None:
         self._connection = connection
         self._server = server
-        self.elsewhere = f"127.0.0.1:{server.elsewhere}"
-        self.here = server.url
+        self.next_door = f"127.0.0.1:{server.next_door}"
+        self.address = server.url
 
     def send(self, data: bytes) -> None:
         self._connection.sendall(data)
@@ -70,7 +70,7 @@ class Server:
     def __enter__(self) -> Server:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._next_door = socket.create_server(("127.0.0.1", 0))
-        self.elsewhere = self._next_door.getsockname()[1]
+        self.next_door = self._next_door.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
         return self
@@ -235,10 +235,10 @@ def held(*pieces: bytes) -> Behaviour:
 
 
 def redirect(status: int, target: str) -> Behaviour:
-    """To `target`, where {elsewhere} is the address next door and {here} this one."""
+    """To `target`, where {next_door} is the address next door and {address} this one."""
 
     def behave(wire: Wire) -> None:
-        where = target.format(elsewhere=wire.elsewhere, here=wire.here)
+        where = target.format(next_door=wire.next_door, address=wire.address)
         answer("moved", status, f"Location: {where}")(wire)
 
     return behave

@@ -63,7 +63,7 @@ def _sizes() -> Iterator[Case]:
     endless_ones = (("length", 10**19), ("chunks", 2**62), ("end", 2**62))
     for where in WHERE:
         for status in (200, 404, 500, 503):
-            match = "at most 67,108,864 bytes" if status == 200 else f"got (status )?{status}"
+            match = "more than 67,108,864 bytes" if status == 200 else f"status {status}"
             for framing, size in framings + endless_ones:
                 name = f"{'5 GB' if size == GIGABYTES_5 else 'endless'} by {framing}, {status}"
                 yield Case(name, where, flood(status, framing, size), match)
@@ -75,7 +75,7 @@ def _bombs() -> Iterator[Case]:
         for coding in ("gzip", "deflate", "bare"):
             for framing in ("end", "chunks"):
                 for status in (200, 500):
-                    match = "got more when unpacked" if status == 200 else "got 500: no text"
+                    match = "bytes when unpacked" if status == 200 else "status 500: no text"
                     behave = bomb(status, coding, 5120, framing)
                     yield Case(f"{coding} bomb by {framing}, {status}", where, behave, match)
         for coding in ("gzip, gzip", "br", "zstd", "gzip, identity", "rot13\x1b[31m"):
@@ -86,15 +86,15 @@ def _bombs() -> Iterator[Case]:
         for coding in ("gzip", "deflate"):
             whole = packed(json.dumps(METADATA).encode(), coding)
             field = f"Content-Encoding: {coding}"
-            yield Case(f"{coding} cut", where, answer(whole[:-6], 200, field), "only its beginning")
+            yield Case(f"{coding} cut", where, answer(whole[:-6], 200, field), "ends too early")
             bad = answer(whole[:12] + b"\xff" * 20, 200, field)
-            yield Case(f"{coding} damaged", where, bad, f"expected (a whole )?{coding}")
+            yield Case(f"{coding} damaged", where, bad, f"expected {coding}|ends too early")
         text = answer("{}", 200, "Content-Encoding: gzip")
         yield Case("text called gzip", where, text, "expected gzip")
         empty = endless(
             b"\0\0\0\xff\xff" * 2**12, head(200, "Content-Encoding: deflate") + b"\x78\xda"
         )
-        yield Case("endless empty deflate blocks", where, empty, "at most 67,108,864 bytes")
+        yield Case("endless empty deflate blocks", where, empty, "more than 67,108,864 bytes")
 
 
 def _times() -> Iterator[Case]:
@@ -115,22 +115,20 @@ def _times() -> Iterator[Case]:
     }
     for where in WHERE:
         for name, behave in behaviours.items():
-            match = (
-                "expected an answer from .* within 1 s, got none in time: raise --endpoint timeout"
-            )
+            match = "no answer from .* within 1 s: raise --endpoint timeout"
             if name == "a dripping chunk size":
                 match += "|illegal chunk"
             yield Case(name, where, behave, match, timeout=1.0)
         if where != "metadata":  # its request fits into what the kernel takes
             yield Case("a question unread", where, never, "within 1 s", timeout=1.0, reads=False)
         failing = slowly(head(500, "Connection: close"))
-        yield Case("a dripping error", where, failing, "got 500: a+", timeout=1.0)
+        yield Case("a dripping error", where, failing, "status 500: a+", timeout=1.0)
         silent = held(head(404, "Content-Length: 9"))
-        yield Case("an error without text", where, silent, "got 404: no text", timeout=1.0)
+        yield Case("an error without text", where, silent, "status 404: no text", timeout=1.0)
 
 
 def _wires() -> Iterator[Case]:
-    failed = "got (RemoteProtocolError|ReadError|WriteError|ConnectError)"
+    failed = "no answer from .*: (RemoteProtocolError|ReadError|WriteError|ConnectError)"
     not_http = "expected HTTP from"
     behaviours: dict[str, tuple[Behaviour, str]] = {
         "HTTP/0.9": (raw(b"<html>hello</html>\n"), not_http),
@@ -173,7 +171,7 @@ def _wires() -> Iterator[Case]:
         ),
         "NUL in a header": (raw(b"HTTP/1.1 200 OK\r\nA: \0\r\n\r\n{}"), failed),
         "no colon in a header": (raw(b"HTTP/1.1 200 OK\r\nA b\r\n\r\n{}"), failed),
-        "switching protocols": (held(head(101, "Upgrade: chat", "Connection: Upgrade")), "got"),
+        "switching protocols": (held(head(101, "Upgrade: chat", "Connection: Upgrade")), failed),
     }
     for where in WHERE:
         for name, (behave, match) in behaviours.items():
@@ -183,30 +181,30 @@ def _wires() -> Iterator[Case]:
 
 def _answers() -> Iterator[Case]:
     targets = {
-        "next door": "http://{elsewhere}/v2/models/m",
-        "next door, by scheme": "//{elsewhere}/v2/models/m",
-        "itself": "{here}/v2/models/m",
+        "next door": "http://{next_door}/v2/models/m",
+        "next door, by scheme": "//{next_door}/v2/models/m",
+        "itself": "{address}/v2/models/m",
         "a file": "file:///etc/passwd",
-        "https": "https://{elsewhere}/",
+        "https": "https://{next_door}/",
         "nonsense": "http://[::1:::/\x01",
-        "a long line": "http://{elsewhere}/" + "a" * 60_000,
+        "a long line": "http://{next_door}/" + "a" * 60_000,
     }
     for where in WHERE:
         for number, (name, target) in enumerate(targets.items()):
             status = (301, 302, 303, 307, 308)[number % 5]
-            match = f"got {status}, a redirect to .*not followed|got RemoteProtocolError"
+            match = rf"redirects to .* \(status {status}\).*not followed|: RemoteProtocolError"
             yield Case(f"redirect to {name}", where, redirect(status, target), match)
-        yield Case("redirect to nowhere", where, answer("", 302), "a redirect to nowhere")
-        yield Case("300", where, answer("", 300), "got 300, a redirect")
+        yield Case("redirect to nowhere", where, answer("", 302), "redirects to nowhere")
+        yield Case("300", where, answer("", 300), "redirects to .*status 300")
         yield Case("204", where, raw(head(204)), "expected JSON from .*, got nothing")
         cookies = answer("{}", 404, *[f"Set-Cookie: a{i}={'b' * 900}" for i in range(90)])
-        yield Case("cookies", where, cookies, "got 404")
+        yield Case("cookies", where, cookies, "status 404")
         coded = answer("\x1b]0;owned\x07\x1b[2J\r\nsecond line\u2028third", 403)
-        yield Case("terminal codes in an error", where, coded, "got 403: .*second line")
+        yield Case("terminal codes in an error", where, coded, "status 403: .*second line")
         for status in (429, 503):
             for wait in (str(YEAR), "9" * 4000, "Fri, 31 Dec 9999 23:59:59 GMT"):
                 behave = answer("later", status, f"Retry-After: {wait}")
-                match = f"within 20 s, got status {status} with Retry-After"
+                match = rf"within 20 s \(status {status} with Retry-After"
                 yield Case(f"{status}, wait {wait[:9]}", where, behave, match, retries=4)
         for wait in (
             "-5",
@@ -218,7 +216,7 @@ def _answers() -> Iterator[Case]:
         ):
             field = f"Retry-After: {wait}".encode().decode("latin-1")
             behave = answer("later", 503, field)
-            yield Case(f"wait {wait}", where, behave, "got status 503", retries=1)
+            yield Case(f"wait {wait}", where, behave, "no answer from .*: status 503", retries=1)
 
 
 def _texts() -> Iterator[Case]:
@@ -230,9 +228,9 @@ def _texts() -> Iterator[Case]:
         "two objects": (b"{}{}", json_wanted),
         "not UTF-8": (b'{"name": "\xff\xfe"}', "expected JSON in UTF-8"),
         "UTF-16": (json.dumps(METADATA).encode("utf-16"), "expected JSON"),
-        "100,000 lists deep": (b"[" * 10**5 + b"]" * 10**5, "nesting without end"),
-        "100,000 lists deep, open": (b"[" * 10**5, "nesting without end"),
-        "100,000 objects deep": (b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "nesting without end"),
+        "100,000 lists deep": (b"[" * 10**5 + b"]" * 10**5, "nested too deeply"),
+        "100,000 lists deep, open": (b"[" * 10**5, "nested too deeply"),
+        "100,000 objects deep": (b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "nested too deeply"),
         "a key twice": (b'{"name": "m", "name": "n"}', "a key twice"),
         "a key twice, deep": (b'{"inputs": [{"shape": [4], "shape": [5]}]}', "a key twice"),
         "a list": (b"[1, 2]", "expected a JSON object"),
@@ -253,7 +251,7 @@ def _texts() -> Iterator[Case]:
 
 def _crowds(where: str) -> Iterator[Case]:
     """Bodies below 64 MiB that hold more than fits into memory, or nearly so."""
-    too_many = "at most 4,000,000 brackets, quotes and commas"
+    too_many = "brackets, quotes and commas, more than 4,000,000"
     items = {
         "lists": (b"[],", 2),
         "objects": (b'{"b":0},', 4),
@@ -270,7 +268,7 @@ def _crowds(where: str) -> Iterator[Case]:
         yield Case(f"JSON: as many {name} as allowed", where, below, refused)
     emoji = "😀".encode()
     wide = repeated(b'{"a": "', emoji, 5_000_000, b'"}')
-    yield Case("JSON: 20 MB beyond ASCII", where, wide, "expected ASCII in an answer of over")
+    yield Case("JSON: 20 MB beyond ASCII", where, wide, "must be ASCII")
     narrow = repeated(b'{"inputs": 1, "a": "' + emoji, b"a", 16_000_000, b'"}')
     yield Case("JSON: 16 MB with an emoji", where, narrow, refused)
     spaces = repeated(b'{"inputs": 1', b" ", 67_000_000, b"}")
@@ -279,7 +277,7 @@ def _crowds(where: str) -> Iterator[Case]:
 
 def _models() -> Iterator[Case]:
     limit, shape, dim = (
-        "at most 16,384",
+        "above the limit of 16,384",
         "expected the shape of an input",
         "has no dimension",
     )
@@ -324,7 +322,12 @@ def _models() -> Iterator[Case]:
         yield Case(f"inputs: {name}", "metadata", answer(body), match)
     for name in ("other", "", 7, ["m"], {"m": 1}, True, "M\x1b[31m", "m" * 10**6):
         body = json.dumps(METADATA | {"name": name})
-        yield Case(f"model {str(name)[:9]!r}", "metadata", answer(body), f"expected model {MODEL} ")
+        yield Case(
+            f"model {str(name)[:9]!r}",
+            "metadata",
+            answer(body),
+            f"answers for model .*, not {MODEL}",
+        )
 
 
 def _outputs() -> Iterator[Case]:
@@ -343,7 +346,7 @@ def _outputs() -> Iterator[Case]:
         "no shape": ({"outputs": [{"data": [1, 2]}]}, outputs),
         "no data": ({"outputs": [{"shape": [2]}]}, outputs),
         "an error": ({"error": "no\x1b[31m"}, outputs),
-        "another model": ({"model_name": "n", "outputs": []}, f"expected model {MODEL} "),
+        "another model": ({"model_name": "n", "outputs": []}, f"answers for model .*, not {MODEL}"),
     }
     tensors: dict[str, tuple[object, object, str]] = {
         "one answer": ([1], [0.5], shape),
@@ -356,8 +359,8 @@ def _outputs() -> Iterator[Case]:
         "negative": ([-2], [0.5] * 2, shape),
         "width -1": ([2, -1], [0.5] * 2, shape),
         "10^18 answers": ([10**18], [0.5] * 2, shape),
-        "width 10^18": ([2, 10**18], [0.5] * 2, "at most 16,384 wide"),
-        "width 20,000": ([2, 20_000], [0.5] * 40_000, "at most 16,384 wide"),
+        "width 10^18": ([2, 10**18], [0.5] * 2, "numbers wide, above the limit of 16,384"),
+        "width 20,000": ([2, 20_000], [0.5] * 40_000, "numbers wide, above the limit of 16,384"),
         "a string": ("2", [0.5] * 2, shape),
         "of strings": (["2"], [0.5] * 2, shape),
         "of floats": ([2.0], [0.5] * 2, shape),
@@ -373,8 +376,8 @@ def _outputs() -> Iterator[Case]:
         "ragged lists": ([2], [[0.5], 0.5], numbers),
         "lists of unequal length": ([2, 2], [[1, 2], [3]], numbers),
         "400 digits": ([2], [10**400, 1], numbers),
-        "NaN": ([2], [float("nan"), 0.5], "got NaN or infinity in"),
-        "infinity": ([2], [float("inf"), 0.5], "got NaN or infinity in"),
+        "NaN": ([2], [float("nan"), 0.5], "NaN or infinity in"),
+        "infinity": ([2], [float("inf"), 0.5], "NaN or infinity in"),
     }
     for name, (sizes, data, match) in tensors.items():
         replies[f"shape {name}"] = ({"outputs": [{"shape": sizes, "data": data}]}, match)

@@ -1,4 +1,4 @@
-"""Log-probabilities of next tokens over llama.cpp's own server, beside a plain request."""
+"""Log-probabilities of next tokens over llama.cpp's own server, compared with a plain request."""
 
 from __future__ import annotations
 

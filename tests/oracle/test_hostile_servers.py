@@ -39,7 +39,7 @@ def test_a_hostile_server_ends_in_one_line(case):
     error, seconds, memory = attack(case)
     assert isinstance(error, InputError | OracleError), repr(error)
     line = str(error)
-    assert line.startswith("expected ")
+    assert "127.0.0.1" in line  # it names the server
     assert line.isprintable()
     assert len(line) < 600
     assert re.search(case.match, line)

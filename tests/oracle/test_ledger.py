@@ -92,7 +92,7 @@ def test_good_answers_are_kept_and_nan_is_not(tmp_path):
     flaky = Flaky()
     counted = oracle.Counted(flaky)
     with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
-        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10"):
+        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10 answers"):
             ledger(draw(10))
         assert len(ledger) == 9
         flaky.broken = False
@@ -239,8 +239,8 @@ def test_killed_from_outside_at_any_moment(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
-    with attacker(tmp_path, pause=0.02) as one, attacker(tmp_path, pause=0.02) as other:
-        results = [finish(one), finish(other)]
+    with attacker(tmp_path, pause=0.02) as first, attacker(tmp_path, pause=0.02) as other:
+        results = [finish(first), finish(other)]
     assert [result[0] for result in results] == ["recovered", "recovered"]
     assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
 

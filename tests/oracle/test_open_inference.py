@@ -48,7 +48,7 @@ def test_a_head_is_stolen_over_the_network(served, tmp_path):
 
 def test_what_the_server_refuses_is_one_line(served):
     url, _ = served
-    with pytest.raises(OracleError, match="got 404") as caught:
+    with pytest.raises(OracleError, match="status 404") as caught:
         OpenInference(url, "nobody")
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="has dimension 8, not 9"):

@@ -129,8 +129,8 @@ def eye(n: int) -> torch.Tensor:
             "W holds NaN or infinity",
         ),
         ({"W": eye(2).float(), "v": eye(2)[0]}, {"keyhole": "1", "kind": "head"}, "W in float64"),
-        ({"W": eye(2)}, None, "expected a target written by `keyhole lab plant`"),
-        ({"W": eye(2)}, {"keyhole": "1", "kind": "tail"}, "expected a target written by"),
+        ({"W": eye(2)}, None, "is not a target written by `keyhole lab plant`"),
+        ({"W": eye(2)}, {"keyhole": "1", "kind": "tail"}, "is not a target written by"),
     ],
 )
 def test_bad_files_are_refused(tensors, metadata, message, tmp_path):

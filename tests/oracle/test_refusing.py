@@ -135,7 +135,7 @@ def test_nobody_owes_less_to_the_rate_by_being_forgotten():
     assert not refused(rationed, "a", 4)
     assert not refused(rationed, "b", 50)
     assert not refused(rationed, "c", 10)  # shared by all others, until 10
-    now = 5.0  # a has paid: there is room again, but nobody can tell who of the others owes
+    now = 5.0  # a need not wait any more, but which of the others must is not stored
     for client in ("b", "c", "d"):
         assert refused(rationed, client)
     now = 10.0

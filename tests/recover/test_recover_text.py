@@ -1,4 +1,4 @@
-"""What a recovery says beside the text: what is lost in the tokens, and whose seconds are whose."""
+"""What a recovery says with the text: what is lost in the tokens, and the seconds of each step."""
 
 from __future__ import annotations
 

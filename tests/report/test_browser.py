@@ -54,7 +54,7 @@ def every_kind() -> Audit:
     flipped = Finding(
         called("1% of all attention cut", BOX), "HackAttend", Status.INEXACT, "7 of 12",
         "Take no masks.", None, 652, 2.0, known=0.58, sought="prediction", cuts=(cut,),
-        remedied=(Remedied("keyhole harden: its twin", 0.0, "0 of 8 right answers flipped"),),
+        remedied=(Remedied("keyhole harden: a trained copy", 0.0, "0 of 8 right answers flipped"),),
     )  # fmt: skip
     control = replace(
         flipped,
@@ -168,8 +168,8 @@ def test_axe_finds_no_fault(browser, made, size, scheme, tmp_path):
         result = page.evaluate("axe.run()")
         assert len(result["passes"]) > 20
         faults = result["violations"]
-        said = [(f["impact"], f["id"], [n["html"][:200] for n in f["nodes"][:3]]) for f in faults]
-        assert not said, said
+        found = [(f["impact"], f["id"], [n["html"][:200] for n in f["nodes"][:3]]) for f in faults]
+        assert not found, found
 
 
 def test_hostile_strings_stay_strings(browser, tmp_path):
@@ -190,12 +190,12 @@ def test_the_policy_stops_what_would_get_in(browser, path, tmp_path):
     text = path.read_text("utf-8")
     strange = "<script>window.stolen = 1</script><img src='https://example.org/x.png'>"
     bad.write_text(text.replace("<main>", f"<main>{strange}"), "utf-8")
-    said: list[str] = []
+    console: list[str] = []
     page = browser.new_page()
-    page.on("console", lambda message: said.append(message.text))
+    page.on("console", lambda message: console.append(message.text))
     page.goto(bad.as_uri())
     assert page.evaluate("window.stolen") is None
-    assert sum("Content Security Policy" in line for line in said) >= 2
+    assert sum("Content Security Policy" in line for line in console) >= 2
     page.close()
 
 

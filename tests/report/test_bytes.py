@@ -24,7 +24,7 @@ BROKEN = ("Ġ", "Ċ", "Ã", "\ufffd")  # a space, a line's end, half of an é, n
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -48,13 +48,13 @@ def bytes_model(tmp_path_factory):
     return folder
 
 
-def test_bytes_are_shown_as_what_they_spell(bytes_model, here, tmp_path):
+def test_bytes_are_shown_as_what_they_spell(bytes_model, keyhole, tmp_path):
     leak = tmp_path / "leak.safetensors"
-    made = here(
+    made = keyhole(
         "lab", "capture", bytes_model, "--text", TEXT, "--expose", "hidden:1", "--out", leak
     )
     assert made.returncode == 0, made.stderr
-    done = here("recover", bytes_model, leak)
+    done = keyhole("recover", bytes_model, leak)
     assert done.returncode == 1, done.stderr
     assert TEXT in done.stdout
     assert not any(sign in done.stdout for sign in BROKEN)

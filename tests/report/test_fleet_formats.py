@@ -73,9 +73,9 @@ def test_junit_has_a_suite_for_each_target(fleet):
 def test_json_is_what_a_fleet_is_loaded_from(tmp_path, fleet):
     (tmp_path / "fleet.json").write_text(FLEET_FORMATS["json"](fleet), "utf-8")
     assert Fleet.load(tmp_path / "fleet.json") == fleet.fleet
-    said = json.loads((tmp_path / "fleet.json").read_text("utf-8"))["assessment"]
-    assert (said["verdict"], said["exit_code"]) == (fleet.verdict, fleet.exit_code)
-    assert set(said["targets"]) == set(fleet.targets)
+    assessment = json.loads((tmp_path / "fleet.json").read_text("utf-8"))["assessment"]
+    assert (assessment["verdict"], assessment["exit_code"]) == (fleet.verdict, fleet.exit_code)
+    assert set(assessment["targets"]) == set(fleet.targets)
 
 
 def test_markdown_has_the_targets_and_their_findings():

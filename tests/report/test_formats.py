@@ -42,13 +42,13 @@ def test_all_formats_tell_the_same():
     exposed = {item.id: item.severity.value for item in assessment.exposed}
     run = json.loads(FORMATS["sarif"](assessment))["runs"][0]
     failing = [result for result in run["results"] if result["kind"] == "fail"]
-    here = [result for result in failing if result["baselineState"] != "absent"]
-    assert {r["properties"]["id"]: r["properties"]["severity"] for r in here} == exposed
-    said = json.loads(FORMATS["json"](assessment))["assessment"]
-    rows = {row["id"]: row["severity"] for row in said["findings"]}
+    present = [result for result in failing if result["baselineState"] != "absent"]
+    assert {r["properties"]["id"]: r["properties"]["severity"] for r in present} == exposed
+    saved = json.loads(FORMATS["json"](assessment))["assessment"]
+    rows = {row["id"]: row["severity"] for row in saved["findings"]}
     assert {name: rows[name] for name in exposed} == exposed
-    assert said["exit_code"] == run["invocations"][0]["exitCode"] == assessment.decision.exit_code
-    assert said["verdict"] == run["properties"]["verdict"] == assessment.verdict
+    assert saved["exit_code"] == run["invocations"][0]["exitCode"] == assessment.decision.exit_code
+    assert saved["verdict"] == run["properties"]["verdict"] == assessment.verdict
 
 
 def test_the_same_audit_gives_the_same_files():

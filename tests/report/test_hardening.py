@@ -25,17 +25,17 @@ def lines(before, after):
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def test_one_seed_beside_what_was_before():
+def test_one_seed_before_and_after():
     after = evaluation(0.85, 2, transferred={"the model before": Measured(10, 1, 1.0, 0.1)})
-    said = lines(evaluation(0.9, 7), [after])
-    assert "clean accuracy 90.0% 85.0%" in said
-    assert "flips, stronger 70.0% 20.0%" in said
-    assert "flips, masks found on the model before – 10.0%" in said
-    assert "before after" in said
+    text = lines(evaluation(0.9, 7), [after])
+    assert "clean accuracy 90.0% 85.0%" in text
+    assert "flips, stronger 70.0% 20.0%" in text
+    assert "flips, masks found on the model before – 10.0%" in text
+    assert "before after" in text
 
 
 def test_several_seeds_have_a_mean_and_a_range():
-    said = lines(None, [evaluation(0.8, 2), evaluation(0.9, 4), evaluation(1.0, 3)])
-    assert "before after, 3 seeds" in said
-    assert "clean accuracy – 90.0% (80.0%–100.0%)" in said
-    assert "flips, stronger – 30.0% (20.0%–40.0%)" in said
+    text = lines(None, [evaluation(0.8, 2), evaluation(0.9, 4), evaluation(1.0, 3)])
+    assert "before after, 3 seeds" in text
+    assert "clean accuracy – 90.0% (80.0%–100.0%)" in text
+    assert "flips, stronger – 30.0% (20.0%–40.0%)" in text

@@ -80,10 +80,10 @@ def test_page_and_terminal_say_the_same():
 def test_whose_lengths_they_are_is_said():
     known, unknown = reading(3, True, 1.0, 1.0), reading(3, True, None, 1.0, original="")
     cases = ([known], [unknown], [known, unknown])
-    said = [lengths.whose(audit(readings).findings[0]) for readings in cases]
-    assert said[0] == "tokens of the store's own texts"
-    assert "what was read" in said[1]
-    assert "(1)" in said[2]
+    captions = [lengths.whose(audit(readings).findings[0]) for readings in cases]
+    assert captions[0] == "tokens of the store's own texts"
+    assert "what was read" in captions[1]
+    assert "(1)" in captions[2]
 
 
 def test_a_page_shows_some_of_very_many():
@@ -99,3 +99,15 @@ def test_a_finding_without_lengths_has_no_table():
     assert lengths.spans(audited.findings[0]) == []
     assert "by length" not in report.render(audited)
     assert Audit.from_dict(json.loads(json.dumps(audited.to_dict()))) == audited
+
+
+def test_the_page_opens_with_a_number_an_example_and_the_texts():
+    page = report.render(audit([reading(*READ[0], original="a secret of mine"), reading(*READ[1])]))
+    head, body = page.split('<ul class="cards">')
+    assert "1 of 2 texts were read word for word" in head
+    assert "<q>a secret of mine</q>" in head
+    assert body.count("<details") == body.count(" open>") == 1  # one finding, and it is unfolded
+    cards = body.split("</ul>")[0]
+    assert "<h2><a" in cards
+    assert "Predictions" not in cards  # what was not tried has no card
+    assert "Not tried: weights, inputs, predictions." in body

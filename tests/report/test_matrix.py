@@ -32,13 +32,13 @@ def test_what_leaks_by_layer_and_precision():
     by_name = {part.name: part for part in page.parts(seen)}
     model = by_name["it"]
     assert model.columns == ["2", "10", page.WHOLE]
-    told = {
+    labels = {
         (kind, precision, column): (cell.words, cell.shade)
         for kind, rows in model.kinds.items()
         for precision, row in rows.items()
         for column, cell in row.items()
     }
-    assert told == {
+    assert labels == {
         ("hidden states", "float32", "2"): ("25%", 2),
         ("hidden states", "float32", "10"): ("exact", 5),
         ("hidden states", "int8", "10"): ("50%", 3),

@@ -47,7 +47,7 @@ def test_the_table_takes_nothing_for_markup(found):
 def test_the_page_says_what_was_found(found):
     page, assessment = report.render(found), assess(found)
     assert f'<h1 class="verdict">{assessment.verdict}</h1>' in page
-    assert "5 of 6 exposed" in page
+    assert "5 of 6 checks exposed" in page
     for item in assessment.items:
         assert f'<details class="finding" id="{item.id}">' in page
         assert item.rule.id in page
@@ -100,7 +100,7 @@ def test_controls_and_skips_stand_apart_and_are_not_counted(found):
     for sign in ("cut at random", "no vectors"):
         assert sign not in before
         assert sign in after
-    assert "5 of 6 exposed" in page
+    assert "5 of 6 checks exposed" in page
     assert "not counted: 1 control, 1 check not made" in page
     assert "could not check" in after
     table = words(made)

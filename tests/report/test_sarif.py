@@ -174,14 +174,14 @@ def test_how_it_ended():
     (ended,) = run_of(assess(whole()))["invocations"]
     assert (ended["exitCode"], ended["executionSuccessful"]) == (1, True)
     assert ended["endTimeUtc"] == "2026-11-16T08:44:47Z"
-    said = [notice["message"]["text"] for notice in ended["toolExecutionNotifications"]]
-    assert said == ["could not check signs, a model", "could not check something else"]
+    notices = [notice["message"]["text"] for notice in ended["toolExecutionNotifications"]]
+    assert notices == ["could not check signs, a model", "could not check something else"]
     (undated,) = run_of(assess(replace(whole(), created="yesterday")))["invocations"]
     assert "endTimeUtc" not in undated
 
 
 def test_messages_make_no_links_and_hold_no_places():
-    told = replace(FINDINGS[0], reason="see [this](https://evil.example) and {0} \\[x]")
-    made = assess(replace(whole(), findings=(told,)))
+    hostile = replace(FINDINGS[0], reason="see [this](https://evil.example) and {0} \\[x]")
+    made = assess(replace(whole(), findings=(hostile,)))
     text = by_exposure(run_of(made))["full scores"]["message"]["text"]
     assert "see \\[this\\](https://evil.example) and {{0}} \\\\\\[x\\]" in text

@@ -76,12 +76,12 @@ def test_tensors_lie_next_to_it_and_move_with_it(tmp_path):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({}, "expected format 1, got None"),
-        ({"format": 99, "kind": "weighing", "error": 1}, "expected format 1, got 99"),
+        ({}, "this Keyhole reads format 1, not None"),
+        ({"format": 99, "kind": "weighing", "error": 1}, "this Keyhole reads format 1, not 99"),
         ({"format": 1, "error": 1}, "expected a saved weighing, got None"),
         ({"format": 1, "kind": "audit", "error": 1}, "expected a saved weighing, got audit"),
-        ({"format": 1, "kind": "weighing"}, r"expected a saved weighing, got KeyError\('error'\)"),
-        ({"format": 1, "kind": "weighing", "error": "x"}, "expected a saved weighing, got TypeErr"),
+        ({"format": 1, "kind": "weighing"}, r"the saved weighing is damaged: KeyError\('error'\)"),
+        ({"format": 1, "kind": "weighing", "error": "x"}, "the saved weighing is damaged: TypeErr"),
         ({"format": 1, "kind": "weighing", "error": -1}, "an error must be 0 or more, not -1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Results survive a trip through JSON, weights beside it."""
+"""Results survive a trip through JSON, with weights in a second file."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_findings_read_back_equal():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected a JSON file"),
-        ("[]", "expected a Keyhole JSON file"),
-        ('{"format": 99}', "expected format 1 in .*, got 99"),
+        ("{", "is not a JSON file"),
+        ("[]", "is not a JSON file of Keyhole"),
+        ('{"format": 99}', "reads format 1, not 99 in "),
         ('{"format": 1}', r"^expected a saved extraction, got None in .*r\.json$"),
         (
             '{"format": 1, "kind": "extraction", "status": "splendid"}',

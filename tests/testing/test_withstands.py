@@ -193,9 +193,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_wrong_input_is_neither_a_pass_nor_a_finding(call, said):
-    with pytest.raises(InputError, match=said) as error:
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_input_is_neither_a_pass_nor_a_finding(call, message):
+    with pytest.raises(InputError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
 
@@ -214,8 +214,8 @@ def test_hostile_words_stay_in_one_line(encoder):
 
 
 def test_the_innermost_session_is_notified(encoder):
-    heard: list[str] = []
-    outer, inner = (lambda _: heard.append("outer")), (lambda _: heard.append("inner"))
+    calls: list[str] = []
+    outer, inner = (lambda _: calls.append("outer")), (lambda _: calls.append("inner"))
     sessions.append(outer)
     sessions.append(inner)
     try:
@@ -223,4 +223,4 @@ def test_the_innermost_session_is_notified(encoder):
     finally:
         sessions.remove(inner)
         sessions.remove(outer)
-    assert heard == ["inner"]
+    assert calls == ["inner"]

@@ -146,7 +146,7 @@ class _Fleet:
     def _recalled(self, name: str) -> Plan | None:
         """What an earlier run was to check of a target, if that is as it was.
 
-        Nobody can tell from here whether another model answers at an address: unless all of it was
+        Whether another model answers at an address by now is not known: unless all of it was
         checked, it is asked.
         """
         key = f"target {name}"

@@ -1,9 +1,9 @@
-"""The prediction from a little attention cut, the text left alone: one row for each attacker.
+"""Predictions flipped by cutting a little attention, with the text unchanged: a row per attacker.
 
-An attacker who can touch a model's attention (through a mask that a client may send, a pruned
-cache, a fault in memory) cuts one unit in a hundred: how many right answers become wrong?
-disrupt/registry.py lists the attackers. One of them cuts at random, as a control. Where an example
-has no label, the model's own answer counts as right.
+An attacker who can change a model's attention (through a mask that a client may send, a pruned
+cache, a fault in memory) cuts one attention entry in a hundred: how many right answers become
+wrong? disrupt/registry.py lists the attackers. One of them cuts at random, as a control. Where an
+example has no label, the model's own answer counts as right.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _WEIGHT = 28  # how long a check takes, as measured on the demo (check.py)
 
 _CUT = Exposure("KH-PREDICTIONS-CUTS")
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
-_CHANCE = "Nothing: this is the control, what cuts without any choice would do."
+_CONTROL_REMEDY = "Nothing: this is the control, what random cuts would do."
 
 
 def checks(part: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
-    """Flips of a classifier, or of the next token; models without such a head are skipped.
+    """One check per attacker on a classifier or generator; models with other heads are skipped.
 
-    `share` is how much of the attention may be cut, where it is not as much as usual.
+    `share` is how much of the attention may be cut; None for each attacker's default.
     """
     loaded, task = target.loaded, head_of(target.loaded.model)
     if task not in ("classification", *GENERATES):
@@ -86,13 +86,13 @@ def _check(
 ) -> Checked:
     labelled = examples()
     try:
-        return Checked((_tried(exposure, target, attacker, labelled, track),))
-    except InputError as error:  # attention that does not go where it can be cut
+        return Checked((_attack(exposure, target, attacker, labelled, track),))
+    except InputError as error:  # the model computes attention where it cannot be cut
         return Checked(skips=(Skip(_CUT, type(attacker).__name__, str(error)),))
 
 
 def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
-    """Those that the registry has a row for, in its order: name, what is cut, and attacker."""
+    """Every attacker of the registry, in its order: name, what it cuts, attacker."""
     made: list[tuple[str, Exposure, Attacker]] = []
     for entry, row in ATTACKERS.rows():
         # An attacker that draws nothing at random need not take a seed.
@@ -103,7 +103,7 @@ def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure
     return made
 
 
-def _tried(
+def _attack(
     exposure: Exposure, target: TextTarget, attacker: Attacker, examples: Sequence[Example],
     track: Track,
 ) -> Finding:  # fmt: skip
@@ -118,9 +118,9 @@ def _tried(
         hardened = (target.hardened.name, other)
     seconds = time.perf_counter() - started
     cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
-    made = finding(exposure, disruption, cuts, seconds, hardened)
+    found = finding(exposure, disruption, cuts, seconds, hardened)
     about = f"; {target.about}" if target.about else ""
-    return replace(made, reason=made.reason + about)
+    return replace(found, reason=found.reason + about)
 
 
 def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
@@ -142,6 +142,7 @@ def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
+    """The examples, with the model's own answer as the label where they have none."""
     return [
         replace(example, label=int(label))
         for part, batch, labels in _batches(loaded, examples)
@@ -150,9 +151,9 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
 
 
 def audit_of(disruption: Disruption, target: str = "") -> Audit:
-    """What `disrupt.run` gave as an audit of one finding; `target` is what people call the model.
+    """The result of `disrupt.run` as an audit with one finding; `target` names the model.
 
-    Where the disruption still holds its examples, flipped ones are shown.
+    Where the disruption still has its examples, a few flipped ones are shown.
     """
     cuts: tuple[Cut, ...] = ()
     if disruption.examples:
@@ -168,7 +169,7 @@ def audit_of(disruption: Disruption, target: str = "") -> Audit:
 
 
 def exposure_of(method: Mapping[str, Any], part: str = "") -> Exposure:
-    """What an attacker cuts, by the settings that its results hold."""
+    """The exposure of an attack, from the settings in its result."""
     if "scope" not in method:  # another attacker than HackAttend
         return replace(_CUT, variant=str(method["attack"]), part=part)
     how = ""
@@ -188,7 +189,7 @@ def finding(
     seconds: float,
     hardened: tuple[str, Disruption] | None = None,
 ) -> Finding:
-    """What an attack achieved, in the words and numbers of an audit."""
+    """The result of an attack as a finding."""
     status, reason = verdict(disruption)
     remedied: tuple[Remedied, ...] = ()
     if hardened is not None:
@@ -202,7 +203,7 @@ def finding(
         attack=disruption.method["attack"],
         status=status,
         reason=reason,
-        remedy=_CHANCE if disruption.method["control"] else _REMEDY,
+        remedy=_CONTROL_REMEDY if disruption.method["control"] else _REMEDY,
         error=None,
         queries=sum(outcome.queries for outcome in disruption.attacked),
         seconds=seconds,
@@ -229,7 +230,7 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
 def cuts_of(
     tokenizer: Any, config: Any, disruption: Disruption, most: int = SHOWN
 ) -> tuple[Cut, ...]:
-    """The flipped inputs to show: those that the model had been surest of."""
+    """The flipped inputs to show: those that the model was most confident of before."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [
         outcome for outcome in disruption.attacked if outcome.flipped and outcome.id in by_id
@@ -264,7 +265,7 @@ def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome,
 def _tokens(
     tokenizer: Any, example: Example, row: int, continued: tuple[int, ...], least: int
 ) -> tuple[str, ...]:
-    """The tokens that positions stand for; a continuation of several stands behind the text."""
+    """The tokens at `least` positions: the text's, then those that the model continued with."""
     batch, _ = encode(tokenizer, [example])
     ids = batch["input_ids"].flatten(0, -2)[row]
     kept = ids[batch["attention_mask"].flatten(0, -2)[row].bool()].tolist()
@@ -286,15 +287,15 @@ def _answer(
     return decoded(tokenizer, [token for token in answer if token >= 0])
 
 
-# What a training gave as findings, before and after: the audit's page shows both.
+# A hardening as findings, of the model before and after: the audit's page shows both.
 #
-# The attacks are HackAttend's, with pictures of what the first one cut. Masks that the model did
-# not help to choose (harden/evaluate.py) stand next to them: a model that had learnt to read masks
-# would withstand the ones and not the others.
+# The attacks are HackAttend's, with pictures of the first one's cuts. They are listed with masks
+# that were chosen without the model (harden/evaluate.py): a model that has learnt to recognise
+# HackAttend's masks would withstand those, and not the others.
 
 
 def audit_of_hardening(hardening: Hardening, folder: str | Path) -> Audit:
-    """The models before and after as parts of one target; `folder` is where the trained one is."""
+    """The models before and after as parts of one target; `folder` holds the trained one."""
     place = Path(folder) / hardening.runs[-1].folder
     tokenizer, config = load_tokenizer(place), load_config(place)
     evaluations = hardening.evaluations()
@@ -334,11 +335,11 @@ def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> 
         for name, measured in evaluation.transferred.items()
     }
     others |= {masks(name): measured for name, measured in evaluation.wrong_label.items()}
-    return (*attacks, *(_counted(exposure, measured) for exposure, measured in others.items()))
+    return (*attacks, *(_mask_finding(exposure, measured) for exposure, measured in others.items()))
 
 
 def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
-    """A row of the model before, with what the same masks flip after the training."""
+    """A finding of the model before, with what the same masks flip after the training."""
     remedy = f"keyhole harden --method {method}"
     return replace(
         row,
@@ -351,12 +352,12 @@ def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Findi
     )
 
 
-def _counted(exposure: Exposure, measured: Measured) -> Finding:
-    none = measured.examples == 0
+def _mask_finding(exposure: Exposure, measured: Measured) -> Finding:
+    untried = measured.examples == 0
     return Finding(
         exposure=exposure,
         attack="masks that it did not help to choose",
-        status=Status.NOT_APPLICABLE if none else status_of(measured.flips, measured.examples),
+        status=Status.NOT_APPLICABLE if untried else status_of(measured.flips, measured.examples),
         reason=f"{measured.flips} of {measured.examples} right answers flipped",
         remedy="Where these flip more than the attack does, the model reads labels off masks.",
         error=None,

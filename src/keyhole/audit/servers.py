@@ -78,6 +78,10 @@ class ServerTarget(Part):
         return {"texts": digest(list(self.texts)), "queries": self._allowed()}
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"

@@ -1,6 +1,6 @@
-"""The weights from answers: every kind of answer an endpoint gives, and the attack it invites.
+"""Weights from answers: one check for each kind of answer, with the attack that reads it.
 
-Which exposures are tried with which method stands in extract/registry.py.
+extract/registry.py lists the exposures and the methods that they are tried with.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def checks(
 ) -> list[Check]:
     """Every exposure of the registry; those that this endpoint does not have are skipped.
 
-    `as_given` leaves out what a server might do about it: answers made coarser, and budgets.
-    `budget` is how many queries an attacker may ask of this one.
+    `as_given` leaves out rows that simulate a server's defences: coarser answers, query budgets.
+    `budget` is how many queries an attacker may ask this endpoint.
     """
     rows = [
         (entry, row if budget is None else replace(row, budget=budget / _unknowns(oracle)))
@@ -34,7 +34,7 @@ def checks(
         if not as_given or (row.view is None and row.budget is None)
     ]
 
-    @cache  # a few dozen questions, asked when the first check is made
+    @cache  # a few dozen questions, asked once, by the first check that runs
     def choice() -> Choice | OracleError:
         try:
             return choose(oracle, seed)
@@ -60,7 +60,7 @@ def _check(
     choice: Callable[[], Choice | OracleError],
     track: Track,
 ) -> Checked:
-    """The attack, if it reads what this endpoint gives."""
+    """Run the attack if it reads the kind of answer that this endpoint gives."""
     chosen = choice()
     if isinstance(chosen, OracleError):
         return Checked((_unanswered(exposure.part, str(chosen)),))
@@ -69,12 +69,12 @@ def _check(
         return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
     try:
         return Checked((_run(row, method, exposure, chosen.view(oracle), track),))
-    except OracleError as error:  # while the auditor judged what the attacker has
+    except OracleError as error:  # while the result was judged
         return Checked((_unanswered(exposure.part, str(error)),))
 
 
 def _unanswered(part: str, reason: str) -> Finding:
-    """Could not check: that is a finding too."""
+    """The finding that the endpoint failed, so that nothing could be checked."""
     return Finding(
         exposure=Exposure("KH-WEIGHTS-SCORES", part=part),
         attack="Auto",
@@ -89,7 +89,7 @@ def _unanswered(part: str, reason: str) -> Finding:
 
 def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Track) -> Finding:
     seen = oracle if row.view is None else row.view(oracle)
-    # A hair more: a budget in queries comes back from its share as the same whole number.
+    # 1e-6, so that rounding does not lose a query: the share was made from a whole number.
     budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
     expected = budget if budget is not None else method.expected_queries(oracle.dim)
     extraction = method(Counted(seen, budget, track(words.exposure(exposure), expected)))
@@ -116,5 +116,5 @@ def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Tr
 
 
 def _unknowns(oracle: Oracle) -> int:
-    """Of one head that scores: W and v."""
+    """The unknowns of a head that answers with a score: W and v."""
     return oracle.dim**2 + oracle.dim

@@ -52,7 +52,7 @@ def audit(
         Path | None,
         opt.about(
             "Audit every target of a TOML file instead, with these options by their names; what "
-            "the file does not say is as given here.",
+            "the file does not say is taken from the command line.",
             TARGET,
             metavar="FILE",
         ),
@@ -84,7 +84,12 @@ def audit(
     policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
-    options = replace(options, only=options.only or tuple(judge.policy.exposures))
+    options = replace(
+        options,
+        only=options.only or judge.policy.exposures,
+        returns=options.returns or judge.policy.returns,
+    )
+    judge = replace(judge, policy=replace(judge.policy, returns=()))  # each audit holds its own
     named: Sequence[str] = judge.policy.targets if target is None and targets is None else ()
     if named and judge.policy.data is not None:
         options = replace(options, data=options.data or judge.policy.data)
@@ -166,19 +171,19 @@ def _audit_one(target: str, run: _Run) -> int:
 
 
 def short_name(target: str) -> str:
-    """What files are called after a target: its own name, and digits where that is not all."""
+    """A name for files about a target: its own name, with a digest where that is shortened."""
     from keyhole.oracle.connection import without_password
 
     public = without_password(target).rstrip("/")
     name = shown = public.rpartition("://")[2]
-    if exists(target):  # as it is found from here; folders elsewhere are left out
-        place, here = Path(target).resolve(), Path.cwd()
-        inside = place.is_relative_to(here) and place != here
-        shown = str(place.relative_to(here) if inside else place)
+    if exists(target):  # relative to the current folder; of paths outside it, the last part
+        place, folder = Path(target).resolve(), Path.cwd()
+        inside = place.is_relative_to(folder) and place != folder
+        shown = str(place.relative_to(folder) if inside else place)
         name = shown if inside else place.name
     stem = _NAMED.sub("-", name.replace("./", "")).strip("-.")[:60]
-    told = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
-    return stem if told else "-".join(filter(None, (stem, digest(shown)[:6])))
+    complete = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
+    return stem if complete else "-".join(filter(None, (stem, digest(shown)[:6])))
 
 
 def _kept(journal: Path, ledger: str | None) -> str:

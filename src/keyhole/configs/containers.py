@@ -203,7 +203,9 @@ def in_dockerfile(text: str) -> Iterator[Command]:
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
             given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
-    command = Command((*given.get("ENTRYPOINT", ()), *given.get("CMD", ())), env, image)
+    words = (*given.get("ENTRYPOINT", ()), *given.get("CMD", ()))
+    # An image that starts nothing of its own is started with options from elsewhere.
+    command = Command(words, env, image, elsewhere=not words)
     yield from inner_scripts(command) or [command]
 
 
@@ -318,15 +320,15 @@ def walk(node: Node) -> Iterator[Node]:
     """A node and all below it, each once."""
     seen, waiting = set[int](), [node]
     while waiting:
-        here = waiting.pop()
-        if id(here) in seen:
+        node = waiting.pop()
+        if id(node) in seen:
             continue
-        seen.add(id(here))
-        yield here
-        if isinstance(here, Items):
-            waiting += reversed(here.items)
-        elif isinstance(here, Mapping):
-            waiting += reversed(here.pairs.values())
+        seen.add(id(node))
+        yield node
+        if isinstance(node, Items):
+            waiting += reversed(node.items)
+        elif isinstance(node, Mapping):
+            waiting += reversed(node.pairs.values())
 
 
 class _Builder:

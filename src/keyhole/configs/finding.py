@@ -96,11 +96,15 @@ class Recognised:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that was read, and in which nothing was recognised; `mentions` are the programs whose
-    names stand in it all the same."""
+    """A file that was read, and in which nothing was recognised.
+
+    `mentions` are the programs whose names stand in it all the same; `broken` says that it is not
+    valid YAML, as templates are not.
+    """
 
     path: str
     mentions: tuple[str, ...] = ()
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,7 @@ class Checked:
             "exit_code": self.exit_code(least),
             "findings": [finding.to_dict() for finding in self.findings],
             "recognised": [asdict(known) for known in self.recognised],
-            "not_recognised": [
-                {"path": file.path, "mentions": list(file.mentions)} for file in self.skipped
-            ],
+            "not_recognised": [asdict(file) for file in self.skipped],
             "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],
             "other_files": dict(self.others),
         }

@@ -100,8 +100,15 @@ def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
     found = list(_containers(root))
     if not found and (image := _CHARTS.get(chart.rpartition("/")[2])):
         found = [(root, Word(image, root.line))]
+    names = {id(value): name for name, value in _pairs(root)}
     for node, image in found:
-        around = node if _has_service(node) else root
+        # Of a chart within the chart, only its own service says who reaches it.
+        own = (
+            _has_service(node)
+            or names.get(id(node), "").lower() in _CHARTS
+            or "enabled" in node.pairs
+        )
+        around = node if own else root
         published = _published(around)
         command = Command(
             tuple(_words(node)), environment(node, _ENV), image, published is None,
@@ -170,10 +177,9 @@ def _has_service(node: Mapping) -> bool:
 
 
 def _published(node: Mapping) -> Word | None:
-    """The setting that lets others than the cluster in."""
-    for part in walk(node):
-        if not isinstance(part, Mapping):
-            continue
+    """The setting that lets others than the cluster in; charts within it have their own."""
+    router = node.mapping("routerSpec")  # of the stack of vLLM
+    for part in (node, *([] if router is None else [router])):
         service, ingress = part.mapping("service"), part.mapping("ingress")
         reach = part.scalar("serviceType") or (None if service is None else service.scalar("type"))
         if reach is not None and reach.text in OUTSIDE:
@@ -187,6 +193,11 @@ def _published(node: Mapping) -> Word | None:
     return None
 
 
+def _pairs(node: Node) -> list[tuple[str, Node]]:
+    """Every name in a document with its value."""
+    return [pair for part in walk(node) if isinstance(part, Mapping) for pair in part.pairs.items()]
+
+
 def in_cluster_only(node: Mapping) -> bool:
     """Whether values say that only the cluster reaches the service."""
     service = node.mapping("service")
@@ -196,9 +207,7 @@ def in_cluster_only(node: Mapping) -> bool:
 
 def _keyed(node: Mapping) -> bool:
     """Whether a key, a login or a secret is named somewhere in the values, or a file in them."""
-    pairs = [
-        pair for part in walk(node) if isinstance(part, Mapping) for pair in part.pairs.items()
-    ]
+    pairs = _pairs(node)
     named = any(
         _set(value)
         for name, value in pairs

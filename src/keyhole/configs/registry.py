@@ -191,7 +191,7 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
             continue
         try:
             known = list(kind.look(path))
-            mentions = () if known else _mentions(path)
+            skip = Skipped(str(path)) if known else _skipped(path)
         except Unreadable as error:
             if kind.mostly_others and not named:
                 others[path.suffix] += 1
@@ -199,12 +199,12 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
             looked += 1
             unread.append(Unread(str(path), str(error)))
             continue
-        if kind.mostly_others and not (known or mentions or named):
+        if kind.mostly_others and not (known or skip.mentions or named):
             others[path.suffix] += 1
             continue
         looked += 1
         if not known:
-            skipped.append(Skipped(str(path), mentions))
+            skipped.append(skip)
         recognised += sorted(
             {Recognised(str(path), one.line, one.what, one.name) for one in known},
             key=lambda one: (one.line, one.name),
@@ -221,11 +221,19 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
     )  # fmt: skip
 
 
-def _mentions(path: Path) -> tuple[str, ...]:
-    """Programs that Keyhole knows, and whose names stand in a file in which it recognised none."""
+def _skipped(path: Path) -> Skipped:
+    """A file in which nothing was recognised, with the programs whose names stand in it."""
     source = read(path, _PROGRAM_WORDS) if path.suffix not in _BINARY else None
-    text = "" if source is None else source.text.lower()
-    return tuple(program.name for program in PROGRAMS if _name_of(program).search(text))
+    if source is None:
+        return Skipped(str(path))
+    text, broken = source.text.lower(), False
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            documents(source.text)
+        except ValueError:
+            broken = True
+    mentions = tuple(program.name for program in PROGRAMS if _name_of(program).search(text))
+    return Skipped(str(path), mentions, broken)
 
 
 def _name_of(program: Program) -> re.Pattern[str]:

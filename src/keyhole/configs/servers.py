@@ -235,7 +235,7 @@ VLLM = Program(
         ("-m", "vllm.entrypoints.openai.api_server"),
         ("-m", "vllm.entrypoints.api_server"),
     ),
-    re.compile(r"vllm/vllm-\w+|(^|/)vllm(-(openai|cpu|gpu|rocm|tpu|xpu|neuron))?(:|@|$)"),
+    re.compile(r"vllm/vllm-\w+|(^|/)vllm(-(openai|cpu|gpu|rocm|tpu|xpu|neuron|gaudi|hpu|arc)[\w-]*)?(:|@|$)"),
     (
         VLLM_LOGPROBS, VLLM_PROMPT_EMBEDS, VLLM_TOKEN_STATES, VLLM_HIDDEN_STATES, VLLM_KV_FILES,
         VLLM_OPEN, VLLM_KEY_FOR_SOME,
@@ -400,7 +400,7 @@ TEI = Program(
     "server",
     ("text-embeddings", "tei"),
     (("text-embeddings-router",),),
-    re.compile(r"text-embeddings-inference"),
+    re.compile(r"text-embeddings-inference|(^|/)tei(-gaudi)?(:|@|$)"),
     (TEI_OPEN,),
     _look_at_tei,
 )
@@ -409,7 +409,7 @@ TGI = Program(
     "server",
     ("text-generation", "tgi"),
     (("text-generation-launcher",),),
-    re.compile(r"text-generation-inference"),
+    re.compile(r"text-generation-inference|(^|/)tgi(-gaudi)?(:|@|$)"),
     (TGI_OPEN, TGI_LOGPROBS),
     _look_at_tgi,
 )
@@ -510,7 +510,9 @@ def _on(word: Word | None) -> bool:
 
 
 def _look_at_milvus(options: Options) -> Iterator[Hit]:
-    asks = options.env.get("COMMON_SECURITY_AUTHORIZATIONENABLED")
+    # It takes common.security.authorizationEnabled in any case, with dots or underscores.
+    plain = {re.sub(r"[._]", "", name).lower(): word for name, word in options.env.items()}
+    asks = plain.get("commonsecurityauthorizationenabled")
     # A configuration of its own may hold the setting: then it is looked at by itself.
     if not _on(asks) and not _mounted(options, "/milvus/configs"):
         yield from _without_key(options, MILVUS_OPEN, None, _ANYWHERE, "authorization is not on")

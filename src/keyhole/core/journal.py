@@ -46,22 +46,22 @@ def digest(*parts: Any) -> str:
 def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX) -> None:
     """Refuse a file that remembers another run, and say what differs and what to do."""
     # What tuples become on their way through JSON must not count as a difference.
-    here = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
-    there = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
-    for name in (*here, *(name for name in there if name not in here)):
-        if here.get(name) != there.get(name):
-            ours, others = _apart(name, here.get(name), there.get(name))
+    own = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
+    saved = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
+    for name in (*own, *(name for name in saved if name not in own)):
+        if own.get(name) != saved.get(name):
+            ours, others = _difference(name, own.get(name), saved.get(name))
             raise AnotherRun(f"this run has {ours}, that of {path} has {others}: {fix}")
 
 
-def _apart(name: str, here: Any, there: Any) -> tuple[str, str]:
-    """The innermost thing that differs, as it is on both sides."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        ours, others = cast("dict[str, Any]", here), cast("dict[str, Any]", there)
+def _difference(name: str, own: Any, saved: Any) -> tuple[str, str]:
+    """The innermost setting that differs: its name and value in this run and in the saved one."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        ours, others = cast("dict[str, Any]", own), cast("dict[str, Any]", saved)
         for key in (*ours, *others):
             if ours.get(key) != others.get(key):
-                return _apart(f"{name} {key}", ours.get(key), others.get(key))
-    return f"{name} {here}", f"{name} {there}"
+                return _difference(f"{name} {key}", ours.get(key), others.get(key))
+    return f"{name} {own}", f"{name} {saved}"
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class Result(ABC):
         except InputError as error:
             raise InputError(f"{error} in a saved {cls.kind}") from error
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"expected a saved {cls.kind}, got {error!r}") from error
+            raise InputError(f"the saved {cls.kind} is damaged: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
         """Write `path` (JSON) and, where there are tensors, a .safetensors file next to it."""
@@ -143,9 +143,9 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         data: object = parse(text)
     except ValueError as error:
-        raise InputError(f"expected a JSON file, got {path}: {error}") from error
+        raise InputError(f"{path} is not a JSON file: {error}") from error
     if not isinstance(data, dict):
-        raise InputError(f"expected a Keyhole JSON file, got {path}")
+        raise InputError(f"{path} is not a JSON file of Keyhole")
     data = cast("dict[str, Any]", data)
     expect_format(data.get("format"), f" in {path}")
     return data
@@ -153,7 +153,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def expect_format(version: object, where: str = "") -> None:
     if version != FORMAT or isinstance(version, bool):
-        raise InputError(f"expected format {FORMAT}{where}, got {str(version)[:40]}")
+        raise InputError(f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}{where}")
 
 
 # Dataclasses from JSON that may be anybody's: every field is there and of the type it is declared.

@@ -205,8 +205,8 @@ class Runner:
         if self._cluster is None or (self._workers and now - self._polled < _POLL):
             return
         self._polled = now
-        there = self._cluster.workers({worker.name: worker.number for worker in self._workers})
-        kept = [worker for worker in self._workers if worker.name in there]
+        present = self._cluster.workers({worker.name: worker.number for worker in self._workers})
+        kept = [worker for worker in self._workers if worker.name in present]
         for future, (worker, task) in list(self._running.items()):
             if worker is not self._local and worker not in kept:
                 del self._running[future]
@@ -215,7 +215,7 @@ class Runner:
         names = {worker.name for worker in kept}
         self._workers = kept + [
             Worker(number, self._cluster.executor(name), name)
-            for name, number in there.items()
+            for name, number in present.items()
             if name not in names
         ]
         self._seen = now if self._workers else self._seen
@@ -352,14 +352,14 @@ class Cluster:
         them; one that sees GPUs of its own, as dask-cuda arranges it, is the first of those.
         """
         try:
-            there = sorted(self._client.nthreads())
-            unknown = [name for name in there if name not in self._devices]
+            present = sorted(self._client.nthreads())
+            unknown = [name for name in present if name not in self._devices]
             if unknown:
                 self._devices |= self._client.run(_visible, workers=unknown, on_error="ignore")
         except OSError as error:
             raise KeyholeError(f"no Dask scheduler answers at {self.address} any more") from error
-        made = {name: number for name, number in numbered.items() if name in there}
-        for name in there:
+        made = {name: number for name, number in numbered.items() if name in present}
+        for name in present:
             if name not in made:
                 like = [made[other] for other in made if self._sees(other) == self._sees(name)]
                 made[name] = next(number for number in range(len(like) + 1) if number not in like)

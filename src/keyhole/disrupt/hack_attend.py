@@ -116,7 +116,7 @@ class HackAttend:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"expected the settings of a HackAttend, got {error!r}") from error
+            raise InputError(f"these are not the settings of a HackAttend: {error!r}") from error
 
     @property
     def words(self) -> str:

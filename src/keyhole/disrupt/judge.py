@@ -1,9 +1,8 @@
-"""The judge: an attack proposes masks; a flip counts only if a fresh pass under them shows it.
+"""The judge: an attack proposes masks, and a flip counts only if a fresh pass with them shows it.
 
-The judge takes the bare masks, runs the model again, reads the prediction, and counts the units
-whose probability it saw at zero. It also checks that nothing was cut that had to be spared and that
-no limit was passed; an attack that did either is wrong, and its flip does not count. And it runs
-the control, k = 0, which must change nothing.
+The judge gets only the masks, runs the model again, reads the prediction, and counts the units
+whose probability was zero. A flip does not count if units were cut that had to be spared, or more
+than the budget allows. It also runs the control: cutting no unit must change nothing.
 """
 
 from __future__ import annotations
@@ -32,47 +31,53 @@ class Verdict:
     masked: Tensor  # (b, units)
 
 
-class _Explicit(Untouched):
-    """These masks (b, units), and what became of the units."""
+class _FixedCuts(Untouched):
+    """Attention with these units (b, units) cut; notes which probabilities are zero."""
 
     def __init__(self, units: Units, cut: Tensor) -> None:
         self.units, self.mask = units, cut
-        self.gone: list[Tensor] = []
+        self.zeros: list[Tensor] = []
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         return self.units.at(self.mask, self.units.places[site.index]).reshape(shape)
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         del site
-        self.gone.append((probabilities == 0).reshape(len(self.mask), -1))
+        self.zeros.append((probabilities == 0).reshape(len(self.mask), -1))
 
 
 def judge(
     model: Any, question: Question, units: Units, cut: Tensor, limits: Budget, batch: int
 ) -> Verdict:
-    """Run the masks `cut` (b, units) afresh."""
+    """Run the model again with the units `cut` (b, units), and say which predictions flipped."""
     logits: list[Tensor] = []
     masked: list[Tensor] = []
     for indices in _parts(question, batch):
-        explicit = _Explicit(units, cut[indices])
-        with torch.no_grad(), rewriting(model, explicit):
+        cuts = _FixedCuts(units, cut[indices])
+        with torch.no_grad(), rewriting(model, cuts):
             logits.append(question.part(indices).logits(model))
-        masked.append(torch.cat(explicit.gone, 1) & cut[indices] & units.exists[indices])
-    answers, really = torch.cat(logits), torch.cat(masked)
+        masked.append(torch.cat(cuts.zeros, 1) & cut[indices] & units.exists[indices])
+    answers = torch.cat(logits)
     return Verdict(
-        question.flipped(answers) & _lawful(units, cut, limits), question.predicted(answers),
-        question.confidence(answers), really,
-    )  # fmt: skip
+        question.flipped(answers) & _within_limits(units, cut, limits),
+        question.predicted(answers),
+        question.confidence(answers),
+        torch.cat(masked),
+    )
 
 
-def _lawful(units: Units, cut: Tensor, limits: Budget) -> Tensor:
+def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
+    """For each example (b,): was nothing cut that is spared, and no limit exceeded?"""
     spared = ~(cut & ~units.free).any(1)
     left = limits.left(units, cut)
     return spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
 
 
 def run_control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
-    """k = 0 against the model untouched and the model as loaded; and the untouched logits."""
+    """How much cutting no unit changes the answers, and the logits without any cut.
+
+    Compared with the model as loaded (`own`), and with its attention rewritten but untouched.
+    """
     result = Control(0.0, 0.0, 0)
     clean: list[Tensor] = []
     for indices in _parts(question, batch):
@@ -82,7 +87,7 @@ def run_control(model: Any, question: Question, units: Units, batch: int) -> tup
             own = part.logits(model)
             with rewriting(model, Untouched()):
                 untouched = part.logits(model)
-            with rewriting(model, _Explicit(units, nothing)):
+            with rewriting(model, _FixedCuts(units, nothing)):
                 zero = part.logits(model)
         flips = (part.predicted(zero) != part.predicted(own)).any(-1).sum()
         result = result.joined(

@@ -162,8 +162,8 @@ def _task(model: Any, batch: Batch) -> Task:
     task = "choice" if several else head_of(model)
     if task == "base" or (task == "choice" and not several):
         raise InputError(
-            "expected a model with a head for classes, multiple choice, causal or "
-            f"sequence-to-sequence text, got {type(model).__name__}"
+            f"{type(model).__name__} has no head for classes, multiple choice, causal or "
+            "sequence-to-sequence text"
         )
     return task
 

@@ -273,8 +273,8 @@ def _blocks(values: list[float], rank: int, constant: int) -> int:
     """How many of the directions are one for each 32 of the others, behind a fall of their own."""
     blocks, rest = divmod(rank - constant, _BLOCK + 1)
     width = blocks * _BLOCK + constant
-    there = blocks and not rest and values[width - 1] >= _STEEP * values[width]
-    return blocks if there else 0
+    steep = blocks and not rest and values[width - 1] >= _STEEP * values[width]
+    return blocks if steep else 0
 
 
 def _steepest(values: list[float], spare: int) -> Cliff:

@@ -117,11 +117,11 @@ def _fitting_length(
     for _ in range(_SCALES):
         pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
         x, delta = torch.stack(pairs, 1)
-        there, back = (
+        forward, backward = (
             view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
         )
         # Σ_h tanh(z_h/2)·δM_h next to Σ_h δM_h
-        ratio = float((there + back).norm() / (there - back).norm())
+        ratio = float((forward + backward).norm() / (forward - backward).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3
         elif ratio < _OPEN[0] and length < most:

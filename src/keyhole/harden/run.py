@@ -141,9 +141,9 @@ def expect_folder(folder: Path) -> None:
         if not is_folder(folder):
             raise InputError(f"{folder} is not a folder")
     places = (folder, *folder.absolute().parents)
-    there = next(place for place in places if exists(place))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"cannot make the folder {folder}: {there} is not writable")
+    existing = next(place for place in places if exists(place))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"cannot make the folder {folder}: {existing} is not writable")
 
 
 def expect_unfinished(out: Path, card: Hardening) -> None:

@@ -1,8 +1,8 @@
-"""A small training loop: AdamW, linear warm-up and decay, a defence; it goes on where it stopped.
+"""A small training loop with a defence: AdamW, linear warm-up and decay, and resumption.
 
-Everything random in epoch e (the order of the examples, dropout, the defence's draws) comes from
-the seed and e alone, and the rate from the number of the step. So a run that was stopped and goes
-on from the end of an epoch ends with the same weights, bit for bit, as one that was not.
+Everything random in epoch e (the order of the examples, dropout, the defence's draws) depends on
+the seed and e alone, and the learning rate on the step. So a run that was stopped and resumed from
+the end of an epoch ends with the same weights, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from keyhole.models.loading import identity
 
 @dataclass(frozen=True, repr=False)
 class Training(Result):
-    """What a run cost. `losses` are each epoch's mean; those of resumed epochs are remembered.
+    """What a run cost. `losses` are the mean of each epoch, also of those before a resumption.
 
-    `seconds` are this call's. `peak` is memory in bytes: what tensors took on a GPU, the whole
-    process on a CPU (0 where the system does not say). `reason` is empty, or says why the run
-    ended early.
+    `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, of the whole
+    process on a CPU (0 where the system does not say). `reason` is empty, or says why the run ended
+    early.
     """
 
     steps: int
@@ -54,7 +54,9 @@ class Training(Result):
 
     def summary(self) -> str:
         resumed = f", {self.resumed} epochs of them earlier" if self.resumed else ""
-        end = self.reason or (f"loss {self.losses[-1]:.3f}" if self.losses else "no epoch is whole")
+        end = self.reason or (
+            f"loss {self.losses[-1]:.3f}" if self.losses else "no epoch was completed"
+        )
         return f"{self.steps} steps in {self.seconds:.1f} s{resumed}; {end}"
 
 
@@ -80,9 +82,9 @@ def train(
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `average` is how much of their running mean the weights keep at each step; the model ends with
-    the mean (0: with the last weights). `amp` runs the passes in bfloat16 where autocast allows.
-    `pool` batches at a time are sorted by length, so that little is padding: faster, less random.
+    `average` is the decay of an exponential moving average of the weights, which the model gets in
+    the end (0: it keeps the last weights). `amp` runs the passes in bfloat16 where autocast allows.
+    `pool`: so many batches are sorted by length at a time, for less padding: faster, less random.
     `progress` is called after every step.
     """
     run = Run(
@@ -91,8 +93,8 @@ def train(
         amp, pool, average,
     )  # fmt: skip
     _check(run)
-    # Texts are cut to what the model can take in.
-    cut = replace(run, max_length=fitting(model, tokenizer, max_length))
+    # Texts are cut to the model's maximum length.
+    limited = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = State(model, _optimizer(model, run))
@@ -105,14 +107,14 @@ def train(
     started, reason = time.perf_counter(), ""
     for epoch in range(resumed, epochs):
         model.train()
-        feed = _batches(tokenizer, examples, cut, epoch, device)
-        reason = _epoch(state, defence, run, epoch, feed, progress)
+        batches = _batches(tokenizer, examples, limited, epoch, device)
+        reason = _epoch(state, defence, run, epoch, batches, progress)
         if reason:
             break
         if folder is not None:
             save(folder, run, state, epoch + 1)
     if state.average is not None:
-        _take(model, state.average)
+        _set_weights(model, state.average)
     model.eval()
     seconds = time.perf_counter() - started
     return Training(state.step, seconds, _peak(device), tuple(state.losses), resumed, reason)
@@ -120,18 +122,18 @@ def train(
 
 def _epoch(
     state: State, defence: Defence, run: Run, epoch: int,
-    feed: Iterator[tuple[Batch, Tensor]], progress: Progress,
+    batches: Iterator[tuple[Batch, Tensor]], progress: Progress,
 ) -> str:  # fmt: skip
-    """One epoch's steps; a reason where it must end early."""
-    stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "defence"))
+    """Train for one epoch; the reason if it had to end early, else empty."""
+    stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "defence"))
     steps, total, count = run.epochs * _steps(run), 0.0, 0
     parameters = [weight for weight in state.model.parameters() if weight.requires_grad]
-    for inputs, labels in feed:
+    for inputs, labels in batches:
         for group in state.optimizer.param_groups:
             group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
         state.optimizer.zero_grad()
-        now = current(defence, state.step / steps)
-        loss = _backward(state.model, now, inputs, labels, stream, run.amp)
+        stage = current(defence, state.step / steps)
+        loss = _backward(state.model, stage, inputs, labels, stream, run.amp)
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -147,14 +149,14 @@ def _epoch(
 
 @torch.no_grad()
 def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> None:
-    """Move the running means towards the weights; the first ones are soon forgotten."""
+    """Move the running means towards the weights, faster in the first steps."""
     kept = min(kept, step / (step + 10))
     for mean, weight in zip(means, model.parameters(), strict=True):
         mean.lerp_(weight.to(mean), 1 - kept)
 
 
 @torch.no_grad()
-def _take(model: nn.Module, means: list[Tensor]) -> None:
+def _set_weights(model: nn.Module, means: list[Tensor]) -> None:
     for weight, mean in zip(model.parameters(), means, strict=True):
         weight.copy_(mean)
 
@@ -178,18 +180,18 @@ def _backward(
 def _batches(
     tokenizer: Any, examples: Sequence[Example], run: Run, epoch: int, device: torch.device
 ) -> Iterator[tuple[Batch, Tensor]]:
-    stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "order"))
+    stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "order"))
     order = torch.randperm(len(examples), generator=stream).tolist()
-    for numbers in _alike(order, examples, run, stream):
+    for numbers in _batched(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
 
-def _alike(
+def _batched(
     order: list[int], examples: Sequence[Example], run: Run, stream: torch.Generator
 ) -> Iterator[list[int]]:
-    """Batches of the order; in a pool each holds texts of like length, in a random order again."""
+    """The order cut into batches; with a pool, of similar length and again in random order."""
     pool = run.batch * run.pool
     for start in range(0, len(order), pool):
         part = order[start : start + pool]
@@ -213,17 +215,17 @@ def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
-    """Up in a line over the first share of the steps, down in a line to zero over the rest."""
-    rising = max(1, round(warmup * steps))
-    return min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+    """The factor of the rate: linear up over the warm-up, then linear down to zero."""
+    warm = max(1, round(warmup * steps))
+    return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
 def _steps(run: Run) -> int:
     return math.ceil(run.examples / run.batch)
 
 
-def _mixed(seed: int, epoch: int, what: str) -> int:
-    """One stream for each epoch and use: torch spreads neighbouring seeds well."""
+def _epoch_seed(seed: int, epoch: int, what: str) -> int:
+    """Another seed for each epoch and use; torch's streams of neighbouring seeds are unrelated."""
     return (seed * 1_000_003 + epoch) * 2 + (what == "order")
 
 
@@ -248,16 +250,16 @@ def _peak(device: torch.device) -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-# Checkpoints of a training run: a folder `epoch-N` for the last whole epoch.
+# Checkpoints of a training run: a folder `epoch-N` for the last complete epoch.
 #
-# It is written under another name and renamed when it is whole: weights as safetensors, the
-# optimizer's state and the running means (opened with `weights_only`), and what the run was, so
-# that another run is not mistaken for it.
+# It is written under another name and renamed when complete: weights as safetensors, the
+# optimizer's state and the running means (opened with `weights_only`), and the run's settings, so
+# that a run with other settings does not resume from it.
 
 
 @dataclass(frozen=True)
 class Run:
-    """What determines a run; a checkpoint of another one is refused.
+    """All that determines a run; a checkpoint of a run with other settings is refused.
 
     `model` is the model's identity at the start, `data` a digest of the examples.
     """
@@ -280,7 +282,7 @@ class Run:
 
 @dataclass
 class State:
-    """What grows along a run; `average` are the weights' running means, if they are kept."""
+    """What changes during a run; `average` holds the weights' running means, if wanted."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -290,7 +292,7 @@ class State:
 
 
 def save(folder: Path, run: Run, state: State, epoch: int) -> None:
-    partial, whole = folder / f"epoch-{epoch}.partial", folder / f"epoch-{epoch}"
+    partial, complete = folder / f"epoch-{epoch}.partial", folder / f"epoch-{epoch}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -299,8 +301,8 @@ def save(folder: Path, run: Run, state: State, epoch: int) -> None:
         torch.save(kept, partial / "optimizer.pt")
         record = {"format": FORMAT, "run": asdict(run), "losses": state.losses, "step": state.step}
         (partial / "run.json").write_text(dump(record), "utf-8")
-        partial.rename(whole)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells it as the second
+        partial.rename(complete)
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
     for old in _saved(folder)[:-1]:
@@ -313,7 +315,7 @@ def _saved(folder: Path) -> list[int]:
 
 
 def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
-    """Load the last whole checkpoint; the number of epochs that it has behind it."""
+    """Load the last complete checkpoint; returns the number of epochs it was trained for."""
     saved = _saved(folder)
     if not saved:
         return 0

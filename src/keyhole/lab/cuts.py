@@ -231,10 +231,10 @@ class _Sweep:
         self.E = torch.cat([self.E, self.E.new_zeros(new, self.E.shape[1])])
         changed = _Changed(self, size, move)
         cut = _Cut(size, slope, free, changed, self.more[len(self.more) - new :])
-        here = changed.moved.clone()
-        here[len(here) - new :] += cut.at_row()
+        moved = changed.moved.clone()
+        moved[len(moved) - new :] += cut.at_row()
         move = replace(move, y=move.y * size.seen, z=move.z * size.seen)
-        Ey = self.E @ size.attention.mT + here
+        Ey = self.E @ size.attention.mT + moved
         Ry = self.most(move.y + Ey)
         Py = self.pairs(move.y, Ey)
         first = _bend(None, size, 0, Ry) * Py
@@ -250,7 +250,7 @@ class _Sweep:
         cost[len(cost) - new :] += cut.cost
         self.cost = torch.cat([self.cost, self.cost.new_zeros(new)]) + cost
         end = size.norm_feed * first + size.norm * fed + _bend(None, size, 1, Rz) * Pz
-        self.E = self.E @ size.whole.mT + size.token * here + end
+        self.E = self.E @ size.whole.mT + size.token * moved + end
 
 
 class _Changed:

@@ -319,11 +319,11 @@ def _moved(equations: Composed | Equations, X: Tensor) -> float | None:
     noise = torch.randn(equations.B.shape, generator=stream, dtype=X.dtype).to(X.device)
     change = _MOVED * noise * (equations.B.norm() / noise.norm())
     moved = replace(equations, B=equations.B + change)
-    there = polished(moved, X)
-    left = float(moved.residuals(there.unsqueeze(0)).norm() / equations.B.norm())
+    nearest = polished(moved, X)
+    left = float(moved.residuals(nearest.unsqueeze(0)).norm() / equations.B.norm())
     if not left <= 1e-3 * _MOVED:
         return None
-    return float((there - X).norm() / X.norm()) / _MOVED
+    return float((nearest - X).norm() / X.norm()) / _MOVED
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,7 +71,7 @@ def continued(
         with torch.no_grad():
             states = parts.base(inputs_embeds=words, attention_mask=mask).last_hidden_state
             token = parts.tokens(head(last_states(states, mask)[:, 0]).argmax(-1))
-        here = places == last[:, None] + 1
-        words = torch.where(here[..., None], token[:, None], words)
-        mask = mask.masked_fill(here, 1)
+        next_place = places == last[:, None] + 1
+        words = torch.where(next_place[..., None], token[:, None], words)
+        mask = mask.masked_fill(next_place, 1)
     return words, mask

@@ -296,7 +296,7 @@ class VectorPrompts:
     ) -> None:  # fmt: skip
         if server.kind not in FORMS:
             known = " or ".join(FORMS)
-            raise InputError(f"expected a server of {known}, got {server.kind or 'another'}")
+            raise InputError(f"this needs a server of {known}, not {server.kind or 'another kind'}")
         self.server, self.dim, self.best = server, dim, best
         self.form = FORMS[server.kind]
         address = (server.address if key else "") or server.url
@@ -323,7 +323,5 @@ class VectorPrompts:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             values = []
         if len(values) < self.best:
-            raise OracleError(
-                f"expected {self.best} log-probabilities from {url}, got {len(values)}"
-            )
+            raise OracleError(f"{url} gave {len(values)} log-probabilities instead of {self.best}")
         return torch.tensor(values[: self.best], dtype=torch.float64)

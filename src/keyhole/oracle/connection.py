@@ -63,7 +63,7 @@ def _trust(options: EndpointOptions) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=str(options.ca))
     except (ssl.SSLError, OSError, ValueError) as error:
-        raise InputError(f"expected certificates in PEM in {options.ca}, got {error}") from error
+        raise InputError(f"cannot read PEM certificates from {options.ca}: {error}") from error
 
 
 def names_address(name: str) -> bool:

@@ -184,7 +184,7 @@ class Http:
                 if error.restarting:
                     last, pause = False, _RESTART_PAUSE
             if last:
-                raise OracleError(f"expected an answer from {url}, got {trouble}")
+                raise OracleError(f"no answer from {url}: {trouble}")
             pause = max(pause, trouble.wait or 0.0)
             if time.monotonic() + pause > end:
                 raise self._too_slow(url, str(trouble))
@@ -213,7 +213,7 @@ class Http:
                 self._answered = True
                 return taken
         except httpcore.TimeoutException:
-            raise self._too_slow(url, "none in time") from None
+            raise self._too_slow(url) from None
         except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
             raise InputError("HTTP does not allow these headers") from None
         except _NotHttp as error:
@@ -232,10 +232,10 @@ class Http:
         asked = "" if wait is None else f" with Retry-After: {self._shown(header, 40)}"
         return _Passing(f"status {reply.status_code}{asked}", wait)
 
-    def _too_slow(self, url: str, trouble: str) -> OracleError:
+    def _too_slow(self, url: str, trouble: str = "") -> OracleError:
+        why = f" ({trouble})" if trouble else ""
         return OracleError(
-            f"expected an answer from {url} within {self.limits.seconds:g} s, got {trouble}: "
-            "raise --endpoint timeout"
+            f"no answer from {url} within {self.limits.seconds:g} s{why}: raise --endpoint timeout"
         )
 
     def _read(
@@ -252,7 +252,7 @@ class Http:
                 if len(body) > _LARGE and not alone:
                     alone = self._one_large.acquire(timeout=max(0.0, end - time.monotonic()))
                     if not alone:
-                        raise self._too_slow(url, "none in time")
+                        raise self._too_slow(url)
             body = self._hidden(body)
             taken = None if cut is None else cut(body)
             return read(_parsed(body, url, self.limits) if taken is None else taken)
@@ -265,11 +265,10 @@ class Http:
         if 300 <= status < 400:
             where = self._shown(reply.headers.get("location", "nowhere"), 100)
             return OracleError(
-                f"expected an answer from {url}, got {status}, a redirect to {where}: "
-                "redirects are not followed"
+                f"{url} redirects to {where} (status {status}): redirects are not followed"
             )
         opening = self._opening(reply)
-        message = f"expected an answer from {url}, got {status}: {opening}"
+        message = f"{url} answers with status {status}: {opening}"
         return Refused(message, status, opening)
 
     def _opening(self, reply: httpx.Response) -> str:
@@ -319,8 +318,8 @@ def _expect_trusted(error: BaseException, url: str) -> None:
     if isinstance(cause, ssl.SSLCertVerificationError):
         why = shown(cause.verify_message, 100)
         raise OracleError(
-            f"expected a certificate that is trusted from {url}, got another ({why}): give --ca "
-            "FILE with its authority, or --insecure"
+            f"the certificate of {url} is not trusted ({why}): give --ca FILE with its authority, "
+            "or --insecure"
         ) from None
     if isinstance(cause, ssl.SSLError):
         raise OracleError(f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}")
@@ -376,7 +375,7 @@ def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
 
     def too_long(what: str) -> OracleError:
         return OracleError(
-            f"expected at most {limit:,} bytes from {url}, got {what}: raise Limits(body=)"
+            f"the answer of {url} has more than {limit:,} bytes{what}: raise Limits(body=)"
         )
 
     def sent() -> Iterator[bytes]:
@@ -384,17 +383,17 @@ def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
         for piece in reply.iter_raw():
             count += len(piece)
             if count > limit:
-                raise too_long("more")
+                raise too_long("")
             yield piece
 
     announced = int(reply.headers.get("content-length", 0))  # httpcore checks that it is a number
     if announced > limit:
-        raise too_long(f"Content-Length {announced:,}")
+        raise too_long(f" (Content-Length {announced:,})")
     count = 0
     for piece in _unpacked(sent(), reply, url):
         count += len(piece)
         if count > limit:
-            raise too_long("more when unpacked")
+            raise too_long(" when unpacked")
         yield piece
 
 
@@ -421,21 +420,21 @@ def _unpacked(pieces: Iterable[bytes], reply: httpx.Response, url: str) -> Itera
     except zlib.error as error:
         raise Garbled(f"expected {coding} from {url}, got {shown(error)}") from None
     if not complete:
-        raise Garbled(f"expected a whole {coding} body from {url}, got only its beginning")
+        raise Garbled(f"the {coding} body from {url} ends too early")
 
 
 def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     parts = sum(body.count(mark) for mark in b'[{",')
     if parts > limits.parts:
         raise OracleError(
-            f"expected at most {limits.parts:,} brackets, quotes and commas from {url}, "
-            f"got {parts:,}: raise Limits(parts=)"
+            f"the answer of {url} has {parts:,} brackets, quotes and commas, more than "
+            f"{limits.parts:,}: raise Limits(parts=)"
         )
     # One letter beyond ASCII may make Python keep the whole text at four bytes a letter.
     if len(body) > limits.body // 4 and not body.isascii():
         raise OracleError(
-            f"expected ASCII in an answer of over {limits.body // 4:,} bytes from {url}, "
-            "got other characters: raise Limits(body=)"
+            f"an answer of over {limits.body // 4:,} bytes from {url} must be ASCII: "
+            "raise Limits(body=)"
         )
     opening = shown(body[:200].decode(errors="replace")) or "nothing"
     try:
@@ -443,7 +442,7 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
         body.clear()  # both at once are not needed
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise Garbled(f"expected JSON from {url}, got nesting without end: {opening}") from None
+        raise Garbled(f"the JSON from {url} is nested too deeply: {opening}") from None
     except UnicodeDecodeError:
         raise Garbled(f"expected JSON in UTF-8 from {url}, got {opening}") from None
     except ValueError as error:  # without its cause, which holds the whole text

@@ -78,7 +78,7 @@ class ServedModel:
 
     def _expect_name(self, name: object) -> None:
         if name is not None and name != self._name:
-            raise OracleError(f"expected model {self._name} from {self.url}, got {describe(name)}")
+            raise OracleError(f"{self.url} answers for model {describe(name)}, not {self._name}")
 
 
 class OpenInference:
@@ -159,8 +159,8 @@ class OpenInference:
             )
         if dim is None and known > self._limits.dim:
             raise OracleError(
-                f"expected a dimension of at most {self._limits.dim:,} from {self.url}, "
-                f"got {shown(known)}: give --endpoint dim or raise Limits(dim=)"
+                f"{self.url} has dimension {shown(known)}, above the limit of "
+                f"{self._limits.dim:,}: give --endpoint dim or raise Limits(dim=)"
             )
         return known
 
@@ -243,9 +243,7 @@ class OpenInference:
         bad = int((~torch.isfinite(answers)).reshape(len(answers), -1).any(1).sum())
         if bad:
             raise OracleError(
-                f"expected finite answers from {self.url}, got NaN or infinity in {bad} of "
-                f"{len(answers)}",
-                answers,
+                f"NaN or infinity in {bad} of {len(answers)} answers from {self.url}", answers
             )
         return answers
 
@@ -260,7 +258,7 @@ class OpenInference:
         rounded = sequences.to(FLOATS[self.input.datatype])
         if not bool(torch.isfinite(rounded).all()):
             raise InputError(
-                f"expected numbers that {self.input.datatype} can hold for {self.url}, got "
+                f"{self.url} takes {self.input.datatype}, which cannot hold "
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
@@ -314,8 +312,8 @@ class OpenInference:
         widest = max(self._limits.dim, self.dim)
         if len(sizes) > 1 and sizes[-1] > widest:
             raise OracleError(
-                f"expected answers at most {widest:,} wide from {self.url}, "
-                f"got {shown(sizes[-1])}: raise Limits(dim=)"
+                f"answers from {self.url} are {shown(sizes[-1])} numbers wide, above the limit of "
+                f"{widest:,}: raise Limits(dim=)"
             )
         return sizes
 
@@ -388,9 +386,8 @@ class TakesTexts(InputError):
     def __init__(self, tensor: TensorSpec, url: str) -> None:
         self.what = "texts" if tensor.datatype in TEXTS else "token ids"
         super().__init__(
-            f"expected an endpoint that takes vectors in {', '.join(FLOATS)}, got {url}, whose "
-            f"input {tensor.name!r} takes {self.what} ({tensor.datatype}): keyhole audit "
-            "shows what its answers expose"
+            f"{url} does not take vectors in {', '.join(FLOATS)}: its input {tensor.name!r} takes "
+            f"{self.what} ({tensor.datatype}). keyhole audit shows what its answers expose"
         )
 
 
@@ -432,7 +429,7 @@ def chosen_input(inputs: Sequence[TensorSpec], name: str | None, url: str) -> Te
                 raise TakesTexts(tensor, url)
         kinds = ", ".join(f"{tensor.name} ({tensor.datatype})" for tensor in inputs[:5])
         raise InputError(
-            f"expected an input of vectors in {', '.join(FLOATS)} at {url}, got {shown(kinds, 200)}"
+            f"{url} has no input of vectors in {', '.join(FLOATS)}, only {shown(kinds, 200)}"
         )
     several = [tensor for tensor in vectors if len(tensor.shape) == 3] or vectors
     if len(several) > 1:

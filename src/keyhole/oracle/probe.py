@@ -67,8 +67,8 @@ class Server:
                 kind = "llama.cpp"
             if not kind and models is None:
                 raise OracleError(
-                    f"expected llama.cpp, vLLM, SGLang or OpenAI's form at {url}, got a server "
-                    "that answers neither /v1/models nor /props"
+                    f"{url} is no server of llama.cpp, vLLM, SGLang or OpenAI's form: it answers "
+                    "neither /v1/models nor /props"
                 )
         return cls(url, kind, name, options, address)
 

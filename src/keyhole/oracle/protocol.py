@@ -94,8 +94,8 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     except Exception as error:  # an oracle is somebody else's code: anything may come out of it
         what = " ".join(str(error).split())[:200]
         raise OracleError(
-            f"expected answers to {count} questions of shape {tuple(sequences.shape[1:])}, "
-            f"got {type(error).__name__}: {what}"
+            f"the oracle failed on {count} questions of shape {tuple(sequences.shape[1:])}: "
+            f"{type(error).__name__}: {what}"
         ) from error
     if not isinstance(answers, Tensor):
         raise OracleError(f"expected a tensor of {count} answers, got {type(answers).__name__}")
@@ -107,9 +107,7 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     answers = answers.detach().to(torch.float64)
     if not _finite(answers):
         bad = int((~torch.isfinite(answers)).reshape(count, -1).any(1).sum())
-        raise OracleError(
-            f"expected finite answers, got NaN or infinity in {bad} of {count}", answers
-        )
+        raise OracleError(f"NaN or infinity in {bad} of {count} answers", answers)
     return answers
 
 

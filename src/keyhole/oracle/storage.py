@@ -167,7 +167,7 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
     metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {"output-layer"}:
         raise InputError(
-            f"expected a target written by `keyhole lab plant`, got {path} with "
+            f"{path} is not a target written by `keyhole lab plant`: it holds "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
         )
     target = from_tensors(metadata, tensors, path)

@@ -248,8 +248,8 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
     for shift in range(length):  # so that every token comes to stand at every place
         moved = tokens.roll(shift)[None].to(target.parts.device)
         given = capture(target.model, leak.exposure, ids=moved)["keys"][0].cpu()
-        there = (rows + shift) % length
-        costs[rows, there] = (given.transpose(0, 1).flatten(1)[there] - keys).square().sum(-1)
+        shifted = (rows + shift) % length
+        costs[rows, shifted] = (given.transpose(0, 1).flatten(1)[shifted] - keys).square().sum(-1)
     for part in blocks(length):
         outside = torch.ones(length, dtype=torch.bool)
         outside[part] = False

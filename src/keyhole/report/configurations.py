@@ -97,8 +97,12 @@ def _listed(lines: list[str]) -> list[str]:
 def _why_skipped(file: Skipped) -> str:
     if not file.mentions:
         return "not recognised: it starts or sets nothing that Keyhole knows"
-    names = ", ".join(file.mentions)
-    return f"not recognised: it names {names}, in no form that Keyhole reads"
+    why = (
+        "is not valid YAML, as templates are not"
+        if file.broken
+        else "has no form that Keyhole reads"
+    )
+    return f"not recognised: it names {', '.join(file.mentions)}, and {why}"
 
 
 def as_sarif(checked: Checked, least: Level) -> str:

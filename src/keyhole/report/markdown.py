@@ -144,12 +144,20 @@ def _unchecked(assessment: Assessment) -> list[str]:
 
 
 def _left(assessment: Assessment) -> list[str]:
-    """What else the baseline has."""
+    """What else the baseline has, what does not count, and what was assumed."""
     gone, untried = (
         [words.in_full(item.finding.exposure) for item in items]
         for items in (assessment.gone, assessment.untried)
     )
-    return [*folded("gone since the baseline", gone), *folded(UNTRIED, untried)]
+    note = words.assumed(assessment)
+    return [
+        *folded("gone since the baseline", gone), *folded(UNTRIED, untried),
+        *folded(
+            "hypothetical: the service does not return it",
+            [words.in_full(item.finding.exposure) for item in assessment.hypothetical],
+        ),
+        *([note, ""] if note else []),
+    ]  # fmt: skip
 
 
 def folded(about: str, names: Sequence[str]) -> list[str]:

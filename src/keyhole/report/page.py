@@ -24,6 +24,8 @@ from keyhole.core.finding import Cut
 from keyhole.core.text import legible, percent
 from keyhole.report import readings, words
 
+_UNFOLDED = 3  # findings whose texts are seen without a click, the worst first
+
 
 def render(audit: Audit, assessment: Assessment | None = None) -> str:
     """The page; everything that came from a target is escaped.
@@ -43,6 +45,7 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         controls=groups(made.controls),
         parts=parts(made),
         measured=measures,
+        unfolded=[item.id for item in made.exposed if item.finding.texts][:_UNFOLDED],
         cost=cost,
         curve=curve,
         whole=WHOLE,

@@ -11,8 +11,8 @@ from statistics import median
 
 from keyhole.core import Finding, Piece, Reading
 from keyhole.core.text import percent
+from keyhole.report.words import SHOWN
 
-SHOWN = 100  # texts on the page; the JSON file has all
 _MARKS = {"verified": "verified", "likely": "likely"}  # anything else nobody read
 
 

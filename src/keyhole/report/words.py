@@ -14,7 +14,7 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Policy
 from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
-from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, needs
 from keyhole.core.finding import Estimate, Reading
 from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
@@ -139,6 +139,8 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
+SHOWN = 100  # texts that a page shows; the JSON file has all
+_LINE = 60  # characters of an example that is easily read
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
@@ -189,6 +191,29 @@ def so_far(last: Sequence[Reading], tried: Sequence[Reading], sample: int, popul
     return f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts{quoted}"
 
 
+def summary(assessment: Assessment) -> str:
+    """One sentence with a number: what the worst finding gave away, texts before all else."""
+    items = [item for item in assessment.exposed if not item.finding.open]
+    read = [item for item in items if example(item.finding)]
+    if not items:
+        return ""
+    finding = (read or items)[0].finding
+    origin = in_full(finding.exposure)
+    if read:
+        cell = finding.texts[0]
+        texts = number(len(cell.readings), "text was", "texts were")
+        return f"{cell.exact:,} of {texts} read word for word ({origin})."
+    return f"The worst: {origin}, {outcome(finding)}."
+
+
+def example(finding: Finding) -> str:
+    """A text that was read exactly, the one whose length is nearest to a line's."""
+    first = _readings(finding)[:SHOWN]
+    exact = [reading for reading in first if reading.exact and reading.verified]
+    texts = [r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact]
+    return min(texts, key=lambda text: abs(len(text) - _LINE), default="")
+
+
 def apart(assessment: Assessment) -> str:
     """What is not in the counts: controls, and what was not tried."""
     parts = (
@@ -197,6 +222,23 @@ def apart(assessment: Assessment) -> str:
     )
     words = ", ".join(number(*part) for part in parts if part[0])
     return f"not counted: {words}" if words else ""
+
+
+def assumed(assessment: Assessment) -> str:
+    """What was taken for granted of the service; empty where somebody said what it returns."""
+    needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
+    names = [name for name in RETURNS if name in needed]
+    if assessment.returns or not names:
+        return ""
+    return (
+        f"Assumed that your service returns all that was looked at: {', '.join(names)}. Say what "
+        "it does return with --returns, or returns in keyhole.toml."
+    )
+
+
+def hypothetical(assessment: Assessment) -> str:
+    """What stands above findings that do not count, as the service does not return it."""
+    return f"Hypothetical: not returned, where {', '.join(assessment.returns)} are"
 
 
 def number(count: int, single: str, several: str) -> str:

@@ -1,4 +1,4 @@
-"""The paper's bounds and the values measured beside them."""
+"""The paper's bounds compared with measured values."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_the_proved_bound_holds_where_a_search_for_the_worst_ends():
 
 
 def test_lemma_4_5_fails_with_a_constant_of_one_although_x_is_inside():
-    one = torch.ones(1, 1, dtype=torch.float64)
+    unit = torch.ones(1, 1, dtype=torch.float64)
     X = torch.full((2, 1), math.sqrt(0.5), dtype=torch.float64)
-    result = invert.bounds(invert.Problem(W=-one, V=-one, B=torch.ones(2, 1)), X)
+    result = invert.bounds(invert.Problem(W=-unit, V=-unit, B=torch.ones(2, 1)), X)
     assert pytest.approx(1) == result.R
     assert result.lowest == pytest.approx(-2 - 2 * math.sqrt(2))
     assert result.lowest_proved < result.lowest < result.lowest_bound

@@ -109,9 +109,9 @@ def test_many_inputs_at_once_are_as_one_by_one():
     problem, _ = draw(KINDS[-1])
     X = normal(torch.Generator().manual_seed(1), 2, 3, problem.length, problem.dim)
     for function in (invert.loss, invert.gradient, invert.jacobian, invert.hessian):
-        together = function(problem, X)
+        batched = function(problem, X)
         for place in np.ndindex(2, 3):
-            close(together[place], function(problem, X[place]), within=1e-14)
+            close(batched[place], function(problem, X[place]), within=1e-14)
 
 
 def test_a_few_rows_at_a_time_make_the_same_matrix(monkeypatch):

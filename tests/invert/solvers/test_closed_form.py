@@ -62,7 +62,7 @@ def test_everything_known():
 
 
 def test_singular_maps_of_equal_tokens_are_mended_by_their_logarithms():
-    problem, X, maps = plant(12, 4, twins=True)
+    problem, X, maps = plant(12, 4, equal_tokens=True)
     assert int(torch.linalg.matrix_rank(maps)) < 12
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.RECOVERED
@@ -79,7 +79,7 @@ def test_a_narrow_v_is_mended_too():
 
 
 def test_equal_tokens_with_few_others_leave_a_family():
-    problem, _, maps = plant(3, 8, twins=True)
+    problem, _, maps = plant(3, 8, equal_tokens=True)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.NOT_IDENTIFIABLE
     assert "directions open" in result.reason

@@ -26,15 +26,15 @@ def test_a_step_is_the_rate_times_the_gradient_that_autodiff_finds():
 def test_a_whole_run_is_the_papers_loop_and_nothing_else(n, d):
     """On the loss as it is given: V stays in, all of a start counts, and nothing is polished."""
     problem, X = invert.plant(n, d, seed=5)
-    here = X + 1e-3
-    expected = [float(plain_loss(problem, here).sqrt())]
+    point = X + 1e-3
+    expected = [float(plain_loss(problem, point).sqrt())]
     for _ in range(50):
-        slope = torch.autograd.grad(plain_loss(problem, here.requires_grad_()), here)[0]
-        here = (here - 0.01 * slope).detach()
-        expected.append(float(plain_loss(problem, here).sqrt()))
+        slope = torch.autograd.grad(plain_loss(problem, point.requires_grad_()), point)[0]
+        point = (point - 0.01 * slope).detach()
+        expected.append(float(plain_loss(problem, point).sqrt()))
     method = GradientDescentAsPublished(rate=0.01, steps=50)
     result = method(problem, start=X + 1e-3)
-    assert torch.allclose(result.X, here, rtol=0, atol=1e-12)
+    assert torch.allclose(result.X, point, rtol=0, atol=1e-12)
     assert [loss for _, loss in result.trace] == pytest.approx(expected, rel=1e-9)
     first = GradientDescentAsPublished(rate=0.01, steps=2, starts=1)(problem)
     assert first.trace[0][1] == pytest.approx(float(invert.loss(problem, problem.B).sqrt()))

@@ -111,11 +111,11 @@ def test_the_inner_iterations_solve_the_damped_least_squares():
     problem, X = invert.plant(4, 3, seed=1)
     equations = replace(Equations.of(problem), gamma=0.1)
     X = near(X, 0.5).unsqueeze(0)
-    here = equations.linearised(X)
+    linearised = equations.linearised(X)
     r, mu = equations.residuals(X), torch.tensor([0.05], dtype=torch.float64)
     exact = torch.zeros(1, dtype=torch.float64)
-    p = least_squares_step(here, r, mu, equations.gamma * X, exact + 1e-12, 200)
-    J = here.jacobian()[0]
+    p = least_squares_step(linearised, r, mu, equations.gamma * X, exact + 1e-12, 200)
+    J = linearised.jacobian()[0]
     normal = J.mT @ J + 0.15 * torch.eye(12, dtype=torch.float64)
     right = J.mT @ r.flatten() + 0.1 * X.flatten()
     assert torch.allclose(p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9)
@@ -125,9 +125,9 @@ def test_gmres_solves_the_square_system():
     problem, X = invert.plant(4, 3, residual=True, seed=1)
     equations = Equations.of(problem)
     X = X.unsqueeze(0) + 0.1
-    here, r = equations.linearised(X), equations.residuals(X)
-    p = gmres(here, r, 1e-13)
-    assert torch.allclose(here.forward(p), r, rtol=0, atol=1e-10)
+    linearised, r = equations.linearised(X), equations.residuals(X)
+    p = gmres(linearised, r, 1e-13)
+    assert torch.allclose(linearised.forward(p), r, rtol=0, atol=1e-10)
 
 
 def test_a_residual_stream_is_followed_from_the_output():

@@ -103,7 +103,7 @@ def test_a_tolerance_lets_rounded_outputs_agree_with_known_tokens():
 
 
 def test_equal_tokens():
-    problem, X, _ = plant(5, 4, causal=True, twins=True)
+    problem, X, _ = plant(5, 4, causal=True, equal_tokens=True)
     result = invert.TokenByToken()(problem)
     assert min(off(solution, X) for solution in result.solutions) <= 1e-6
 

@@ -11,15 +11,15 @@ from keyhole.recover.embeddings.changes import LEFT_OUT, PUT_IN, REPLACED, Singl
 from keyhole.recover.embeddings.encoder import Texts
 
 PARENTS = [[3, 4, 5, 6], [7, 8]]
-LONGEST = 6
+MAX_LENGTH = 6
 
 
 @pytest.fixture(scope="module")
 def single():
-    parents = Texts.of(PARENTS, LONGEST)
+    parents = Texts.of(PARENTS, MAX_LENGTH)
     replaced = torch.tensor([[[8, 9]] * 4, [[3, 4]] * 4])
     put_in = torch.tensor([[[9]] * 5, [[5]] * 5])
-    return SingleChanges.of(parents, replaced, put_in, LONGEST)
+    return SingleChanges.of(parents, replaced, put_in, MAX_LENGTH)
 
 
 def by_hand(single: SingleChanges, row: int, changes: list[int]) -> list[int]:
@@ -59,7 +59,7 @@ def test_sets_of_changes_are_applied_as_by_hand(single, row):
     texts, fits = single.applied(torch.full((len(sets),), row), table)
     for number, some in enumerate(sets):
         expected = by_hand(single, row, some)
-        assert bool(fits[number]) == (0 < len(expected) <= LONGEST)
+        assert bool(fits[number]) == (0 < len(expected) <= MAX_LENGTH)
         if fits[number]:
             assert texts.tokens(number) == expected
 

@@ -22,9 +22,9 @@ WAYS = {
 
 def exact(leak, values):
     """The leak with values in float64: what a file would round."""
-    twin = copy.copy(leak)
-    object.__setattr__(twin, "values", values)
-    return twin
+    changed = copy.copy(leak)
+    object.__setattr__(changed, "values", values)
+    return changed
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -110,7 +110,7 @@ def test_a_model_without_positions_leaves_the_order_open():
     assert alternative != text
 
 
-def test_a_token_and_its_twin_leave_each_other_open():
+def test_two_equal_tokens_leave_each_other_open():
     model = tiny.model("bert", hidden_size=192)
     ids = list(TEXTS[0])
     table = model.embeddings.word_embeddings.weight
@@ -132,7 +132,7 @@ def test_few_bits_hold_no_long_text():
     verdict = judge_vector(small, leak, ids)
     assert not verdict.verified
     assert "16 of 16 signs agree" in verdict.reason
-    # Where the only rivals are far away, the bits alone decide.
+    # Where the only other candidates are far away, the bits alone decide.
     short, apart = ids[:2] + ids[-1:], {}
     for width in (2, 96):
         leak = degrade(leak_for(short), "int8", forms=[f"truncated:{width}", "normalised"])

@@ -34,10 +34,10 @@ def test_every_exchange_is_that_of_slices():
 
 def test_the_change_of_log_p_is_that_of_the_whole_text():
     cuts = all_cuts(len(TEXT))
-    one = Texts.of([TEXT], len(TEXT))
+    original = Texts.of([TEXT], len(TEXT))
     changed = apply(Texts.of([TEXT] * cuts.shape[1], len(TEXT)), cuts)
-    expected = NGRAMS.log_p(changed) - NGRAMS.log_p(one)
-    torch.testing.assert_close(likelier(one, cuts, NGRAMS)[0], expected, rtol=1e-5, atol=1e-5)
+    expected = NGRAMS.log_p(changed) - NGRAMS.log_p(original)
+    torch.testing.assert_close(likelier(original, cuts, NGRAMS)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [3, 1000])

@@ -74,7 +74,7 @@ def test_a_wide_cell_is_as_likely_as_its_normal_integral(form):
     assert float(part.misfit(near[None])) == pytest.approx(truth, rel=2e-3, abs=2e-3)
 
 
-def test_a_step_short_beside_the_error_only_adds_to_it():
+def test_a_step_smaller_than_the_error_only_adds_to_it():
     f = unit()[0]
     noise = 0.02
     leak = Pooled(in_steps(f), noise=noise)

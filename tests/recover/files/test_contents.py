@@ -93,8 +93,8 @@ def test_caches(family, tmp_path):
     for name in ("cache.pt", "tuple.pt"):
         assert read(subject, tmp_path / name) == TEXTS[:1]
         assert read(subject, tmp_path / name, expose="kv:2") == TEXTS[:1]
-    one = torch.stack([cache.layers[1].keys, cache.layers[1].values])
-    assert read(subject, one) == TEXTS[:1]  # which layer is found out
+    one_layer = torch.stack([cache.layers[1].keys, cache.layers[1].values])
+    assert read(subject, one_layer) == TEXTS[:1]  # which layer is found out
     halves = {"keys": cache.layers[1].keys.bfloat16(), "values": cache.layers[1].values.bfloat16()}
     assert read(subject, halves, expose="kv:1") == TEXTS[:1]
 

@@ -1,4 +1,4 @@
-"""Hidden states as vLLM's connector writes them: a layer that is not named, the ids beside it."""
+"""Hidden states as vLLM's connector writes them: a layer that is not named, with the ids."""
 
 from __future__ import annotations
 

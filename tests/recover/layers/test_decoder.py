@@ -152,7 +152,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_the_best_token_is_taken_where_noise_is_coarse():
-    """A twin of the right token passes as well, and comes first: it is not taken."""
+    """A token equal to the right one passes as well, and comes first: it is not taken."""
     model, words = tiny.model("llama"), tiny.tokenizer(causal=True)
     table = model.get_input_embeddings().weight
     with torch.no_grad():

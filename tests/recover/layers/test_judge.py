@@ -171,7 +171,7 @@ def test_noise_of_unknown_strength_needs_several_positions():
     assert not verdict.verified
 
 
-def test_twins_cannot_be_told_apart():
+def test_equal_tokens_cannot_be_told_apart():
     """Two tokens with one embedding: the leak fits both, so neither is verified."""
     model = tiny.model("bert", hidden_size=192)
     text = IDS[0].clone()
@@ -183,7 +183,7 @@ def test_twins_cannot_be_told_apart():
         verdict = judge_rows(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
         assert not verdict.verified
         assert verdict.status is Status.INEXACT
-        assert verdict.marks[5] is Mark.UNKNOWN  # as likely as its twin is not likely
+        assert verdict.marks[5] is Mark.UNKNOWN  # no likelier than the token equal to it
         assert verdict.marks[3] is Mark.VERIFIED
         assert "1 of 14 tokens could be others" in verdict.reason
 

@@ -42,9 +42,9 @@ def test_another_precision_runs_nothing_and_orders_as_a_fit_of_its_own(target, r
     attack._KEPT.clear()
     again = ordering.fit(target, EXPOSURE, 256, 0, error=0.3)
     assert runs[0] == 2 * spent
-    for one, other in ((coarse.opening, again.opening), (coarse.rest, again.rest)):
-        assert torch.equal(one.precision, other.precision)
-        assert torch.equal(one.halves, other.halves)
+    for first, other in ((coarse.opening, again.opening), (coarse.rest, again.rest)):
+        assert torch.equal(first.precision, other.precision)
+        assert torch.equal(first.half_norms, other.half_norms)
     assert not torch.allclose(exact.rest.precision, coarse.rest.precision)
 
 

@@ -41,14 +41,14 @@ def candidates(places, right, count=6, at=4):
     return lists
 
 
-@pytest.mark.parametrize("together", [1, 4, 16])
-def test_wrong_tokens_are_replaced_together(together):
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_wrong_tokens_are_replaced_together(batch_size):
     ids, spoilt, misfits = planted()
     places = torch.arange(1, LENGTH - 1)[torch.randperm(LENGTH - 2)]
-    tried = try_rows(misfits, spoilt, places, candidates(places, ids[places]), together)
+    tried = try_rows(misfits, spoilt, places, candidates(places, ids[places]), batch_size)
     assert torch.equal(tried.ids, ids)
     assert tried.loss < 1e-8
-    groups = -(-len(places) // together)
+    groups = -(-len(places) // batch_size)
     assert tried.forwards <= 1 + 6 * groups + len(places)
 
 

@@ -211,7 +211,7 @@ def _beyond(problem: Problem) -> tuple[str, ...]:
         "a causal mask": problem.causal,
         "a residual connection": problem.residual,
     }
-    return tuple(name for name, there in extras.items() if there)
+    return tuple(name for name, present in extras.items() if present)
 
 
 def _steepest(

@@ -164,9 +164,9 @@ class Multistart:
     def _leave(self, over: Tensor) -> None:
         if self.state is None:
             return
-        stay = ~over
-        self.state = self.state.keep(stay.to(self.state.X.device))
-        self.age, self.history = self.age[stay], self.history[stay]
+        unfinished = ~over
+        self.state = self.state.keep(unfinished.to(self.state.X.device))
+        self.age, self.history = self.age[unfinished], self.history[unfinished]
 
     def _remember(self, over: Tensor) -> None:
         """Judge what has finished; keep the best of what has not come through."""

@@ -1,13 +1,12 @@
 """A layer with a residual connection: a continuation from the output to the input.
 
 `X + t·attention(X) = B` has one solution at t = 0, the output B itself, and the problem's at t = 1.
-The path between them is followed by Newton's method with strides that adapt, each linear system
-solved by GMRES on products J·p alone: `J = I + t·K` is near the identity where attention changes
-the stream little, so that a few products suffice, and nothing of size nd×nd is ever held. Where
-the path turns back (attention as strong as the stream), a second one is tried, on which the
-scores are turned on instead: at t = 0 attention is uniform and the equations are linear. Solutions
-go to the judge by way of NewtonCG, which also takes over from the furthest point of a path that
-did not get through.
+The path between them is followed by Newton's method with adaptive steps in t. Each linear system is
+solved by GMRES, which needs only products J·p: `J = I + t·K` is near the identity where attention
+changes the stream little, so a few products suffice, and no matrix of size nd×nd is ever held.
+Where the path turns back (attention as strong as the stream), a second path is tried, which scales
+the scores instead: at t = 0 attention is uniform and the equations are linear. NewtonCG finishes
+from the end of a path, or from the furthest point of one that did not reach t = 1.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.starts import continued
 
-_CONVERGED = 1e-11
-_SHORTEST = 2e-3
-_CORRECTIONS = 8
-_PRODUCTS = 250
-_NOTHING = 1e-14
+_CONVERGED = 1e-11  # the residual relative to B at which Newton's method ends
+_SHORTEST = 2e-3  # step in t below which a path is given up
+_CORRECTIONS = 8  # Newton steps at one t
+_PRODUCTS = 250  # products with J in one linear system
+_NOTHING = 1e-14  # relative norm below which GMRES has the whole space
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,17 @@ class ResidualStream:
             return finish(problem)
         equations = Equations.of(problem, self.device)
         ends: list[Tensor] = []
-        for path in (self._values(equations), self._scores(equations)):
+        for path in (self._scaled_values(equations), self._scaled_scores(equations)):
             X, arrived = follow(*path)
             ends.append(X)
             if arrived:
                 break
         return finish(problem, start=torch.cat(ends[::-1]), progress=progress)
 
-    def _values(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
+    def _scaled_values(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
         return lambda t: replace(equations, V=t * equations.V), equations.impose(equations.B)
 
-    def _scores(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
+    def _scaled_scores(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
         def at(t: float) -> Equations:
             bias = equations.key_bias
             biased = None if bias is None else t * bias
@@ -70,14 +69,14 @@ class ResidualStream:
 
 
 def follow(at: Callable[[float], Equations], X: Tensor) -> tuple[Tensor, bool]:
-    """From X towards t = 1: the last solution (1,n,d) on the path, and whether it is the end's."""
+    """From X towards t = 1: the last solution (1,n,d) on the path, and whether it is at 1."""
     start = corrected(at(0.0), X)
     X = X if start is None else start
     return continued(lambda t, X: corrected(at(t), X), X, stride=0.25, shortest=_SHORTEST)
 
 
 def corrected(equations: Equations, X: Tensor) -> Tensor | None:
-    """Newton by GMRES from (1,n,d); None unless every correction lowers the residual by half."""
+    """Newton's method from (1,n,d); None unless every step at least halves the residual."""
     scale = float(equations.B.abs().max())
     before = torch.inf
     for _ in range(_CORRECTIONS):
@@ -95,14 +94,14 @@ def corrected(equations: Equations, X: Tensor) -> Tensor | None:
     return None
 
 
-def gmres(near: Linearised, r: Tensor, accuracy: float) -> Tensor:
-    """`J p = r` to a relative accuracy, by at most so many products (Saad and Schultz 1986)."""
+def gmres(linearised: Linearised, r: Tensor, accuracy: float) -> Tensor:
+    """Solve `J p = r` to a relative accuracy by GMRES (Saad and Schultz 1986)."""
     size = r.norm()
     basis = [r.flatten() / size]
     H = r.new_zeros(_PRODUCTS + 1, _PRODUCTS)
     y = r.new_zeros(1, 1)
     for k in range(_PRODUCTS):
-        w = near.forward(basis[k].reshape(r.shape)).flatten()
+        w = linearised.forward(basis[k].reshape(r.shape)).flatten()
         Q = torch.stack(basis)
         for _ in range(2):  # twice is enough to stay orthogonal
             shares = Q @ w
@@ -113,8 +112,8 @@ def gmres(near: Linearised, r: Tensor, accuracy: float) -> Tensor:
         right = r.new_zeros(k + 2, 1)
         right[0] = size
         y = least_squares(block.cpu(), right.cpu()).to(r.device)
-        left = (block @ y - right).norm()
-        if left <= accuracy * size or H[k + 1, k] <= _NOTHING * size:
+        remainder = (block @ y - right).norm()
+        if remainder <= accuracy * size or H[k + 1, k] <= _NOTHING * size:
             break
         basis.append(w / H[k + 1, k])
     return (y.squeeze(1) @ torch.stack(basis[: len(y)])).reshape(r.shape)

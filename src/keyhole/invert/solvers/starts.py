@@ -222,23 +222,23 @@ class _Curve:
         place = torch.cat([X.flatten(), X.new_tensor([COLD])])
         towards_heat = torch.zeros_like(place)
         towards_heat[-1] = 1.0
-        here = _Point(place, self._tangent(place, towards_heat))
+        point = _Point(place, self._tangent(place, towards_heat))
         stride = 0.1
-        yield here
+        yield point
         for _ in range(points):
-            ahead, quick = self._next(here, stride)
+            ahead, quick = self._next(point, stride)
             while ahead is None and stride > _SHORTEST:
                 stride /= 2
-                ahead, quick = self._next(here, stride)
+                ahead, quick = self._next(point, stride)
             if ahead is None or not COLD / 2 < ahead.temperature < _HOTTEST:
                 return
-            here = ahead
+            point = ahead
             stride = min(_LONGEST, stride * (1.5 if quick else 1.0))
-            yield here
+            yield point
 
-    def _next(self, here: _Point, stride: float) -> tuple[_Point | None, bool]:
+    def _next(self, point: _Point, stride: float) -> tuple[_Point | None, bool]:
         """The next point, and whether the corrector was quick; None if the stride was too long."""
-        place = here.place + stride * here.tangent
+        place = point.place + stride * point.tangent
         before = torch.inf
         for correction in range(_CORRECTIONS):
             if not float(place[-1]) > COLD / 4:
@@ -246,13 +246,13 @@ class _Curve:
             r = self._at(place).residuals(self._input(place)).flatten()
             size = float(r.abs().max())
             if size <= _CONVERGED * self.scale:
-                tangent = self._tangent(place, here.tangent)
-                straight = float(tangent @ here.tangent) > _STRAIGHT
+                tangent = self._tangent(place, point.tangent)
+                straight = float(tangent @ point.tangent) > _STRAIGHT
                 return (_Point(place, tangent) if straight else None), correction <= 3
             if not size < 0.7 * before:
                 return None, False
             before = size
-            system = torch.cat([self._slopes(place), here.tangent.unsqueeze(0)])
+            system = torch.cat([self._slopes(place), point.tangent.unsqueeze(0)])
             step, _ = torch.linalg.solve_ex(system, torch.cat([r, r.new_zeros(1)]))
             place = place - step
         return None, False

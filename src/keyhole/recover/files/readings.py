@@ -1,6 +1,6 @@
-"""What the arrays of a file are, by their names or else by their shapes: every possible reading.
+"""What the arrays of a file may be, by their names or else by their shapes: every possible reading.
 
-Names say it in the outputs of
+The names are known of the outputs of
 - transformers: `hidden_states.3`, `last_hidden_state`, `attentions.0`, `logits`,
   `past_key_values.layers.0.keys`, and of older caches `key_cache.0`, `past_key_values.0.1`, `0.1`;
 - TransformerLens: `blocks.3.hook_resid_post`, `blocks.3.attn.hook_k`, `blocks.3.attn.hook_pattern`;
@@ -8,11 +8,11 @@ Names say it in the outputs of
   `model.layers.3.output.0`.
 
 Blocks count from 0 in all of them, hidden states from 0 as well, where 0 is the embeddings. A
-module's output may not be what the model exposes yet: the last block of a causal model is followed
-by a norm, and keys out of a projection by their rotation. Both are done here, with the model's own
+module's output may not yet be what the model exposes: a norm follows the last block of a causal
+model, a rotation the projection of keys. Both are computed in this file, with the model's own
 weights.
 
-Without a telling name the shape decides. With a model of L layers, width d, h key heads of k
+Where names are unknown, the shape decides. With a model of L layers, width d, h key heads of k
 numbers and H heads, an array is
 - hidden states if its last axis is d: (n, d), (texts, n, d), or all layers of them, (L+1, …);
 - keys and values if it ends in (h, n, k): (2, …), or all layers of them, (L, 2, …);
@@ -20,7 +20,7 @@ numbers and H heads, an array is
 - one vector for a text: (d,); logits of the next token: (v,).
 
 Two readings may fit: (7, n, d) of a model of six layers is one text at all layers, or seven texts
-at one. Both are given then, and the text that is verified decides.
+at one layer. Both are returned then, and the text that is verified decides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from keyhole.models.capture import Exposure
 
 MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
-_ENTERS, _MAKES = 0, 1
+_BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or what it makes
 _LENS = r"(?:^|\.)blocks\.(\d+)\."
 
 
@@ -60,13 +60,13 @@ class Section:
         return Exposure(self.kind, self.layer or 0)
 
 
-Reading = tuple[Section, ...]  # what a file holds if it is read in one way: a section a layer
+Reading = tuple[Section, ...]  # one way to read a file: a section for each layer
 
 
 def readings_of(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> tuple[list[Reading], Tensor | None]:
-    """Every way to read arrays, and a mask where they are texts of several lengths."""
+    """Every way to read the arrays, and a mask where they are texts of several lengths."""
     readings = _of_vllm(arrays, parts, expose)
     if readings:
         return readings, None
@@ -78,7 +78,7 @@ def readings_of(
 
 
 def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Arrays whose names say nothing as one array; a mask, if they are texts of many lengths."""
+    """Arrays of unknown names as one array, and a mask if they are texts of several lengths."""
     arrays = {
         name: tensor
         for name, tensor in every.items()
@@ -100,16 +100,16 @@ def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _batched(kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool = False) -> Tensor:
-    """A tensor in its leak's own order of axes, the texts first.
+    """A tensor with its axes in the order that leaks have, the texts first.
 
-    `positions_first`: keys come as (n, heads, numbers), as libraries of hooks give them; rows of
-    all heads side by side are taken apart.
+    `positions_first`: keys come as (n, heads, numbers), as hooks give them, or as (n, heads ·
+    numbers).
     """
     if not tensor.is_floating_point():
         raise InputError(
             f"expected floating-point numbers, got {str(tensor.dtype).removeprefix('torch.')}"
         )
-    return _ORDERS[kind](tensor, parts, positions_first)
+    return _AXES[kind](tensor, parts, positions_first)
 
 
 def _rows(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
@@ -138,14 +138,14 @@ def _vector(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
 
 
 def _logits(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
-    """(v,) or (texts, v): those of the next token; (texts, n, v): of all, the last of which is."""
+    """(v,) or (texts, v) are the next token's; of (texts, n, v) the last position's are."""
     right = tensor.shape[-1] == len(parts.table)
     if tensor.ndim == 3:
         return _with_texts("logits", tensor, 3, right)
     return _with_texts("logits", tensor, 2, right)[:, None]
 
 
-_ORDERS: dict[str, Callable[[Tensor, Anatomy, bool], Tensor]] = {
+_AXES: dict[str, Callable[[Tensor, Anatomy, bool], Tensor]] = {
     "hidden": _rows, "attention": _rows, "kv": _keys, "maps": _maps, "pooled": _vector,
     "logits": _logits,
 }  # fmt: skip
@@ -160,7 +160,7 @@ def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
 
 
 def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]:
-    """Every way to read an array; `asked` is the kind that it is, where that is known."""
+    """Every way to read an array; `asked` is its kind, where that is known."""
     if not array.is_floating_point():
         return []
     kinds = ("hidden", "kv", "maps", "pooled", "logits") if asked is None else (asked,)
@@ -170,33 +170,38 @@ def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]
 
 
 def _as_kind(array: Tensor, parts: Anatomy, kind: str, asked: bool) -> Iterator[Reading]:
-    """The ways to read an array as one kind: all layers of it, or one that is not known."""
+    """The ways to read an array as one kind: as all layers of it, or as one unknown layer.
+
+    Each of these may be of one text or, with one axis more, of several.
+    """
     shape, axes = tuple(array.shape), array.ndim
     if kind in ("pooled", "logits"):
         width = len(parts.table) if kind == "logits" else parts.width
-        most = 3 if kind == "logits" else 1 + asked
-        if shape[-1] == width and axes <= most:
+        max_axes = 3 if kind == "logits" else 2 if asked else 1
+        if shape[-1] == width and axes <= max_axes:
             yield (_section(kind, 0, array, parts),)
         return
-    layers, first = parts.layers, 1 - (kind == "kv" and parts.causal)
-    stacked = [0]  # axes that the layers may be along
+    layers, first_layer = parts.layers, 0 if kind == "kv" and parts.causal else 1
+    layer_axes = [0]  # axes that the layers may be along
+    one_layer = all_layers = True  # which of the two ways the shape allows
     if kind == "kv":
-        right = axes >= 4 and (shape[-1], shape[-3]) == (parts.head_dim, parts.key_heads)
-        least, single, pairs = 4, shape[0] == 2, axes > 1 and shape[1] == 2
+        fits = axes >= 4 and (shape[-1], shape[-3]) == (parts.head_dim, parts.key_heads)
+        text_axes = 4
+        one_layer, all_layers = shape[0] == 2, axes > 1 and shape[1] == 2
     elif kind == "maps":
-        right = axes >= 3 and shape[-1] == shape[-2] and shape[-3] == parts.heads
-        least, single, pairs = 3, True, True
-    else:  # rows may be cut, but only where somebody says that they are rows
-        right = shape[-1] == parts.width or (asked and shape[-1] < parts.width)
-        least, single, pairs = 2, True, kind == "hidden"
-        layers, first, stacked = layers + 1, 0, list(range(axes - 2))
-    if not right:
+        fits = axes >= 3 and shape[-1] == shape[-2] and shape[-3] == parts.heads
+        text_axes = 3
+    else:  # rows may be cut short, but only where the kind is given
+        fits = shape[-1] == parts.width or (asked and shape[-1] < parts.width)
+        text_axes, all_layers = 2, kind == "hidden"
+        layers, first_layer, layer_axes = layers + 1, 0, list(range(axes - 2))
+    if not fits:
         return
-    for axis in stacked:
-        if pairs and shape[axis] == layers and axes in (least + 1, least + 2):
+    for axis in layer_axes:
+        if all_layers and shape[axis] == layers and axes in (text_axes + 1, text_axes + 2):
             each = array.movedim(axis, 0)
-            yield tuple(_section(kind, first + at, each[at], parts) for at in range(layers))
-    if single and axes in (least, least + 1):
+            yield tuple(_section(kind, first_layer + at, each[at], parts) for at in range(layers))
+    if one_layer and axes in (text_axes, text_axes + 1):
         yield (_section(kind, None, array, parts),)
 
 
@@ -216,9 +221,9 @@ def _of_vllm(
 
     As documented (`extract_hidden_states`, ExampleHiddenStatesConnector), not tried on vLLM itself:
     `token_ids` (n,), the prompt in the clear, and `hidden_states` (n, k, d), the states between
-    blocks at k layers, which the file does not name. Every layer is a reading by itself, none of
-    them known; then the last as the model's last layer, after the final norm, which is done
-    here. Where `expose` says which layer is meant, one of the two alone.
+    blocks at k layers, which the file does not name. Each is read as one unknown layer, and the
+    last one also as the model's last layer, after the final norm is applied. Where `expose` names
+    the layer, only one of these two ways is returned.
     """
     if set(arrays) != {"hidden_states", "token_ids"}:
         return []
@@ -241,10 +246,10 @@ def _of_vllm(
 class Slot:
     """Where an array belongs: `part` of the exposure `kind` of `layer`.
 
-    `raw`: it is still to pass what the model does to it before it is that exposure: the final norm
-    of a causal model after its last block, the rotation of keys. `positions_first`: axes are
-    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane stand side
-    by side, as GGUF files of the llama family have them.
+    `raw`: the model's next operation is still to be applied, the final norm after the last block
+    of a causal model or the rotation of keys. `positions_first`: axes are
+    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane are
+    neighbours, as in GGUF files of the llama family.
     """
 
     kind: str
@@ -255,26 +260,35 @@ class Slot:
     paired: bool = False
 
 
-# Pattern, kind, part, how the number counts: the state that enters a block, or what a block makes.
+# Pattern, kind, form, and whether the state before the block or after it is meant. The form:
+#
+# | form | the array is |
+# |---|---|
+# | values | as the model exposes it |
+# | keys | keys of a cache, heads first |
+# | rotated, raw | keys with positions first, after and before their rotation |
+# | paired | keys of a GGUF file, positions first |
+# | rows | values with positions first |
+# | after | a block's output, perhaps before the final norm |
 _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
-    (r"(?:^|\.)hidden_states\.(\d+)$", "hidden", "values", _ENTERS),
-    (r"(?:^|\.)attentions\.(\d+)$", "maps", "values", _MAKES),
-    (r"(?:^|\.)layers\.(\d+)\.keys$", "kv", "keys", _MAKES),
-    (r"(?:^|\.)layers\.(\d+)\.values$", "kv", "values", _MAKES),
-    (r"(?:^|\.)key_cache\.(\d+)$", "kv", "keys", _MAKES),
-    (r"(?:^|\.)value_cache\.(\d+)$", "kv", "values", _MAKES),
-    (r"(?:^|past_key_values\.)(\d+)\.0$", "kv", "keys", _MAKES),
-    (r"(?:^|past_key_values\.)(\d+)\.1$", "kv", "values", _MAKES),
-    (_LENS + r"hook_(?:resid_pre|in)$", "hidden", "values", _ENTERS),
-    (_LENS + r"hook_(?:resid_post|out)$", "hidden", "after", _MAKES),
-    (_LENS + r"hook_normalized_resid_post$", "hidden", "values", _MAKES),
-    (_LENS + r"(?:hook_attn_out|attn\.hook_out)$", "attention", "values", _MAKES),
-    (_LENS + r"attn\.hook_rot_k$", "kv", "rotated", _MAKES),
-    (_LENS + r"attn\.(?:hook_k|k\.hook_out)$", "kv", "raw", _MAKES),
-    (_LENS + r"attn\.(?:hook_v|v\.hook_out)$", "kv", "rows", _MAKES),
-    (_LENS + r"attn\.hook_pattern$", "maps", "values", _MAKES),
-    (r"^gguf\.(\d+)\.keys$", "kv", "paired", _MAKES),
-    (r"^gguf\.(\d+)\.values$", "kv", "rows", _MAKES),
+    (r"(?:^|\.)hidden_states\.(\d+)$", "hidden", "values", _BEFORE),
+    (r"(?:^|\.)attentions\.(\d+)$", "maps", "values", _AFTER),
+    (r"(?:^|\.)layers\.(\d+)\.keys$", "kv", "keys", _AFTER),
+    (r"(?:^|\.)layers\.(\d+)\.values$", "kv", "values", _AFTER),
+    (r"(?:^|\.)key_cache\.(\d+)$", "kv", "keys", _AFTER),
+    (r"(?:^|\.)value_cache\.(\d+)$", "kv", "values", _AFTER),
+    (r"(?:^|past_key_values\.)(\d+)\.0$", "kv", "keys", _AFTER),
+    (r"(?:^|past_key_values\.)(\d+)\.1$", "kv", "values", _AFTER),
+    (_LENS + r"hook_(?:resid_pre|in)$", "hidden", "values", _BEFORE),
+    (_LENS + r"hook_(?:resid_post|out)$", "hidden", "after", _AFTER),
+    (_LENS + r"hook_normalized_resid_post$", "hidden", "values", _AFTER),
+    (_LENS + r"(?:hook_attn_out|attn\.hook_out)$", "attention", "values", _AFTER),
+    (_LENS + r"attn\.hook_rot_k$", "kv", "rotated", _AFTER),
+    (_LENS + r"attn\.(?:hook_k|k\.hook_out)$", "kv", "raw", _AFTER),
+    (_LENS + r"attn\.(?:hook_v|v\.hook_out)$", "kv", "rows", _AFTER),
+    (_LENS + r"attn\.hook_pattern$", "maps", "values", _AFTER),
+    (r"^gguf\.(\d+)\.keys$", "kv", "paired", _AFTER),
+    (r"^gguf\.(\d+)\.values$", "kv", "rows", _AFTER),
 )
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
 _OUTPUT = re.compile(r"\.(?:output|out)s?(?:\.0)?$")
@@ -286,30 +300,33 @@ def slot_of(name: str, parts: Anatomy) -> Slot | None:
     final = _FINAL.search(name)
     if final is not None:
         return Slot("logits", 0) if final[1] == "logits" else Slot("hidden", parts.layers)
-    for pattern, kind, part, counts in _PATTERNS:
+    for pattern, kind, form, side in _PATTERNS:
         match = re.search(pattern, name)
         if match is not None:
-            return _slot(kind, part, int(match[1]) + counts, parts)
+            return _slot(kind, form, int(match[1]) + side, parts)
     return _of_module(name, parts)
 
 
-def _slot(kind: str, part: str, number: int, parts: Anatomy) -> Slot:
-    """`number`: the block that makes it, from 1, or that hidden states come out of."""
-    if part == "after":  # what the last block of a causal model gives has yet to be normalised
+def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot:
+    """The slot of an array in a form of `_PATTERNS`, made by block `number`, counted from 1."""
+    if form == "after":  # the final norm follows the last block of a causal model
         return Slot(kind, number, raw=parts.causal and number == parts.layers)
     if kind != "kv":
-        return Slot(kind, number, part)
-    layer = number - parts.causal
-    name = "values" if part in ("values", "rows") else "keys"
-    paired = part == "paired" and parts.family == "llama"
-    first = part not in ("keys", "values")
-    return Slot(kind, layer, name, raw=part == "raw", positions_first=first, paired=paired)
+        return Slot(kind, number, form)
+    return Slot(
+        kind,
+        layer=number - parts.causal,
+        part="values" if form in ("values", "rows") else "keys",
+        raw=form == "raw",
+        positions_first=form not in ("keys", "values"),
+        paired=form == "paired" and parts.family == "llama",
+    )
 
 
 def _of_module(name: str, parts: Anatomy) -> Slot | None:
-    """The path of a module, as hooks and nnsight name what it gave or was given."""
-    given = _INPUT.search(name) is not None
-    path = _INPUT.sub("", name) if given else _OUTPUT.sub("", name)
+    """The slot of a module's output or input, which hooks and nnsight name by the module's path."""
+    is_input = _INPUT.search(name) is not None
+    path = _INPUT.sub("", name) if is_input else _OUTPUT.sub("", name)
     module = _module(path, parts.base)
     if module is None:
         return None
@@ -317,10 +334,10 @@ def _of_module(name: str, parts: Anatomy) -> Slot | None:
         if module is block and parts.blocks.count(block) == 1:
             return (
                 _slot("hidden", "values", index, parts)
-                if given
+                if is_input
                 else _slot("hidden", "after", index + 1, parts)
             )
-    if given:
+    if is_input:
         return None
     if module is parts.closing_norm(parts.layers) and parts.causal:
         return Slot("hidden", parts.layers)
@@ -347,7 +364,7 @@ def _module(path: str, base: nn.Module) -> nn.Module | None:
 
 
 def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Section]:
-    """What is known by its name, layer by layer."""
+    """The arrays whose names are known, as a section for each kind and layer."""
     slots = {
         name: slot_of(name, parts) for name, tensor in arrays.items() if tensor.is_floating_point()
     }
@@ -355,11 +372,11 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
     for name, slot in slots.items():
         if slot is not None:
             taken = chosen.setdefault((slot.kind, slot.layer), {})
-            if slot.part not in taken or not slot.raw:  # rather keys after their rotation
+            if slot.part not in taken or not slot.raw:  # keys after their rotation come first
                 taken[slot.part] = (name, slot)
     sections: list[Section] = []
     for (kind, layer), taken in chosen.items():
-        if kind == "kv" and len(taken) < 2:  # keys alone are no leak that anything reads
+        if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
         tensors = {
             part: _finished(slot, arrays[name], parts) for part, (name, slot) in taken.items()
@@ -374,7 +391,7 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 
 @torch.no_grad()
 def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
-    """What the model does to raw values before they are the exposure, done here."""
+    """The array as the model exposes it: in order of axes, normalised or rotated where raw."""
     whole = _batched(slot.kind, tensor, parts, positions_first=slot.positions_first)
     if slot.paired:
         return whole.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,26 +1,27 @@
-"""Which tokens to try first at a position, from what leaked there.
+"""The order in which tokens are tried at a position, from what leaked there.
 
-The attacker has the weights. He runs each token alone through the first block, which gives a table
-`z_v`, and random texts through the model, which gives rows `h` as they would leak, and fits
+The attacker has the weights. Running each token alone through the first block gives a table `z_v`,
+and running random texts through the model gives rows `h` as they would leak. With these the
+attacker fits
 
     h = μ + A z_v + e,      e ~ N(0, C),
 
-by ridge regression towards the diagonal (the residual stream carries a token's first state upwards,
-so `A` is nearly that), its strength chosen by generalised cross-validation. Tokens are tried in the
-order of their likelihood. Predicting the row from the token needs far fewer random tokens than
-predicting the token from the row, because the table holds the whole vocabulary.
+by ridge regression towards a diagonal matrix (the residual stream carries a token's first state
+upwards, so `A` is nearly diagonal), its strength chosen by generalised cross-validation. Tokens are
+tried in the order of their likelihood. Predicting the row from the token needs far fewer random
+tokens than predicting the token from the row, because the table holds the whole vocabulary.
 
 - Keys and values are fitted in two steps, `z → x` and from the layer's input `x` to the row, which
   is nearly linear: the diagonal helps in the first.
-- The first position has a fit of its own: nothing stands before it, and most decoders use it as an
-  attention sink, with states hundreds of times as large as elsewhere.
-- What leaks before any token has looked at another (embeddings, the cache of layer 0) is its own
-  table, and `A = 1`: closed form.
+- The first position has its own fit: no token comes before it, and most decoders use it as an
+  attention sink, with states hundreds of times as large as at other positions.
+- Where rows leak before tokens attend to each other (embeddings, the cache of layer 0), the table
+  holds these rows themselves, and `A = 1`.
 - The last hidden state is what the model predicts the next token from. Where it leaks, the row
   before a position gives that prediction, and `log p(v | h_{t−1})` is added to the likelihood.
 
-What is run and fitted depends on the exposure alone, and the leak's own error comes in at the end:
-the fit is kept for the next leak of the same exposure, which may be another precision of this one.
+The fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is
+kept for the next leak of the same exposure, which may be the same text in another precision.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from keyhole.recover.leaks import rows_of
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
 _SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
-_LEAST = 1e-3  # no number is predicted better than to this part of its spread
+_LEAST_ERROR = 1e-3  # of a number's spread: no prediction is taken to be better
 _LENGTH = 32  # tokens of a random text
 _CHUNK = 4096  # tokens of the table, or of random texts, in one pass
 _ROWS = 128  # rows ranked at a time: their distances to the whole table are held at once
 # Errors are not quite Gaussian, and their covariance is an estimate: as it stands the likelihood is
 # too sure of itself. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
 _TRUST = 0.2
-_ODD = 0.1  # the share of tokens that no prediction covers
+_UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not cover
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ`, the predicted rows `w_v`, the errors (n, f) that leaves, and each number's `spread`."""
+    """`μ`, the predicted rows `w_v`, the errors (n, f) of the fit, and each number's `spread`."""
 
     centre: Tensor
     predicted: Tensor
@@ -58,16 +59,16 @@ class Fit:
     spread: Tensor
 
     def ordering(self, error: float) -> Ordering:
-        """With the leak's own error, a standard deviation, among the errors."""
+        """The ordering for a leak whose own error has this standard deviation."""
         table = self.predicted
         precision = _precision(self.errors, self.spread, error).to(table)
-        halves = (table @ precision * table).sum(-1) / 2
-        return Ordering(self.centre, table, precision, halves, self.spread.to(table))
+        half_norms = (table @ precision * table).sum(-1) / 2
+        return Ordering(self.centre, table, precision, half_norms, self.spread.to(table))
 
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """Of the first position and of the others, and the tokens that were run for them."""
+    """The fits of the first position and of all others; `spent` tokens were run for them."""
 
     opening: Fit
     rest: Fit
@@ -84,13 +85,13 @@ class Ordering:
     centre: Tensor
     predicted: Tensor
     precision: Tensor
-    halves: Tensor
+    half_norms: Tensor
     spread: Tensor
 
     def likelihood(self, rows: Tensor) -> Tensor:
         """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
-        off = (rows - self.centre).nan_to_num(0.0)  # what did not leak says nothing
-        return off @ self.precision @ self.predicted.mT - self.halves
+        centred = (rows - self.centre).nan_to_num(0.0)  # what did not leak says nothing
+        return centred @ self.precision @ self.predicted.mT - self.half_norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +125,7 @@ class Orderings:
             return scores
         predicted = (rows[positions - 1] @ self.head.mT).softmax(-1)
         known = ~opening & predicted.isfinite().all(-1)
-        prior = (1 - _ODD) * predicted.nan_to_num(0.0) + _ODD / len(self.head)
+        prior = (1 - _UNPREDICTED) * predicted.nan_to_num(0.0) + _UNPREDICTED / len(self.head)
         return _TRUST * scores + prior.log().where(known[:, None], torch.zeros_like(prior))
 
 
@@ -153,9 +154,9 @@ def fit(
 
 def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
     stream = torch.Generator().manual_seed(seed)
-    own = exposure.layer == 0  # embeddings or the first cache: no token has looked at another
-    table = _table(target, exposure if own else Exposure("hidden", 1))
-    below = None if own or exposure.kind != "kv" else Exposure("hidden", exposure.layer)
+    alone = exposure.layer == 0  # embeddings or the first cache: no attention yet
+    table = _table(target, exposure if alone else Exposure("hidden", 1))
+    below = None if alone or exposure.kind != "kv" else Exposure("hidden", exposure.layer)
     made: list[Fit] = []
     spent = target.vocabulary
     for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
@@ -166,14 +167,14 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
             inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
         spent += tokens.numel() * (1 if below is None else 2)
         known = table[tokens[:, first:].flatten()]
-        made.append(_regress(table, known, inputs, rows, own))
+        made.append(_regress(table, known, inputs, rows, alone))
     return Fits(made[0], made[1], spent)
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
-    """What turns a row into scores of the next token: only the last hidden state is made for it."""
+    """The matrix that turns a last hidden state into scores of the next token; else None."""
     parts = target.parts
-    if exposure != Exposure("hidden", parts.layers):  # a part of a row predicts nothing
+    if exposure != Exposure("hidden", parts.layers):
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
     if head is not None:
@@ -182,14 +183,14 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
-    """`z_v` (v, e) of each token alone; kept like the fit, for other layers too."""
+    """`z_v` (v, e) of each token alone; kept for fits of other layers too."""
     tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
     run = lambda: _run(target, exposure, tokens)[:, 0]  # noqa: E731
     return target.remembered("tokens alone", exposure, run)
 
 
 def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Tensor:
-    """Random tokens, half of them log-uniform: vocabularies are built the most frequent first."""
+    """Random tokens, half of them log-uniform: frequent tokens come first in vocabularies."""
     rare = torch.randint(target.vocabulary, shape, generator=stream)
     common = target.vocabulary ** torch.rand(shape, generator=stream, dtype=torch.float64) - 1
     coin = torch.rand(shape, generator=stream) < 0.5
@@ -207,59 +208,62 @@ def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     ])  # fmt: skip
 
 
-def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, own: bool) -> Fit:
-    """Fit `A`, `μ` and the errors to rows (n, f) of tokens with table entries `known` (n, e)."""
+def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, alone: bool) -> Fit:
+    """Fit `A`, `μ` and the errors to rows (n, f) of tokens with table entries `known` (n, e).
+
+    `inputs` of the layer: fit in two steps by way of them. `alone`: `A = 1`.
+    """
     size = rows.square().mean(-1)
     kept = size <= 25 * size.median()  # a few random tokens become attention sinks of their own
     if not bool(kept.any()):
-        raise LinAlgError("what the model gives of random texts is not finite")
+        raise LinAlgError("the model's answers to random texts are not finite")
     x, y = known[kept].double(), rows[kept].double()
-    middle, centre = x.mean(0), y.mean(0)
-    x, y = x - middle, y - centre
-    if own:
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    x, y = x - x_mean, y - y_mean
+    if alone:
         matrix, freedom = torch.eye(x.shape[1], dtype=x.dtype, device=x.device), 0.0
     elif inputs is None:
         matrix, freedom = _ridge(x, y)
     else:
-        between = inputs[kept].double()
-        between = between - between.mean(0)
-        matrix, freedom = _ridge(x, between)
-        matrix = matrix @ _ridge(between, y)[0]
+        layer_input = inputs[kept].double()
+        layer_input = layer_input - layer_input.mean(0)
+        matrix, freedom = _ridge(x, layer_input)
+        matrix = matrix @ _ridge(layer_input, y)[0]
     errors = (y - x @ matrix) / max(1 - freedom / len(x), 0.1)
-    predicted = ((table.double() - middle) @ matrix).to(table)
+    predicted = ((table.double() - x_mean) @ matrix).to(table)
     spread = y.std(0).clamp(min=1e-9)
-    return Fit(centre.to(table), predicted, errors, spread)
+    return Fit(y_mean.to(table), predicted, errors, spread)
 
 
 def _ridge(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-    """`A` with `y ≈ x A`, pulled towards the diagonal where there is one, and its freedom."""
+    """`A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom."""
     scale = x.std(0).clamp(min=1e-12)
     matrix = x.new_zeros(x.shape[1], y.shape[1])
     if x.shape[1] == y.shape[1]:
         matrix = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).diag()
-    rest, x = y - x @ matrix, x / scale
+    remainder, x = y - x @ matrix, x / scale
     values, vectors = torch.linalg.eigh(x.mT @ x)
     values = values.clamp(min=0)
-    weights = vectors.mT @ (x.mT @ rest)
-    unit = rest.var(0).clamp(min=1e-24)
+    weights = vectors.mT @ (x.mT @ remainder)
+    unit = remainder.var(0).clamp(min=1e-24)
     squares = weights.square() / unit
-    whole = (rest.square().sum(0) / unit).sum()
+    total = (remainder.square().sum(0) / unit).sum()
     best = (float("inf"), 0.0, 0.0)
     for strength in (_STRENGTHS * len(x)).tolist():
         freedom = float((values / (values + strength)).sum())
-        # ‖rest − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ rest, without the product.
+        # ‖remainder − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ remainder, without X.
         gain = (2 - values / (values + strength)) / (values + strength)
-        loss = float(whole - (gain[:, None] * squares).sum()) / rest.numel()
+        loss = float(total - (gain[:, None] * squares).sum()) / remainder.numel()
         loss = max(loss, 0.0) / max(1 - freedom / len(x), 0.05) ** 2
         if loss < best[0]:
             best = (loss, strength, freedom)
-    part = vectors @ (weights / (values + best[1])[:, None])
-    return matrix + part / scale[:, None], best[2]
+    correction = vectors @ (weights / (values + best[1])[:, None])
+    return matrix + correction / scale[:, None], best[2]
 
 
 def _precision(errors: Tensor, unit: Tensor, error: float) -> Tensor:
     """The inverse covariance of errors (n, f), correlations shrunk, the leak's own error added."""
-    spread = errors.std(0).clamp(min=_LEAST * unit)
+    spread = errors.std(0).clamp(min=_LEAST_ERROR * unit)
     correlation = (errors / spread).mT @ (errors / spread) / len(errors)
     correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(errors)
     inverse = torch.linalg.inv(correlation + (error / spread).square().diag())
