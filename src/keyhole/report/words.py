@@ -155,7 +155,7 @@ def counts(assessment: Assessment) -> str:
         return "no check was made"
     checks = "check" if total == 1 else "checks"
     parts = [f"{exposed} of {total} {checks} gave something away"]
-    parts += [f"{ways} found a way open that was not tried"] if ways else []
+    parts += [f"{ways} found a way open"] if ways else []
     parts += [f"{kept} found nothing"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
@@ -250,7 +250,7 @@ def outcome(finding: Finding) -> str:
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
     if finding.open:
-        return "open, not tried"
+        return "open, not tried" if finding.command else "open"
     if is_vector(finding) and finding.status is Status.RECOVERED:
         return "vector recovered"
     if finding.sought == "prediction":
