@@ -175,7 +175,7 @@ def figures(assessment: Assessment) -> dict[str, float]:
     }
     return {
         "keyhole/exposed": float(len(assessment.exposed)),
-        "keyhole/unchecked": float(assessment.audit.unchecked),
+        "keyhole/unchecked": float(assessment.unchecked),
         "keyhole/worst_score": float(max((item.score for item in assessment.items), default=0)),
         **shares,
     }
@@ -207,7 +207,7 @@ def _class(label: Any) -> int:
 
 def _expect_kept(assessment: Assessment, least: Severity) -> None:
     worst = assessment.severity
-    unknown = Severity.UNKNOWN.rank if assessment.audit.unchecked else 0
+    unknown = Severity.UNKNOWN.rank if assessment.unchecked else 0
     if max(worst.rank if assessment.items else 0, unknown) < least.rank:
         return
     bad = [item for item in assessment.items if item.severity.rank >= least.rank]

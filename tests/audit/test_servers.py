@@ -70,7 +70,7 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
     given = by_exposure(audit)
     states = given["token states: POST /embeddings of llama.cpp"]
     assert states.status is Status.EXPOSED
-    assert states.command == f"keyhole audit {url} --model {weights}"
+    assert states.command == ""  # the audit itself tries it
     assert "8 rows of 64 numbers" in states.reason
     text = given["text from POST /embeddings of llama.cpp"]
     assert (text.status, text.known) == (Status.RECOVERED, 1.0)
@@ -80,6 +80,9 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
     row = rows["token states: POST /embeddings of llama.cpp"]
     assert (row["outcome"], row["exact"], row["proved"]) == ("exposed", None, False)
     assert rows["text from POST /embeddings of llama.cpp"]["score"] == 10 > row["score"]
+    stated = assess(audit, returns=("labels",))  # which is not what it gives
+    assert (stated.hypothetical, stated.exit_code) == ((), 1)
+    assert words.assumed(assess(audit)) == ""  # it was asked
     assert [reading.original for reading in text.texts[0].readings] == TEXTS[:2]
     assert audit.exit_code == 1
 
@@ -134,6 +137,7 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
         monkeypatch.delenv("KEYHOLE_API_KEY", raising=False)
         audit = keyhole.audit(url)
         assert {finding.status for finding in audit.findings} == {Status.UNSOLVED}
+        assert not any(finding.command for finding in audit.findings)
         assert all("asks for a key (401)" in finding.reason for finding in audit.findings)
         assert audit.exit_code == 0
         monkeypatch.setenv("KEYHOLE_API_KEY", "secret")
@@ -239,6 +243,9 @@ def test_hidden_states_of_sglang():
     with standing_in({"/generate": generate}, "sglang") as url:
         given = by_exposure(keyhole.audit(url))
     assert "3 rows of 8 numbers" in given["token states: POST /generate of SGLang"].reason
+    states = given["token states: POST /generate of SGLang"]
+    assert states.command == f"keyhole audit {url} --model MODEL"
+    assert words.outcome(states) == "open, not tried"
     assert "500 log-prob" in given["log-probabilities: POST /generate of SGLang"].reason
 
 

@@ -52,6 +52,24 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     assert code == 0
 
 
+def test_what_the_service_does_not_return_does_not_fail(planted):
+    """The head gives scores, but the service in front of it labels alone."""
+    (planted / "keyhole.toml").write_text('returns = ["labels"]\nallow-unchecked = true\n')
+    scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
+    code, words = keyhole(*scores)
+    assert code == 0, words
+    assert "Hypothetical: not returned, where labels are" in words
+    assert "Assumed" not in words
+    assert keyhole(*scores, "--returns", "labels,scores")[0] == 1
+    code, words = keyhole("policy", "keyhole-head.safetensors.json")  # as the policy says
+    assert code == 0, words
+    (planted / "keyhole.toml").unlink()
+    code, words = keyhole(*scores)
+    assert code == 1
+    assert "Assumed that your service returns all that was looked at: scores." in words
+    assert keyhole(*scores, "--returns", "nothing")[0] == 2
+
+
 def test_what_a_baseline_has_does_not_fail(planted):
     (planted / "keyhole.toml").unlink()
     only = ("--only", "KH-WEIGHTS-SCORES")

@@ -9,8 +9,9 @@ from datetime import date
 from enum import StrEnum
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
-from keyhole.core import Audit, Finding, Fleet, Outcome, Readings
-from keyhole.core.exposure import Family, Rule, rule_of, slug
+from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
+from keyhole.core.exposure import Family, Rule, is_returned, rule_of, slug
+from keyhole.core.status import exit_code
 from keyhole.core.text import percent
 
 
@@ -48,7 +49,8 @@ class Assessment:
     run for comparison, and `audit.skips` what was not tried: neither is in the counts. `gone` are
     findings of a baseline that are no longer there, `untried` those whose check was not made this
     time, `other` is the baseline's target where that is another one, `decision` what a policy says
-    of all this.
+    of all this. `hypothetical` are findings about what the service does not return, by what
+    somebody said that it `returns`: they are shown apart, and decide nothing.
     """
 
     audit: Audit
@@ -59,18 +61,34 @@ class Assessment:
     gone: tuple[Item, ...] = ()
     untried: tuple[Item, ...] = ()
     other: str = ""
+    hypothetical: tuple[Item, ...] = ()
+    returns: tuple[str, ...] = ()
     decision: Decision | None = None
 
     @property
     def severity(self) -> Severity:
         """That of the worst finding; what could not be checked is never none."""
-        unchecked = [Severity.UNKNOWN] if self.audit.unchecked or not self.items else []
+        unchecked = [Severity.UNKNOWN] if self.unchecked or not self.items else []
         return max([*unchecked, *(item.severity for item in self.items)], key=_rank)
 
     @property
     def exit_code(self) -> int:
         """What a policy decided; without one, what the audit says by itself."""
-        return self.audit.exit_code if self.decision is None else self.decision.exit_code
+        if self.decision is not None:
+            return self.decision.exit_code
+        outcomes = [item.finding.outcome for item in self.items]
+        return exit_code([*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)])
+
+    @property
+    def unchecked_skips(self) -> tuple[Skip, ...]:
+        """Checks that apply to what is returned, and could not be made."""
+        return _unchecked_skips(self.audit, self.returns)
+
+    @property
+    def unchecked(self) -> int:
+        """How many attacks applied to what is returned and could not be run to an end."""
+        findings = sum(item.finding.outcome is Outcome.UNCHECKED for item in self.items)
+        return findings + len(self.unchecked_skips)
 
     @property
     def exposed(self) -> tuple[Item, ...]:
@@ -83,18 +101,38 @@ class Assessment:
 def assess(
     audit: Audit,
     override: Callable[[str, Rule, Finding], Severity | None] | None = None,
+    returns: Sequence[str] = (),
 ) -> Assessment:
     """Every finding with its id, rule and severity; `override` may set another severity.
+
+    `returns` is what the service returns, where that is not what the audit says.
 
     An override holds for what was given away: it cannot make an exposure of what was kept, nor
     a clean bill of what could not be checked.
     """
     named = zip(ids(audit.findings), audit.findings, strict=True)
     items = [_item(name, finding, override) for name, finding in named]
-    counted = sorted((item for item in items if not item.finding.control), key=_order)
+    returns = tuple(returns) or audit.returns
+    found = sorted((item for item in items if not item.finding.control), key=_order)
+    counted = [item for item in found if _is_real(item.finding, returns)]
+    hypothetical = tuple(item for item in found if not _is_real(item.finding, returns))
     controls = tuple(item for item in items if item.finding.control)
     families = tuple(_card(family, counted) for family in Family)
-    return Assessment(audit, tuple(counted), controls, families, _verdict(audit, families))
+    made = Assessment(
+        audit, tuple(counted), controls, families, "", hypothetical=hypothetical, returns=returns
+    )
+    return replace(made, verdict=_verdict(made))
+
+
+def _is_real(finding: Finding, returns: Sequence[str]) -> bool:
+    """What was observed is given out, whatever somebody says."""
+    return finding.observed or is_returned(finding.exposure, returns)
+
+
+def _unchecked_skips(audit: Audit, returns: Sequence[str]) -> tuple[Skip, ...]:
+    return tuple(
+        skip for skip in audit.skips if skip.unchecked and is_returned(skip.exposure, returns)
+    )
 
 
 def ids(findings: Sequence[Finding]) -> list[str]:
@@ -177,26 +215,24 @@ _OPEN = {family: f"a way to the {family} is open" for family in Family}
 _WORDS = {Level.ALL: _ALL, Level.PARTLY: _PARTLY, Level.OPEN: _OPEN}
 
 
-def _verdict(audit: Audit, families: Sequence[Card]) -> str:
+def _verdict(made: Assessment) -> str:
     """One line: what is lost, then what nobody knows."""
-    total = len(audit.attacks)
-    if total == 0 and not audit.unchecked:
+    total, families = len(made.items), made.families
+    if total == 0 and not made.unchecked and made.hypothetical:
+        return f"Nothing was checked: no attack reads what is returned ({', '.join(made.returns)})."
+    if total == 0 and not made.unchecked:
         return "Nothing was checked: no attack applies to this target."
     lost = [_WORDS[card.level][card.family] for card in families if card.exposed]
-    unchecked = f"{audit.unchecked} of {total + _skipped(audit)} checks had no result"
+    unchecked = f"{made.unchecked} of {total + len(made.unchecked_skips)} checks had no result"
     if lost:
         listed = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}"
-        tail = f"; {unchecked}" if audit.unchecked else ""
+        tail = f"; {unchecked}" if made.unchecked else ""
         return f"{listed[0].upper()}{listed[1:]}{tail}."
-    if audit.unchecked >= total + _skipped(audit):
+    if made.unchecked >= total + len(made.unchecked_skips):
         return "Could not check: no attack came to a result that says anything of this target."
-    if audit.unchecked:
+    if made.unchecked:
         return f"Nothing was given away, but {unchecked}: that is not a clean bill."
     return f"Nothing was given away: {total} of {total} attacks tried came back empty."
-
-
-def _skipped(audit: Audit) -> int:
-    return sum(skip.unchecked for skip in audit.skips)
 
 
 # A finding with its id, its rule and how bad it is: a row of every format.

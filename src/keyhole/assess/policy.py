@@ -5,6 +5,7 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     targets = ["./model"]                      # what `keyhole audit` without TARGET audits
     data = "texts.tsv"
     exposures = ["text", "KH-WEIGHTS-*"]       # families or rules to check; all by default
+    returns = ["labels", "embeddings"]         # the rest is hypothetical; by default anything
     fail-on = ["high", "text.exact > 0.1"]     # see below; by default all that is given away
     allow-unchecked = false                    # true: what could not be checked does not count
 
@@ -57,7 +58,7 @@ from keyhole.assess.assessment import (
 from keyhole.assess.severity import Severity
 from keyhole.core import Finding, Outcome, Skip
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import RULES, Family, Rule, expect_exposures
+from keyhole.core.exposure import RULES, Family, Rule, expect_exposures, expect_returns
 from keyhole.core.files import exists, read_text
 from keyhole.core.standards import FRAMEWORKS, expect_standard
 
@@ -73,6 +74,7 @@ class Policy:
     targets: tuple[str, ...] = ()
     data: str | None = None
     exposures: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
     fail_on: tuple[Condition, ...] = field(
         default_factory=lambda: tuple(condition(words) for words in _USUAL)
     )
@@ -156,6 +158,8 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
             return tuple(_in_folder(path, name) for name in _words(value, key, path))
         case "exposures":
             return expect_exposures(_words(value, key, path), f"exposures of {path}")
+        case "returns":
+            return expect_returns(_words(value, key, path), f"returns of {path}")
         case "fail-on":
             return tuple(condition(words) for words in _words(value, key, path))
         case "severity":
@@ -242,7 +246,8 @@ def _ignore(value: Any, path: Path) -> Ignore:
 
 _STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
 _KEYS = {  # and the fields that they set
-    "targets": "targets", "data": "data", "exposures": "exposures", "fail-on": "fail_on",
+    "targets": "targets", "data": "data", "exposures": "exposures", "returns": "returns",
+    "fail-on": "fail_on",
     "allow-unchecked": "allow_unchecked", "severity": "severities", "ignore": "ignores",
     "rule": "standards",
 }  # fmt: skip
@@ -355,12 +360,14 @@ def decided(assessment: Assessment, policy: Policy, today: date | None = None) -
     today = today or datetime.now(UTC).date()
     items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
     rulings = [_ruled(item, policy, today) for item in items]
-    rulings += [_skipped(skip, policy, today) for skip in assessment.audit.skips if skip.unchecked]
-    decision = _decision(rulings, len(items), policy)
+    rulings += [_skipped(skip, policy, today) for skip in assessment.unchecked_skips]
+    decision = _decision(rulings, len(items), policy, assessment)
     return replace(assessment, items=items, decision=decision)
 
 
-def _decision(rulings: Sequence[Ruled], tried: int, policy: Policy) -> Decision:
+def _decision(
+    rulings: Sequence[Ruled], tried: int, policy: Policy, assessment: Assessment
+) -> Decision:
     def first(ruling: Ruling) -> list[Ruled]:
         return [ruled for ruled in rulings if ruled.ruling is ruling]
 
@@ -368,6 +375,9 @@ def _decision(rulings: Sequence[Ruled], tried: int, policy: Policy) -> Decision:
     if failing:
         rules = list(dict.fromkeys(ruled.rule for ruled in failing))
         code, rule = FAILED, f"{len(failing)} of {tried} findings fail: {'; '.join(rules)}"
+    elif not rulings and assessment.hypothetical:
+        code = PASSED if policy.allow_unchecked else UNCHECKED
+        rule = f"no check is about what is returned ({', '.join(assessment.returns)})"
     elif not rulings:
         code, rule = UNCHECKED, "nothing was checked"
     elif unchecked and not policy.allow_unchecked:

@@ -62,6 +62,10 @@ class AnswersTarget(Part):
     name: str = ""
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         address = f"{without_password(self.url)}/v2/models/{self.model}"

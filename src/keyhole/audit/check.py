@@ -81,6 +81,11 @@ class Part(ABC):
         return 0 if self.loaded is None else largest_matrix(self.loaded.model)
 
     @property
+    def observed(self) -> bool:
+        """Does it give by itself what is checked, or does the auditor run its model?"""
+        return False
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What its findings follow from besides its identity."""
         return {}

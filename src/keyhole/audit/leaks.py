@@ -37,6 +37,10 @@ class LeakTarget(Part):
     leaks: Sequence[Opened]
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         digests = " ".join(opened.leak.digest for opened in self.leaks)
         return f"{digests}; {self.loaded.identity}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import MOST, InputError, expect_count, expect_seed
-from keyhole.core.exposure import expect_exposures
+from keyhole.core.exposure import RETURNS, expect_exposures, expect_returns
 from keyhole.core.options import CHECKS, DATA, ENDPOINT, SCALE, TARGET, option
 
 Layers = tuple[int, ...] | Literal["all"]
@@ -112,6 +112,13 @@ class AuditOptions:
         CHECKS,
         metavar="[FAMILY|RULE]",
     )
+    returns: tuple[str, ...] = option(
+        (),
+        f"What your service returns, such as labels,embeddings (of {', '.join(RETURNS)}): what is "
+        "found of anything else is hypothetical and does not fail. By default, anything.",
+        CHECKS,
+        metavar="NAME,…",
+    )
     against_defences: bool = option(
         False,
         "Also put defences in front of endpoints that score with one head, and of what models "
@@ -134,9 +141,9 @@ class AuditOptions:
             value: Any = getattr(self, each.name)
             if isinstance(value, PathLike):
                 value = fspath(value)
-            if each.name in ("model", "only") and isinstance(value, str):
+            if each.name in ("model", "only", "returns") and isinstance(value, str):
                 value = (value,)
-            elif value is None and each.name in ("model", "only", "endpoint"):
+            elif value is None and each.name in ("model", "only", "returns", "endpoint"):
                 value = EndpointOptions() if each.name == "endpoint" else ()
             elif isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
@@ -145,3 +152,5 @@ class AuditOptions:
         expect_count("--texts", self.texts)
         expect_count("--flips", self.flips)
         expect_exposures(self.only, "--only")
+        names = tuple(name for word in self.returns for name in word.split(","))
+        object.__setattr__(self, "returns", expect_returns(names, "--returns"))

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,8 @@ class Plan:
     seconds: float = 0.0
     only: tuple[str, ...] = ()
     called: str = ""
+    returns: tuple[str, ...] = ()
+    observed: bool = False
 
     @classmethod
     def of(
@@ -175,6 +177,8 @@ class Plan:
         return cls(
             name=opened.name or opened.identity,
             called=options.name or "",
+            returns=options.returns,
+            observed=bool(opened.parts) and all(part.observed for part in opened.parts),
             identity=opened.identity,
             determined=dict(_determined(opened, options)),
             checks={key: check.exposure for key, check in checks.items()},
@@ -200,11 +204,15 @@ class Plan:
         return Audit(
             target=self.name,
             identity=self.identity,
-            findings=whole(self.stores, checked.findings),
+            findings=tuple(
+                replace(finding, observed=self.observed)
+                for finding in whole(self.stores, checked.findings)
+            ),
             skips=(*self.skips, *skips),
             seed=self.seed,
             seconds=self.seconds + seconds,
             name=self.called,
+            returns=self.returns,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +68,14 @@ class ServerTarget(Part):
     texts: Sequence[str]
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.identity}"
-        return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
+        model = Path(self.server.model).name  # llama.cpp names a file
+        return f"{self.server.url} {self.server.kind} {model}{weights}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """One for each route, and one for each thing that is read of what a route returns."""
@@ -117,8 +123,10 @@ def _probe(
 
 
 def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
-    """What reads texts or weights through an open route."""
+    """What reads texts or weights through an open route; nothing where this audit does."""
     model = "MODEL" if loaded is None else shlex.quote(loaded.name)
+    if loaded is not None and (route.gives == STATES or route.numbered):
+        return ""
     if route.gives == VECTOR:
         return f"keyhole audit {server.url}{route.path} --model {model} --known FILE"
     if route.gives == CACHE:

@@ -131,6 +131,10 @@ class StoreTarget(Vectors, Part):
         )  # fmt: skip
 
     @property
+    def observed(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> str:
         return f"{self.store_identity}; {self.loaded.identity}"
 

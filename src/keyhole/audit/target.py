@@ -60,6 +60,11 @@ class EndpointPart(Part):
 
     name: str
     oracle: Oracle
+    served: bool = False
+
+    @property
+    def observed(self) -> bool:
+        return self.served
 
     @property
     def identity(self) -> str:
@@ -382,7 +387,7 @@ class _Opener:
             part = AnswersTarget(base, model, options.endpoint, self._weights(what), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
         self._refuse(what, "model", "known", "corpus", "data")
-        return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
+        return Target(describe(self.name, oracle), (EndpointPart("", oracle, served=True),))
 
     def _weights(self, what: str) -> Loaded | None:
         """The model of --model, with its head; None where none is given."""

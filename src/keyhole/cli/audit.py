@@ -84,7 +84,12 @@ def audit(
     policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
-    options = replace(options, only=options.only or tuple(judge.policy.exposures))
+    options = replace(
+        options,
+        only=options.only or judge.policy.exposures,
+        returns=options.returns or judge.policy.returns,
+    )
+    judge = replace(judge, policy=replace(judge.policy, returns=()))  # each audit holds its own
     named: Sequence[str] = judge.policy.targets if target is None and targets is None else ()
     if named and judge.policy.data is not None:
         options = replace(options, data=options.data or judge.policy.data)

@@ -82,10 +82,11 @@ class Judge:
     def __call__(self, audit: Audit) -> Assessment:
         from keyhole.assess import assess, compared, decided
 
-        assessment = assess(audit, override=self.policy.severity)
+        assessment = assess(audit, self.policy.severity, self.policy.returns)
         if self.baselines:
             own = next((each for each in self.baselines if audit.is_of(each)), self.baselines[0])
-            assessment = compared(assessment, assess(own, override=self.policy.severity))
+            old = assess(own, self.policy.severity, assessment.returns)
+            assessment = compared(assessment, old)
         return decided(assessment, self.policy)
 
 

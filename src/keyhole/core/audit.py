@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import rule_of
+from keyhole.core.exposure import expect_returns, rule_of
 from keyhole.core.finding import Finding, Skip
 from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import Outcome, exit_code
@@ -30,7 +30,8 @@ def _now() -> str:
 class Audit(Result):
     """Findings about a target, what could not be checked, and where and when that was.
 
-    `target` says what it is, and may hold a path; `name` is what somebody calls it.
+    `target` says what it is, and may hold a path; `name` is what somebody calls it. `returns` is
+    what its service returns, where that was said (core/exposure.py: RETURNS).
     """
 
     target: str
@@ -42,8 +43,12 @@ class Audit(Result):
     created: str = field(default_factory=_now)
     environment: dict[str, str] = field(default_factory=environment)
     name: str = ""
+    returns: tuple[str, ...] = ()
 
     kind: ClassVar[str] = "audit"
+
+    def __post_init__(self) -> None:  # a file may say anything
+        expect_returns(self.returns, "returns")
 
     def is_of(self, other: Audit) -> bool:
         """Are both of one target: the same weights, vectors or address, or of the same name?

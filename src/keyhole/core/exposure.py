@@ -233,6 +233,47 @@ def rule_of(exposure: Exposure) -> Rule:
     return _BY_ID[exposure.rule]
 
 
+# What a service may say that it returns, and what each rule needs of that. Rules that are not here
+# are about nothing that is returned, or about what was seen to be.
+
+RETURNS = {  # and what whoever has it can make of it
+    "labels": (), "scores": ("labels",), "log-probabilities": ("scores", "labels"),
+    "embeddings": (), "hidden-states": ("embeddings",), "attention-maps": (), "caches": (),
+    "gradients": (),
+}  # fmt: skip
+_NEEDS = {
+    "KH-WEIGHTS-LAST-LAYER": "log-probabilities", "KH-WEIGHTS-VECTOR-PROMPTS": "log-probabilities",
+    "KH-WEIGHTS-ROUNDED-SCORES": "scores", "KH-WEIGHTS-SIGNS": "labels",
+    "KH-WEIGHTS-SCORES": "scores", "KH-WEIGHTS-VECTORS": "embeddings",
+    "KH-INPUTS-ATTENTION-MAPS": "attention-maps", "KH-INPUTS-LAYER-OUTPUT": "hidden-states",
+    "KH-TEXT-TOKEN-IDS": "caches", "KH-TEXT-GRADIENT": "gradients",
+    "KH-TEXT-KEYS-AND-VALUES": "caches", "KH-TEXT-ATTENTION-MAPS": "attention-maps",
+    "KH-TEXT-ATTENTION-OUTPUT": "hidden-states", "KH-TEXT-HIDDEN-STATES": "hidden-states",
+    "KH-TEXT-LOG-PROBABILITIES": "log-probabilities", "KH-TEXT-EMBEDDING": "embeddings",
+    "KH-PREDICTIONS-CUTS": "labels",
+}  # fmt: skip
+
+
+def needs(exposure: Exposure) -> str | None:
+    """What a service has to return for it; None where it does not depend on that."""
+    return _NEEDS.get(exposure.rule)
+
+
+def is_returned(exposure: Exposure, returns: Sequence[str]) -> bool:
+    """Does a service that returns this give it out? One that does not say may return anything."""
+    needed = needs(exposure)
+    given = {each for name in returns for each in (name, *RETURNS[name])}
+    return not returns or needed is None or needed in given
+
+
+def expect_returns(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """What a service returns, by these names; one line for any other."""
+    for name in names:
+        if name not in RETURNS:
+            raise InputError(f"{where} takes {', '.join(RETURNS)}, got {name[:60]}")
+    return tuple(names)
+
+
 def slug(*parts: str) -> str:
     """Letters and digits of any script, in lower case, with hyphens."""
     words = [re.sub(r"[\W_]+", "-", part.lower())[:80].strip("-") for part in parts]

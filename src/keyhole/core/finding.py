@@ -40,6 +40,9 @@ class Finding:
     A finding is one of two kinds. *Recovered*: an attack was run, and a judge compared what it gave
     with the target. *Exposed*: a route or a setting is open; the reason says what it gives,
     `command` what tries it. Nothing of it was read, so it has no exactness and is never proved.
+
+    `observed` says that a server, a store or a file gave it; otherwise the auditor made the model
+    give it, and whether a service does is for its owner to say.
     """
 
     exposure: Exposure
@@ -62,6 +65,7 @@ class Finding:
     extra: str = ""
     tried: int = 0
     command: str = ""
+    observed: bool = False
 
     def __post_init__(self) -> None:  # a file may say anything
         if self.exposure.rule == NOT_CHECKED:

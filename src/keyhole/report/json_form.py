@@ -46,7 +46,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
             "checked": len(assessment.items),
             "exposed": len(assessment.exposed),
             "open": sum(item.finding.open for item in assessment.items),
-            "unchecked": audit.unchecked,
+            "unchecked": assessment.unchecked,
             "controls": len(assessment.controls),
             "skipped": len(audit.skips),
         },
@@ -56,6 +56,9 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "gone": [_row(item) for item in assessment.gone],
         "untried": [_row(item) for item in assessment.untried],
         "other": assessment.other,
+        "hypothetical": [_row(item) for item in assessment.hypothetical],
+        "returns": list(assessment.returns),
+        "assumed": words.assumed(assessment),
         "decision": None if decision is None else decided(decision),
     }
 

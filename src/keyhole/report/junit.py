@@ -82,7 +82,8 @@ def _cases(assessment: Assessment) -> list[tuple[str, Case]]:
     """Every check, with the endpoint or model that it is about."""
     audit = assessment.audit
     made = [
-        (item.finding.part or audit.target, _case(item, assessment)) for item in assessment.items
+        (item.finding.part or audit.target, _case(item, assessment))
+        for item in (*assessment.items, *assessment.hypothetical)
     ]
     return [*made, *((audit.target, _skipped(skip, assessment)) for skip in audit.skips)]
 
@@ -110,6 +111,8 @@ def _case(item: Item, assessment: Assessment) -> Case:
 
 def _end(item: Item, assessment: Assessment) -> tuple[str, str]:
     """The tag of how a check ended, and which rule of a policy decided that."""
+    if item in assessment.hypothetical:
+        return "skipped", "the service does not return it"
     plain = {
         Outcome.GIVEN_AWAY: "failure", Outcome.EXPOSED: "failure", Outcome.UNCHECKED: "error",
         Outcome.KEPT: "",

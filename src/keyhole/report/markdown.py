@@ -68,12 +68,17 @@ def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -
 
 def _title(assessment: Assessment) -> list[str]:
     sign = SIGNS[assessment.severity.value]
+    ways = sum(item.finding.open for item in assessment.items)
     return [
         f"## {sign} Keyhole: {assessment.verdict}", "",
-        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed)} of "
-        f"{len(assessment.items)} checks gave something away, worst severity "
+        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
+        f"{len(assessment.items)} checks gave something away, {_open(ways)}worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
     ]  # fmt: skip
+
+
+def _open(ways: int) -> str:
+    return f"{ways} found a way open, " if ways else ""
 
 
 def _cards(cards: Sequence[Card]) -> list[str]:
@@ -144,12 +149,20 @@ def _unchecked(assessment: Assessment) -> list[str]:
 
 
 def _left(assessment: Assessment) -> list[str]:
-    """What else the baseline has."""
+    """What else the baseline has, what does not count, and what was assumed."""
     gone, untried = (
         [words.in_full(item.finding.exposure) for item in items]
         for items in (assessment.gone, assessment.untried)
     )
-    return [*folded("gone since the baseline", gone), *folded(UNTRIED, untried)]
+    note = words.assumed(assessment)
+    return [
+        *folded("gone since the baseline", gone), *folded(UNTRIED, untried),
+        *folded(
+            "hypothetical: the service does not return it",
+            [words.in_full(item.finding.exposure) for item in assessment.hypothetical],
+        ),
+        *([note, ""] if note else []),
+    ]  # fmt: skip
 
 
 def folded(about: str, names: Sequence[str]) -> list[str]:

@@ -246,6 +246,7 @@ _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
     State.GONE: "absent", State.UNTRIED: "unchanged",
 }  # fmt: skip
+_HYPOTHETICAL = {"kind": "informational", "level": "none"}  # the service does not return it
 _ENDS = {
     0: "nothing was given away, or nothing that fails the policy",
     1: "something was given away",
@@ -270,6 +271,8 @@ def run(
     places = Places(inert(assessment.audit.target))
     items = (*assessment.items, *assessment.gone, *assessment.untried)
     results = [_result(item, places) for item in items]
+    hypothetical = [_result(item, places) for item in assessment.hypothetical]
+    results += [{**each, **_HYPOTHETICAL} for each in hypothetical]
     compared = any(item.state is not None for item in assessment.items)
     results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
     return {

@@ -47,6 +47,9 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     if ways := [item.finding for item in assessment.items if item.finding.command]:
         parts.append(_line("Open, not tried: what tries it", "bold"))
         parts += [_line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways]
+    if assessment.hypothetical:
+        title = words.hypothetical(assessment)
+        parts += [_line(title, "bold"), _Findings(assessment.hypothetical)]
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
     if assessment.gone:
@@ -57,7 +60,10 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
         parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.untried]
     if audit.skips:
         parts += [_line("Not tried", "bold"), _skips(audit.skips)]
-    return Group(*parts, *_by_length(audit))
+    parts += _by_length(audit)
+    if note := words.assumed(assessment):
+        parts.append(_line(note, "dim"))
+    return Group(*parts)
 
 
 def _cards(assessment: Assessment) -> Table:
