@@ -92,7 +92,7 @@ def _leading_to(name: str, roots: list[Node]) -> Word | None:
     for root in roots:
         spec = _part(root, "spec") if _kind(root) in _EXPOSING else None
         named = [] if spec is None else [node for node in walk(spec) if isinstance(node, Scalar)]
-        if isinstance(root, Mapping) and name in [node.text for node in named]:
+        if isinstance(root, Mapping) and name and name in [node.text for node in named]:
             return Word(f"kind: {_kind(root)}", root.pairs["kind"].line)
     return None
 
