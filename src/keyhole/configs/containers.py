@@ -40,10 +40,10 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
 
     `folder` is where files of variables are looked for.
     """
-    published = next(filter(None, map(_published, roots)), None)
     guarded = any(_kind(root) == "NetworkPolicy" for root in roots)
     for root in roots:
         cluster = _kind(root) != ""
+        published = _published(root, roots) if cluster else None
         composed = _services(root)
         taken = set[int]()
         for node in walk(root):
@@ -68,16 +68,59 @@ def _kind(root: Node) -> str:
     return "" if kind is None else kind.text
 
 
-def _published(root: Node) -> Word | None:
-    """The setting by which an object of Kubernetes lets others than its cluster in."""
-    kind = _kind(root)
-    if kind in _EXPOSING and isinstance(root, Mapping):
-        return Word(f"kind: {kind}", root.pairs["kind"].line)
-    if kind != "Service" or not isinstance(root, Mapping):
-        return None
-    spec = root.mapping("spec")
-    reach = None if spec is None else spec.scalar("type")
-    return (reach and reach.text in OUTSIDE and Word(f"type: {reach.text}", reach.line)) or None
+def _published(root: Node, roots: list[Node]) -> Word | None:
+    """The setting by which others than the cluster reach an object of Kubernetes: the type of a
+    service that selects it, or something that leads to such a service."""
+    labels = {name: label.text for name, label in _labels(root).items()}
+    name = _name(root)
+    for service in (one for one in roots if _kind(one) == "Service"):
+        spec = _part(service, "spec")
+        selector = _scalars(_part(service, "spec", "selector"))
+        selects = selector and all(labels.get(key) == at.text for key, at in selector.items())
+        if not selects and _name(service) != name:
+            continue
+        reach = None if spec is None else spec.scalar("type")
+        if reach is not None and reach.text in OUTSIDE:
+            return Word(f"type: {reach.text}", reach.line)
+        if leading := _leading_to(_name(service), roots):
+            return leading
+    return _leading_to(name, roots)
+
+
+def _leading_to(name: str, roots: list[Node]) -> Word | None:
+    """An ingress or a route that names a service."""
+    for root in roots:
+        spec = _part(root, "spec") if _kind(root) in _EXPOSING else None
+        named = [] if spec is None else [node for node in walk(spec) if isinstance(node, Scalar)]
+        if isinstance(root, Mapping) and name in [node.text for node in named]:
+            return Word(f"kind: {_kind(root)}", root.pairs["kind"].line)
+    return None
+
+
+def _part(root: Node, *names: str) -> Mapping | None:
+    """A mapping inside another, by the names that lead to it."""
+    for name in names:
+        inner = root.mapping(name) if isinstance(root, Mapping) else None
+        if inner is None:
+            return None
+        root = inner
+    return root if isinstance(root, Mapping) else None
+
+
+def _scalars(node: Mapping | None) -> dict[str, Scalar]:
+    pairs = {} if node is None else node.pairs
+    return {name: value for name, value in pairs.items() if isinstance(value, Scalar)}
+
+
+def _labels(root: Node) -> dict[str, Scalar]:
+    """The labels of the pods that an object makes, or its own."""
+    made = _part(root, "spec", "template", "metadata", "labels")
+    return _scalars(made or _part(root, "metadata", "labels"))
+
+
+def _name(root: Node) -> str:
+    about = _scalars(_part(root, "metadata"))
+    return about["name"].text if "name" in about else ""
 
 
 OUTSIDE = ("LoadBalancer", "NodePort")  # types of services that others than the cluster reach
