@@ -39,6 +39,12 @@ import sys, xllamacpp as x
 p = x.CommonParams()
 p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256, 1
 p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
+    if name == "slots":
+        p.slot_save_path = value
+    else:
+        p.embedding = True
+        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
 server = x.Server(p)
 print("listening", flush=True)
 sys.stdin.read()
@@ -178,9 +184,10 @@ def shipped() -> Path:
 
 
 @contextmanager
-def served(file: Path) -> Generator[str]:
+def served(file: Path, *settings: str) -> Generator[str]:
+    """llama.cpp's server; `settings` are pooling=MEAN, or slots=FOLDER/ to save prompts in."""
     port = free_port()
-    command = [sys.executable, "-c", SERVER, str(file), str(port)]
+    command = [sys.executable, "-c", SERVER, str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **quiet) as process:
         assert process.stdout is not None

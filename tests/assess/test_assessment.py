@@ -109,7 +109,7 @@ def test_the_verdict_is_one_line():
     assert part == "The weights can be copied in part."
     kept = finding(status=Status.UNSOLVED)
     clean = assess(audit(kept)).verdict
-    assert clean == "Nothing was given away: 1 of 1 attacks tried came back empty."
+    assert clean == "Nothing was given away: the attack that was tried failed."
     missing = Skip(called("the text"), "x", "no weights", unchecked=True)
     assert "not a clean bill" in assess(audit(kept, skips=(missing,))).verdict
     assert assess(audit(skips=(missing,))).verdict.startswith("Could not check")

@@ -26,6 +26,8 @@ from keyhole.oracle.probe import ROUTES, Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.report import json_form, words
 
+LAST_LAYER = "last layer from POST /completion of llama.cpp"
+EMBEDDINGS = "POST /embeddings of llama.cpp"
 TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
 
 
@@ -70,7 +72,7 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
     given = by_exposure(audit)
     states = given["token states: POST /embeddings of llama.cpp"]
     assert states.status is Status.EXPOSED
-    assert states.command == f"keyhole audit {url} --model {weights}"
+    assert states.command == ""  # the audit itself tries it
     assert "8 rows of 64 numbers" in states.reason
     text = given["text from POST /embeddings of llama.cpp"]
     assert (text.status, text.known) == (Status.RECOVERED, 1.0)
@@ -89,7 +91,7 @@ def test_text_from_the_states_of_llama_cpp(weights, data):
 
 def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
     with tiny_gguf.serving(weights, f"slots={weights.parent}/") as url:
-        audit = keyhole.audit(url, model=str(weights), data=data, texts=4)
+        audit = keyhole.audit(url, model=str(weights), data=data, texts=4, budget=1024)
         assert not list(weights.parent.glob("*.bin"))  # the probe writes nothing
         saved = httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60)
         saved.raise_for_status()
@@ -122,14 +124,39 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
 
 
 def test_a_wide_last_layer_is_not_read_to_its_end(weights, monkeypatch):
-    monkeypatch.setattr(last_layers, "QUERIES", 64)  # too few for its 64 directions
     monkeypatch.setattr(last_layers, "SAMPLE", 16)
-    with tiny_gguf.serving(weights) as url:
-        layer = by_exposure(keyhole.audit(url))["last layer from POST /completion of llama.cpp"]
+    with tiny_gguf.serving(weights) as url:  # 64 questions are too few for its 64 directions
+        layer = by_exposure(keyhole.audit(url, budget=64))[LAST_LAYER]
     assert (layer.status, layer.queries) == (Status.BUDGET, 16)
     assert layer.known == pytest.approx(16 / 64, abs=2 / 64)  # a direction for every answer
     assert f"go on with keyhole extract {url} --method output-layer" in layer.reason
     assert "of 64 that the server states" in layer.reason
+
+
+def test_many_questions_are_asked_only_where_somebody_wants_it(weights, tmp_path):
+    """By name or by a budget, stated before the attack begins; what was answered is kept."""
+    said: list[str] = []
+    with tiny_gguf.serving(weights) as url:
+        probed = keyhole.audit(url, model=str(weights), probe_only=True)
+        usual = keyhole.audit(url, answers=tmp_path / "usual.db")
+        first, again = (
+            keyhole.audit(
+                url, only="KH-WEIGHTS-LAST-LAYER", answers=tmp_path / "a.db", notice=said.append
+            )
+            for _ in range(2)
+        )
+    assert {finding.attack for finding in probed.findings} == {"probe"}
+    assert {words.skip(skip) for skip in probed.skips} >= {"token states: " + EMBEDDINGS}
+    (skip,) = [skip for skip in usual.skips if words.skip(skip) == LAST_LAYER]
+    assert "--budget 1024" in skip.reason
+    assert sum(finding.queries for finding in usual.findings) < 10
+    assert said[0] == f"{LAST_LAYER}: up to 1,024 questions"
+    paid, free = (by_exposure(audit)[LAST_LAYER] for audit in (first, again))
+    assert paid.status is free.status is Status.RECOVERED
+    assert paid.queries > 64
+    assert free.queries <= 8  # that it is the same server is looked at again
+    with pytest.raises(InputError, match="exclude each other"):
+        keyhole.audit(url, probe_only=True, budget=5)
 
 
 def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
@@ -137,6 +164,7 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
         monkeypatch.delenv("KEYHOLE_API_KEY", raising=False)
         audit = keyhole.audit(url)
         assert {finding.status for finding in audit.findings} == {Status.UNSOLVED}
+        assert not any(finding.command for finding in audit.findings)
         assert all("asks for a key (401)" in finding.reason for finding in audit.findings)
         assert audit.exit_code == 0
         monkeypatch.setenv("KEYHOLE_API_KEY", "secret")
@@ -242,6 +270,9 @@ def test_hidden_states_of_sglang():
     with standing_in({"/generate": generate}, "sglang") as url:
         given = by_exposure(keyhole.audit(url))
     assert "3 rows of 8 numbers" in given["token states: POST /generate of SGLang"].reason
+    states = given["token states: POST /generate of SGLang"]
+    assert states.command == f"keyhole audit {url} --model MODEL"
+    assert words.outcome(states) == "open, not tried"
     assert "500 log-prob" in given["log-probabilities: POST /generate of SGLang"].reason
 
 

@@ -231,6 +231,8 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
     page = (tmp_path / "keyhole-vectors.jsonl.html").read_text("utf-8")
+    if not right:
+        assert "was it another encoder? Name it with --model" in " ".join(done.stdout.split())
     if right:
         assert f"texts ({finding.estimate.share}" in done.stdout
         assert text in page

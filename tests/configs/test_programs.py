@@ -119,6 +119,43 @@ def test_what_public_repositories_have(tmp_path, name, text, expected):
     assert rules(tmp_path, text, name) == expected
 
 
+POD = """\
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: ollama}
+spec:
+  template:
+    metadata: {labels: {app: ollama}}
+    spec: {containers: [{name: o, image: ollama/ollama}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: llm}
+spec: {type: TYPE, selector: {app: SELECTED}}
+---
+apiVersion: networking.k8s.io/v1
+kind: Ingress
+metadata: {name: web}
+spec: {rules: [{http: {paths: [{backend: {service: {name: BEHIND}}}]}}]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("reach", "selected", "behind", "expected"),
+    [
+        ("LoadBalancer", "ollama", "webui", {"OLLAMA-OPEN"}),
+        ("LoadBalancer", "webui", "webui", set()),  # another program's
+        ("ClusterIP", "ollama", "webui", set()),
+        ("ClusterIP", "ollama", "llm", {"OLLAMA-OPEN"}),
+    ],
+)
+def test_in_a_cluster_the_service_that_selects_a_pod_counts(
+    tmp_path, reach, selected, behind, expected
+):
+    text = POD.replace("TYPE", reach).replace("SELECTED", selected).replace("BEHIND", behind)
+    assert rules(tmp_path, text, "ollama.yaml") == expected
+
+
 def test_of_several_lines_the_one_that_starts_the_program_counts(tmp_path):
     text = (
         "containers:\n- image: vllm/vllm-openai\n"

@@ -73,7 +73,7 @@ def test_findings_stand_by_family_then_part_the_worst_first(found):
     ("findings", "sentence"),
     [
         ((), "Nothing was checked"),
-        ((Status.NOT_IDENTIFIABLE,), "Nothing was given away: 1 of 1 attacks"),
+        ((Status.NOT_IDENTIFIABLE,), "Nothing was given away: the attack"),
         ((Status.ORACLE_FAILED,), "Could not check"),
         ((Status.INEXACT, Status.MISMATCH), "The weights can be copied in part; 1 of 2 checks"),
     ],

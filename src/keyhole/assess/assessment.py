@@ -229,10 +229,12 @@ def _verdict(made: Assessment) -> str:
         tail = f"; {unchecked}" if made.unchecked else ""
         return f"{listed[0].upper()}{listed[1:]}{tail}."
     if made.unchecked >= total + len(made.unchecked_skips):
-        return "Could not check: no attack came to a result that says anything of this target."
+        ended = "the attack had no result" if total == 1 else "no attack had a result"
+        return f"Could not check: {ended}."
     if made.unchecked:
         return f"Nothing was given away, but {unchecked}: that is not a clean bill."
-    return f"Nothing was given away: {total} of {total} attacks tried came back empty."
+    tried = "the attack that was tried" if total == 1 else f"all {total} attacks"
+    return f"Nothing was given away: {tried} failed."
 
 
 # A finding with its id, its rule and how bad it is: a row of every format.

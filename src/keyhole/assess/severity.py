@@ -69,7 +69,7 @@ def score(finding: Finding) -> Score:
     lost, what = _VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
     cheap = 2 if finding.queries <= _CHEAP else 1 if finding.queries <= _AFFORDABLE else 0
     if finding.open:
-        return _scored(lost + cheap, f"a way to {what}, open and not tried, {cost(finding)}")
+        return _scored(lost + cheap, f"a way to {what} is open, {cost(finding)}")
     proved = is_proved(finding)
     much, how_much = _much(1.0 if is_vector(finding) else share(finding), proved)
     how_much += _chance(finding)

@@ -125,10 +125,20 @@ class AuditOptions:
         "leak; the attack on each knows the defence.",
         CHECKS,
     )
+    probe_only: bool = option(
+        False, "Of a server, only find out which routes are open: a few requests each.", CHECKS
+    )
+    budget: int | None = option(
+        None,
+        "Allow an attack on a server that takes many questions, such as the one on the last layer, "
+        "so many of them; --only KH-WEIGHTS-LAST-LAYER runs it as well.",
+        CHECKS,
+    )
     seed: int = option(0, "The seed of every random choice.", CHECKS)
     ledger: str | None = option(
         None,
-        "Remember every answer of an endpoint in this file; the same command resumes from it.",
+        "Remember every answer of an endpoint in this file; the same command resumes from it. By "
+        "default answers of a server are kept next to the findings.",
         ENDPOINT,
         file=True,
     )
@@ -151,6 +161,9 @@ class AuditOptions:
         expect_seed(self.seed)
         expect_count("--texts", self.texts)
         expect_count("--flips", self.flips)
+        expect_count("--budget", self.budget)
+        if self.probe_only and self.budget is not None:
+            raise InputError("--probe-only and --budget exclude each other: give one of them")
         expect_exposures(self.only, "--only")
         names = tuple(name for word in self.returns for name in word.split(","))
         object.__setattr__(self, "returns", expect_returns(names, "--returns"))

@@ -47,6 +47,7 @@ def audit(
     processes: int = 0,
     dask: str | None = None,
     journal: str | Path | None = None,
+    answers: str | Path | None = None,
     force: bool = False,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
@@ -61,8 +62,9 @@ def audit(
     `dask` on the cluster at that address; an endpoint over the network, or with a ledger, is asked
     by this process alone. `journal` is the file that remembers finished checks, from which an audit
     that was stopped goes on (`resuming` is called then); remove it once the findings are saved.
-    Another audit's journal is refused, or replaced with `force`. `notice` is called with what a
-    person should know at once.
+    Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
+    those of a server, where the options name no ledger. `notice` is called with what a person
+    should know at once.
     """
     started = time.perf_counter()
     options = AuditOptions(**more) if options is None else options
@@ -76,9 +78,15 @@ def audit(
     else:
         opened = target_of(target)
     opening = time.perf_counter() - started
-    with opened.ready(options.ledger, notice) as ready, ExitStack() as stack:
+    ledger = options.ledger or (answers if opened.is_asked else None)
+    with opened.ready(ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
+        for check in checks.values():
+            if check.queries:
+                notice(f"{words.exposure(check.exposure)}: up to {check.queries:,} questions")
         plan = Plan.of(opened, checks, options, opening)
+        for store in opened.stores.values():
+            notice(words.begins(len(store.rows), store.count))
         sendable = all(check.for_worker for check in checks.values())
         if workers and named is not None and named.local_only and not sendable:
             notice("its checks are made in this process, which holds its ledger and secrets")
@@ -86,7 +94,7 @@ def audit(
         memory = stack.enter_context(Journal(journal, plan.determined, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
-        run = Checking(runner, memory, track)
+        run = Checking(runner, memory, track, notice)
         send = partial(_sent, checks, named, plan) if workers else partial(_local, checks, track)
         run.begin("", plan, send)
         if run.done:
@@ -148,7 +156,7 @@ class Plan:
     It is made where the target is opened, by a worker maybe; whoever has it can name every check
     and make the audit of what they gave. `determined` is everything that the findings follow from.
     `several`: the target has several parts, and what one does not give another does. `seconds` is
-    what opening took.
+    what opening took, `pace` the seconds of a unit of weight, where those can be told beforehand.
     """
 
     name: str
@@ -162,6 +170,7 @@ class Plan:
     seed: int = 0
     seconds: float = 0.0
     only: tuple[str, ...] = ()
+    pace: float = 0.0
     called: str = ""
     returns: tuple[str, ...] = ()
     observed: bool = False
@@ -189,6 +198,7 @@ class Plan:
             seed=options.seed,
             seconds=seconds,
             only=options.only,
+            pace=max((store.pace for store in opened.stores.values()), default=0.0),
         )
 
     @property
@@ -242,8 +252,10 @@ class Checking:
     on all targets.
     """
 
-    def __init__(self, runner: Runner, journal: Journal, track: Track) -> None:
-        self.runner, self.journal = runner, journal
+    def __init__(
+        self, runner: Runner, journal: Journal, track: Track, notice: Notice = ignored
+    ) -> None:
+        self.runner, self.journal, self._notice = runner, journal, notice
         self._progress = track("audit")
         self.plans: dict[str, Plan] = {}
         self._keys: dict[str, str] = {}  # what the journal's keys of a target begin with
@@ -276,7 +288,24 @@ class Checking:
                 record = {**checked.to_dict(), "seconds": done.seconds}
                 self.journal.add({self._keys[name] + key: record})
             self._learn(name, key, checked, done.seconds)
+            self._stream(name, checked)
         self.report(f"{name}: " * bool(name) + words.in_full(exposure), unopened)
+
+    def _stream(self, name: str, checked: Checked) -> None:
+        """Say what was read of a store as soon as it is."""
+        facts = self.plans[name].stores
+        for given in checked.findings:
+            if given.part in facts and given.texts:
+                tried = [
+                    reading
+                    for made, _ in self._made[name].values()
+                    for each in made.findings
+                    if each.part == given.part and each.texts
+                    for reading in each.texts[0].readings
+                ]
+                about = facts[given.part]
+                last = given.texts[0].readings
+                self._notice(words.so_far(last, tried, about.sample, about.count))
 
     def is_complete(self, name: str) -> bool:
         return len(self._made[name]) == len(self.plans[name].checks)
@@ -298,14 +327,20 @@ class Checking:
         """How much is done; targets that are not open yet are taken to be like the others."""
         known = max(1, len(self.plans))
         ahead = [task.key for task in self.runner.left() if task.key[1] is not None]
-        if self._weight and isinstance(self._progress, Expecting):
+        told = self._weight or any(plan.pace for plan in self.plans.values())
+        if told and isinstance(self._progress, Expecting):
             seconds = sum(self.cost(name, key) for name, key in ahead)
             seconds += unopened * sum(self._spent.values()) / known
             self._progress.expect(seconds / len(self.runner))
         self._progress(self.done, self.total + unopened * self.total // known or None, note)
 
     def cost(self, name: str, key: str) -> float:
+        """Its weight, at the pace of its target so far, which begins as it was measured."""
         spent, weight = self._spent.get(name, 0.0), self._weight.get(name, 0.0)
+        pace = self.plans[name].pace
+        if pace:  # worth one typical check
+            usual = sum(self.plans[name].weights.values()) / max(1, len(self.plans[name].weights))
+            spent, weight = spent + pace * usual, weight + usual
         if not weight:
             spent, weight = sum(self._spent.values()), sum(self._weight.values())
         return self.plans[name].weights[key] * (spent / weight if weight else 1.0)

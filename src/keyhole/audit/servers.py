@@ -13,19 +13,21 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.audit.check import Check, Checked, Part
+from keyhole.audit.check import Check, Checked, Part, nothing_to_try
 from keyhole.audit.texts import reading_of
 from keyhole.core import Finding, Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY
-from keyhole.core.exposure import Exposure
+from keyhole.core.exposure import Exposure, is_chosen
 from keyhole.core.finding import Readings
+from keyhole.core.journal import digest
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
@@ -34,6 +36,7 @@ from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import COMPLETION, FORMS, Completions, VectorPrompts
 from keyhole.oracle.http import Refused
+from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
 from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.recover import HiddenStates, Logits, recover_text
@@ -65,6 +68,14 @@ class ServerTarget(Part):
     server: Server
     loaded: Loaded | None
     texts: Sequence[str]
+    probe_only: bool = False
+    budget: int | None = None
+    only: tuple[str, ...] = ()
+    ledger: str | Path | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"texts": digest(list(self.texts)), "queries": self._allowed()}
 
     @property
     def observed(self) -> bool:
@@ -73,7 +84,8 @@ class ServerTarget(Part):
     @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.identity}"
-        return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
+        model = Path(self.server.model).name  # llama.cpp names a file
+        return f"{self.server.url} {self.server.kind} {model}{weights}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """One for each route, and one for each thing that is read of what a route returns."""
@@ -88,8 +100,10 @@ class ServerTarget(Part):
 
         for route in server.routes:
             add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
+            if self.probe_only:
+                continue
             if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
-                add("KH-WEIGHTS-LAST-LAYER", "", route.name, last_layer, route)
+                made.append(self._last_layer(route))
             if loaded is None:
                 continue
             about = (route, loaded, self.texts)
@@ -98,10 +112,27 @@ class ServerTarget(Part):
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
                 add("KH-TEXT-LOG-PROBABILITIES", "last-state", route.name, _state, *about)
-        if loaded is not None and server.kind in FORMS:
+        if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, loaded)
         return made
+
+    def _allowed(self) -> int | None:
+        """How many questions an expensive attack may ask; None where nobody asked for one."""
+        return self.budget or (QUERIES if self.only else None)
+
+    def _last_layer(self, route: Route) -> Check:
+        """The attack where somebody asked for it, by its name or by a budget; else how to ask."""
+        exposure = Exposure("KH-WEIGHTS-LAST-LAYER", name=route.name)
+        allowed = self._allowed() if is_chosen(exposure, self.only) else None
+        if allowed is None:
+            reason = (
+                f"it takes about {QUERIES:,} questions to the server: --budget {QUERIES} or "
+                "--only KH-WEIGHTS-LAST-LAYER runs it"
+            )
+            return nothing_to_try(Skip(exposure, "OutputLayer", reason))
+        run = partial(last_layer, exposure, self.server, route, allowed, self.ledger)
+        return Check(exposure, run, queries=allowed)
 
 
 def _probe(
@@ -121,14 +152,16 @@ def _probe(
 
 
 def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
-    """What reads texts or weights through an open route."""
+    """What reads texts or weights through an open route; nothing where this audit does."""
     model = "MODEL" if loaded is None else shlex.quote(loaded.name)
+    if loaded is not None and (route.gives == STATES or route.numbered):
+        return ""
     if route.gives == VECTOR:
         return f"keyhole audit {server.url}{route.path} --model {model} --known FILE"
     if route.gives == CACHE:
         return f"keyhole audit SAVED-SLOT --model {model}"
     if route.gives == LOGPROBS and not route.numbered:
-        return f"keyhole extract {server.url} --method output-layer"
+        return f"keyhole extract {server.url}/v1/completions --method output-layer"
     return f"keyhole audit {server.url} --model {model}"
 
 
@@ -285,7 +318,8 @@ def _compared(
 # The last layer behind a server's log-probabilities: its width, and how much of its matrix.
 #
 # Every answer of the whole vocabulary gives away one direction of what the output matrix spans,
-# until there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most.
+# until there are no more (extract/output_layer.py). That takes hundreds of answers, so it is done
+# where it is asked for by name, with `QUERIES` of them at most, or by a budget of one's own.
 # Where the server states a larger width, it takes a sample, and says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
@@ -297,7 +331,14 @@ REMEDY = (
 )
 
 
-def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -> Checked:
+def last_layer(
+    exposure: Exposure,
+    server: Server,
+    route: Route,
+    queries: int,
+    ledger: str | Path | None,
+    track: Track,
+) -> Checked:
     """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
@@ -312,9 +353,11 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
                 f"output-layer --top {given} finds out whether a bias chooses them"
             )
             return _skipped(exposure, "OutputLayer", reason)
-        budget = QUERIES if (oracle.width or 0) < _WIDEST * QUERIES else SAMPLE
+        budget = queries if (oracle.width or 0) < _WIDEST * queries else min(SAMPLE, queries)
         counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
-        result = OutputLayer()(counted)
+        with ExitStack() as stack:
+            kept = counted if ledger is None else stack.enter_context(Ledger(counted, ledger))
+            result = OutputLayer()(kept)
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"

@@ -36,7 +36,8 @@ from keyhole.models.loading import Loaded, identity, kept_open
 from keyhole.recover import Pooled, TextRecovery
 from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
-from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts, effort
+from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.pooling import (
     AGREES,
     AGREES_QUANTISED,
@@ -50,14 +51,20 @@ from keyhole.recover.embeddings.pooling import (
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.originals import Original
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # the rest is not estimated
-_AT_ONCE = {"cpu": 8, "cuda": 256}  # vectors that one check reads
+_AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
+# Runs of the encoder for one text, at most: on a CPU what is read after more of them is little.
+_PASSES = {"cpu": 3_000, "cuda": 1_000_000}
+_TYPICAL = 0.6  # of those: what a text takes on average
+_COUNTED = 35_000  # tokens that are run to count the corpus that ships
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
+_USUAL, _CHARACTERS = 10, 4  # tokens of a text that nobody knows, and characters of a token
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
 _OWN = 100  # texts of the corpus that ships whose vectors' statistics stand for the encoder's
@@ -71,6 +78,7 @@ class StoreFacts:
     pooling: str
     note: str = ""
     read_with: str = ""
+    sample: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,6 +125,9 @@ class StoreTarget(Vectors, Part):
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
+        if store.texts is not None:  # the shortest first: they are read soonest
+            lengths = dict(zip(rows, (len(text or "") for text in store.texts(rows)), strict=True))
+            rows = sorted(rows, key=lambda row: lengths[row])
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
         max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
@@ -141,7 +152,9 @@ class StoreTarget(Vectors, Part):
     @property
     def facts(self) -> StoreFacts:
         read_with = self.method.note if isinstance(self.method, CountedReader) else ""
-        return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
+        return StoreFacts(
+            self.count, self.pooling.reason, self.note, read_with, sample=len(self.rows)
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -159,7 +172,7 @@ class StoreTarget(Vectors, Part):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
-            reason = f"{self.pooling.reason}: was it another encoder?"
+            reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
             mismatch = finding(self.exposure, Status.MISMATCH, reason)
             return [Check(self.exposure, lambda _: Checked((mismatch,)))]
         attack, count = _ready_once(self), len(self.rows)
@@ -169,8 +182,29 @@ class StoreTarget(Vectors, Part):
             end = min(start + step, count)
             few = self._some(slice(start, end))
             run, sent = partial(_in_process, self, few, attack), partial(_for_worker, self, few)
-            made.append(Check(self.exposure, run, f"{start + 1}–{end} of {count}", sent))
+            name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
+            made.append(Check(self.exposure, run, name, sent, weight=self._work(start, end)))
         return made
+
+    def _work(self, start: int, end: int) -> float:
+        """About how many tokens are run to read these texts, the first with the counting."""
+        attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
+        search = self.method.search if isinstance(self.method, CountedReader) else SumSearch()
+        passes = search.passes or _PASSES[attacked.parts.device.type]
+        lengths = [_USUAL if text is None else len(text) // _CHARACTERS for text in self.texts]
+        tokens = sum(length + 3 for length in lengths[start:end])  # and special ones
+        return _TYPICAL * passes * tokens + (0 if start else _COUNTED * effort(attacked))
+
+    @property
+    def pace(self) -> float:
+        """Seconds for a token of a run of the encoder, measured now."""
+        attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
+        encoder = Encoder(attacked, self.pooling.exposure, matrix_half())
+        texts = Texts.filled(torch.full((128, 8), len(encoder.table) // 2, device=encoder.device))
+        encoder.vectors(texts[:1], fast=True)  # the first takes longer
+        started = time.perf_counter()
+        encoder.vectors(texts, fast=True)
+        return (time.perf_counter() - started) / encoder.framed(texts)[0].numel()
 
     def _some(self, few: slice) -> Vectors:
         held = {each.name: getattr(self, each.name) for each in fields(Vectors)}
@@ -236,6 +270,13 @@ def _pooling(
     if declared is not None:
         return declared
     return from_statistics(*encoder, ORDINARY, many, width)
+
+
+def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
+    """The same with as many runs of the encoder as an audit takes for a text."""
+    attacked = Attacked.of(loaded.model, loaded.tokenizer)
+    passes = round(_PASSES[attacked.parts.device.type] * effort(attacked))
+    return replace(method, search=replace(method.search, passes=passes))
 
 
 _Ready = Callable[[Track], Attack]

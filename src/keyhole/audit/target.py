@@ -20,7 +20,7 @@ from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
-from keyhole.audit.stores import StoreTarget, likeliest
+from keyhole.audit.stores import StoreTarget, likeliest, quick
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.errors import InputError, MissingExtra
@@ -153,22 +153,34 @@ class Target:
     def stores(self) -> dict[str, StoreTarget]:
         return {part.name: part for part in self.parts if isinstance(part, StoreTarget)}
 
+    @property
+    def is_asked(self) -> bool:
+        """Is it a server, whose answers are worth keeping?"""
+        return any(
+            isinstance(part, ServerTarget)
+            or (isinstance(part, EndpointPart) and getattr(part.oracle, "may_change", False))
+            for part in self.parts
+        )
+
     @contextmanager
-    def ready(self, ledger: str | None = None, notice: Notice = ignored) -> Generator[Target]:
+    def ready(
+        self, ledger: str | Path | None = None, notice: Notice = ignored
+    ) -> Generator[Target]:
         """The same with its endpoints counted, and remembered where there is a ledger."""
-        if ledger is not None and not self.endpoints:
+        servers = [part for part in self.parts if isinstance(part, ServerTarget)]
+        if ledger is not None and not self.endpoints and not servers:
             kind = TargetKind.STORE if self.stores else TargetKind.MODEL
             raise _no_endpoint(kind, self.name)
         with session(self.endpoints, ledger=ledger, notice=notice) as asked:
-            yield replace(
-                self,
-                parts=tuple(
-                    replace(part, oracle=asked[part.name])
-                    if isinstance(part, EndpointPart)
-                    else part
-                    for part in self.parts
-                ),
-            )
+
+            def ready(part: Part) -> Part:
+                if isinstance(part, ServerTarget):
+                    return replace(part, ledger=ledger)
+                if isinstance(part, EndpointPart):
+                    return replace(part, oracle=asked[part.name])
+                return part
+
+            yield replace(self, parts=tuple(map(ready, self.parts)))
 
 
 def target_of(
@@ -373,7 +385,11 @@ class _Opener:
         reason = "give --model to read it back"
         skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
         name = f"{server.kind or 'a server'} at {server.url}"
-        return Target(name, (ServerTarget(name, server, loaded, self._texts()),), skips)
+        options = self.options
+        part = ServerTarget(
+            name, server, loaded, self._texts(), options.probe_only, options.budget, options.only
+        )
+        return Target(name, (part,), skips)
 
     def _endpoint(self, what: str) -> Target:
         """An endpoint that takes vectors, or one that takes texts."""
@@ -432,7 +448,7 @@ class _Opener:
         known = [] if options.known is None else read_texts(options.known)
         with open_store(self.place, known, shown=self.name) as store:
             subject = likeliest(self._candidates(store, known))
-        subject = replace(subject, method=method)
+        subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
 
     def _candidates(self, store: Store, known: Sequence[str]) -> list[StoreTarget]:

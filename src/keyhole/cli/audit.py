@@ -145,10 +145,14 @@ def _audit_one(target: str, run: _Run) -> int:
     # A journal for each command: another one, stopped before it, is not in its way.
     mine = digest(target, asdict(replace(run.options, ledger=None)))[:8]
     journal = findings.with_name(f"{findings.name}.{mine}.journal")
+    answers = findings.with_name(f"{findings.stem}.answers.db")
+    ledger = run.options.ledger or (str(answers) if "://" in target else None)
     with ExitStack() as stack:
-        started = run.start(stack, journal, lambda: _kept(journal, run.options.ledger))
+        started = run.start(stack, journal, lambda: _kept(journal, ledger))
         # What this command kept of a target that has changed since is of no use.
-        result = audit_target(target, run.options, **started, force=True, notice=say)
+        result = audit_target(
+            target, run.options, **started, answers=answers, force=True, notice=say
+        )
         assessment = run.judge(result)
         wanted.write(assessment)
     again = _unfinished([replace(result, skips=())], journal)

@@ -1,7 +1,7 @@
 """Bars on stderr while a command runs: one for all of it, and one for what runs now.
 
-Both say what is done, of how much, and the time left. Where there is no terminal they are lines:
-one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS silences both.
+Both say what is done, of how much; the first says the time left. Where there is no terminal they
+are lines: one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS silences both.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class _Screen(Bars):
         for standing in filter(None, (self.overall, self.part)):
             total = None if standing.share is None else 1.0
             bar = ProgressBar(total, standing.share or 0.0, width=24 if wide else 12)
-            words = [standing.count, standing.time, standing.note]
+            alone = self.overall is None or standing is self.overall
+            words = [standing.count, standing.time if alone else "", standing.note]
             view.add_row(
                 Text(visible(standing.name)), bar, *(Text(visible(word)) for word in words)
             )
@@ -192,7 +193,8 @@ class _Lines(Bars):
                 self._reported.clear()
                 continue
             overall, part = self.overall, self.part
-            now = "" if part is None else f"now {part.words()}"
+            # One time left, that of all: a part's own would contradict it.
+            now = "" if part is None else f"now {part.words(timed=overall is None)}"
             if overall is not None:
                 say(overall.words(now))
             elif part is not None:

@@ -40,10 +40,10 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
 
     `folder` is where files of variables are looked for.
     """
-    published = next(filter(None, map(_published, roots)), None)
     guarded = any(_kind(root) == "NetworkPolicy" for root in roots)
     for root in roots:
         cluster = _kind(root) != ""
+        published = _published(root, roots) if cluster else None
         composed = _services(root)
         taken = set[int]()
         for node in walk(root):
@@ -68,16 +68,59 @@ def _kind(root: Node) -> str:
     return "" if kind is None else kind.text
 
 
-def _published(root: Node) -> Word | None:
-    """The setting by which an object of Kubernetes lets others than its cluster in."""
-    kind = _kind(root)
-    if kind in _EXPOSING and isinstance(root, Mapping):
-        return Word(f"kind: {kind}", root.pairs["kind"].line)
-    if kind != "Service" or not isinstance(root, Mapping):
-        return None
-    spec = root.mapping("spec")
-    reach = None if spec is None else spec.scalar("type")
-    return (reach and reach.text in OUTSIDE and Word(f"type: {reach.text}", reach.line)) or None
+def _published(root: Node, roots: list[Node]) -> Word | None:
+    """The setting by which others than the cluster reach an object of Kubernetes: the type of a
+    service that selects it, or something that leads to such a service."""
+    labels = {name: label.text for name, label in _labels(root).items()}
+    name = _name(root)
+    for service in (one for one in roots if _kind(one) == "Service"):
+        spec = _part(service, "spec")
+        selector = _scalars(_part(service, "spec", "selector"))
+        selects = selector and all(labels.get(key) == at.text for key, at in selector.items())
+        if not selects and _name(service) != name:
+            continue
+        reach = None if spec is None else spec.scalar("type")
+        if reach is not None and reach.text in OUTSIDE:
+            return Word(f"type: {reach.text}", reach.line)
+        if leading := _leading_to(_name(service), roots):
+            return leading
+    return _leading_to(name, roots)
+
+
+def _leading_to(name: str, roots: list[Node]) -> Word | None:
+    """An ingress or a route that names a service."""
+    for root in roots:
+        spec = _part(root, "spec") if _kind(root) in _EXPOSING else None
+        named = [] if spec is None else [node for node in walk(spec) if isinstance(node, Scalar)]
+        if isinstance(root, Mapping) and name and name in [node.text for node in named]:
+            return Word(f"kind: {_kind(root)}", root.pairs["kind"].line)
+    return None
+
+
+def _part(root: Node, *names: str) -> Mapping | None:
+    """A mapping inside another, by the names that lead to it."""
+    for name in names:
+        inner = root.mapping(name) if isinstance(root, Mapping) else None
+        if inner is None:
+            return None
+        root = inner
+    return root if isinstance(root, Mapping) else None
+
+
+def _scalars(node: Mapping | None) -> dict[str, Scalar]:
+    pairs = {} if node is None else node.pairs
+    return {name: value for name, value in pairs.items() if isinstance(value, Scalar)}
+
+
+def _labels(root: Node) -> dict[str, Scalar]:
+    """The labels of the pods that an object makes, or its own."""
+    made = _part(root, "spec", "template", "metadata", "labels")
+    return _scalars(made or _part(root, "metadata", "labels"))
+
+
+def _name(root: Node) -> str:
+    about = _scalars(_part(root, "metadata"))
+    return about["name"].text if "name" in about else ""
 
 
 OUTSIDE = ("LoadBalancer", "NodePort")  # types of services that others than the cluster reach
@@ -106,15 +149,15 @@ def _container(node: Mapping, folder: Path) -> Command:
     if network and network.text == "host":
         ports = [Word("network_mode: host", network.line)]
     local = on_loopback(port.text for port in ports)
-    env, elsewhere = environment(node), "envFrom" in node.pairs
+    env, external_env = environment(node), "envFrom" in node.pairs
     for part in parts(node.pairs.get("env_file")):
         path = part.scalar("path") if isinstance(part, Mapping) else part
         given = None if not isinstance(path, Scalar) else _variables(folder / path.text, path.line)
-        elsewhere |= given is None
+        external_env |= given is None
         env = {**(given or {}), **env}
     return Command(
         tuple(words), env, node.scalar("image"), local, tuple(mounts),
-        published=None if local or not ports else ports[0], elsewhere=elsewhere,
+        published=None if local or not ports else ports[0], external_env=external_env,
     )  # fmt: skip
 
 
@@ -205,7 +248,7 @@ def in_dockerfile(text: str) -> Iterator[Command]:
             given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
     words = (*given.get("ENTRYPOINT", ()), *given.get("CMD", ()))
     # An image that starts nothing of its own is started with options from elsewhere.
-    command = Command(words, env, image, elsewhere=not words)
+    command = Command(words, env, image, external_env=not words)
     yield from inner_scripts(command) or [command]
 
 
@@ -226,11 +269,11 @@ def in_unit(text: str) -> Iterator[Command]:
     env, started = dict[str, Word](), 0
     for line, value in _settings(text, "Environment"):
         env |= assignments(all_words(value, line))
-    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    external_env = next(_settings(text, "EnvironmentFile"), None) is not None
     for line, value in _settings(text, "ExecStart"):
         for command in from_shell(value.lstrip("-@:+!"), line):
             started += 1
-            unit = replace(command, env={**env, **command.env}, elsewhere=elsewhere)
+            unit = replace(command, env={**env, **command.env}, external_env=external_env)
             yield from inner_scripts(unit) or [unit]
     if not started:
         yield Command((), env)
@@ -248,7 +291,7 @@ def in_quadlet(text: str) -> Iterator[Command]:
             env[target[1]] = Word("$", 1)
     ports = [Word(value.strip(), line) for line, value in _settings(text, "PublishPort")]
     outside = [port for port in ports if not on_loopback([port.text])]
-    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    external_env = next(_settings(text, "EnvironmentFile"), None) is not None
     network = [
         Word("Network=host", line)
         for line, value in _settings(text, "Network")
@@ -256,7 +299,7 @@ def in_quadlet(text: str) -> Iterator[Command]:
     ]
     published = next(iter([*outside, *network]), None)
     command = Command(
-        tuple(words), env, image, published is None, published=published, elsewhere=elsewhere
+        tuple(words), env, image, published is None, published=published, external_env=external_env
     )
     yield from inner_scripts(command) or [command]
 

@@ -115,11 +115,11 @@ class Standing:
         left = (self.total - self.done) * (now - since) / (self.done - before)
         return f"about {duration(left)} left"
 
-    def words(self, now: str = "") -> str:
+    def words(self, now: str = "", *, timed: bool = True) -> str:
         """All of it in one line; `now` is what runs at the moment."""
         # Where a count has no unit of its own, the note begins with it: 12 of 256 starts.
         counted = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
-        parts = ", ".join(part for part in (*counted, now, self.time) if part)
+        parts = ", ".join(part for part in (*counted, now, self.time if timed else "") if part)
         return f"{self.name}: {parts}" if parts else self.name
 
 

@@ -73,7 +73,7 @@ def caches(parts: Anatomy) -> list[int]:
     return sorted({first, first + (parts.layers - 1) // 2})
 
 
-_KEEP = "Do not return hidden states: rounding and noise hardly help, a later layer neither."
+_KEEP = "Do not return hidden states: rounding, noise or a later layer hardly help."
 _CACHE = "Treat a KV cache as the text itself: encrypt it, and never share it between clients."
 _MAPS = "Do not return attention maps; for explanations return one number for each token."
 _INNER = "Keep the outputs of sub-layers inside."

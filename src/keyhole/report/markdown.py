@@ -68,12 +68,17 @@ def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -
 
 def _title(assessment: Assessment) -> list[str]:
     sign = SIGNS[assessment.severity.value]
+    ways = sum(item.finding.open for item in assessment.items)
     return [
         f"## {sign} Keyhole: {assessment.verdict}", "",
-        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed)} of "
-        f"{len(assessment.items)} checks gave something away, worst severity "
+        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
+        f"{len(assessment.items)} checks gave something away, {_open(ways)}worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
     ]  # fmt: skip
+
+
+def _open(ways: int) -> str:
+    return f"{ways} found a way open, " if ways else ""
 
 
 def _cards(cards: Sequence[Card]) -> list[str]:

@@ -41,6 +41,7 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     parts: list[RenderableType] = [_line(assessment.verdict, "bold")]
     if ruling := words.ruling(assessment):
         parts.append(_line(ruling))
+    parts += [_line(f"  {reason}") for reason in words.unfinished(audit)]
     if assessment.items:
         parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))

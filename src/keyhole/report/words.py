@@ -15,7 +15,7 @@ from keyhole.assess import Assessment, Policy
 from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, needs
-from keyhole.core.finding import Reading
+from keyhole.core.finding import Estimate, Reading
 from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
 
@@ -153,11 +153,42 @@ def counts(assessment: Assessment) -> str:
     kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
-    parts = [f"{exposed} of {total} checks gave something away"]
-    parts += [f"{ways} found a way open that was not tried"] if ways else []
-    parts += [f"{kept} came back empty"] if kept else []
+    checks = "check" if total == 1 else "checks"
+    parts = [f"{exposed} of {total} {checks} gave something away"]
+    parts += [f"{ways} found a way open"] if ways else []
+    parts += [f"{kept} found nothing"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
     return ", ".join(parts)
+
+
+def unfinished(audit: Audit) -> list[str]:
+    """Why attacks had no result, and what to do: each reason once, with what it is about."""
+    reasons: dict[str, list[str]] = {}
+    for finding in audit.attacks:
+        if finding.outcome is Outcome.UNCHECKED:
+            reasons.setdefault(finding.reason, []).append(exposure(finding.exposure))
+    return [f"{', '.join(dict.fromkeys(about))}: {reason}" for reason, about in reasons.items()]
+
+
+def begins(sample: int, population: int) -> str:
+    """What is read of a store, before the first text is."""
+    some = f"{sample:,} of {number(population, 'text', 'texts')}, chosen at random"
+    some = f"all of {number(population, 'text', 'texts')}" if sample == population else some
+    return f"reading {some}, the shortest first"
+
+
+def so_far(last: Sequence[Reading], tried: Sequence[Reading], sample: int, population: int) -> str:
+    """What was read of a store just now, and what that means for all of its texts.
+
+    Texts that were not tried yet may all be read, or none: the share holds for either.
+    """
+    exact = sum(reading.exact and reading.verified for reading in tried)
+    least = Estimate.of(exact, sample, population).least
+    most = Estimate.of(exact + sample - len(tried), sample, population).most
+    share = Estimate(exact, sample, population, least, most).share
+    texts = ["".join(piece.text for piece in reading.pieces) for reading in last if reading.exact]
+    quoted = f": {legible('; '.join(texts))}" if texts else ""
+    return f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts{quoted}"
 
 
 def summary(assessment: Assessment) -> str:
@@ -219,7 +250,7 @@ def outcome(finding: Finding) -> str:
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
     if finding.open:
-        return "open, not tried"
+        return "open, not tried" if finding.command else "open"
     if is_vector(finding) and finding.status is Status.RECOVERED:
         return "vector recovered"
     if finding.sought == "prediction":

@@ -33,6 +33,7 @@ AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no o
 # The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
 # 0.04 off that of the same weights in float32, and another pooling 0.5 and more.
 AGREES_QUANTISED = 0.1
+_SURELY = 1e-4  # of a vector's length: float32 on both sides
 _SURE = "--known with texts of the store makes sure"
 _SETTINGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -111,12 +112,12 @@ def from_texts(
     max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
-    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
-    given = vectors.double()
-    errors = {
-        way: float(((each - given).norm(dim=1) / each.norm(dim=1)).median())
-        for way, each in ((way, _as_kept(each, given)) for way, each in made.items())
-    }
+    given, errors = vectors.double(), dict[Exposure, float]()
+    for way in ways(model, width):
+        made = _as_kept(embeddings(model, tokenizer, texts, way, max_length), given)
+        errors[way] = float(((made - given).norm(dim=1) / made.norm(dim=1)).median())
+        if errors[way] <= _SURELY:
+            break  # no other way does that
     return _nearest(errors, "the store's own texts", agrees)
 
 
@@ -211,8 +212,8 @@ def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> P
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
     if error > agrees:
         reason = (
-            f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
-            f"{error:.1e} of their length off"
+            f"no pooling of this encoder gives the vectors of {witness} (the nearest, {words}, is "
+            f"{error:.1e} of their length off)"
         )
     return Pooling(best, error, reason, agrees=agrees)
 

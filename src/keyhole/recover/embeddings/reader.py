@@ -22,7 +22,7 @@ from keyhole.core.errors import expect_count
 from keyhole.core.journal import digest
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.final_state import vectors_of
 from keyhole.recover.embeddings.judge import may_be
@@ -31,6 +31,7 @@ from keyhole.recover.leaks import Leak, Pooled
 
 _BATCH_SIZE = {"cuda": 256, "cpu": 1}  # vectors that are searched at once
 _SAME = 1e-6  # 1 − cosine
+_ENOUGH = 100  # lines that are counted in any case
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class CountedReader:
         )
         lines = [ids for ids in tokenized["input_ids"] if ids]
         max_length = self._max_length(encoder)
+        if self.corpus == SHIPPED:  # a corpus of one's own is counted whole
+            lines = lines[: max(_ENOUGH, round(len(lines) * effort(encoder.target)))]
         if encoder.exposure.pooling == "last":
             lines += beginnings(lines, max_length)
         counted = Counted.of(encoder, lines, max_length)
