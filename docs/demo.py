@@ -26,7 +26,7 @@ SHOWN = (  # the rows that the start page shows
     "full scores", "signs", "a causal layer's output", "hidden states of layer 3",
     "pooled embedding", "gradient of a batch of texts", "1% of all attention cut",
 )  # fmt: skip
-FORM = "  {:<9} {:<37} {:<14} {:>9} {:>24}".format
+FORM = "  {:<9} {:<31} {:<22} {:>7} {:>24}".format
 
 
 def record() -> str:

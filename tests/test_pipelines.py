@@ -173,7 +173,7 @@ def test_the_hook_is_given_the_files_in_which_the_check_recognises_something():
     (hook,) = HOOKS
     assert hook["entry"] == "keyhole check-config"
     folders = [ROOT / "tests/configs/wild/open", ROOT / "tests/configs/examples"]
-    known = [Path(one.path) for one in check(folders).recognised]
+    known = [Path(file.path) for file in check(folders).recognised]
     for folder in folders:
         for path in known:
             if path.is_relative_to(folder):

@@ -74,8 +74,8 @@ def test_sarif_has_them_as_taxonomies_relationships_and_tags(written):
     (run,) = json.loads(written())["runs"]
     taxonomies = run["taxonomies"]
     supported = run["tool"]["driver"]["supportedTaxonomies"]
-    assert [(one["name"], one["index"]) for one in supported] == [
-        (one["name"], place) for place, one in enumerate(taxonomies)
+    assert [(taxonomy["name"], taxonomy["index"]) for taxonomy in supported] == [
+        (taxonomy["name"], place) for place, taxonomy in enumerate(taxonomies)
     ]
     for rule in run["tool"]["driver"]["rules"]:
         named = set()

@@ -117,7 +117,7 @@ def test_answers_are_compared_with_the_models_own(encoder, data, form, words, le
     assert words in finding.reason
     assert finding.queries == 3
     assert (finding.error is not None and finding.error < 1e-5) == ("they are the" in words)
-    assert folder in audit.identity
+    assert folder not in audit.identity  # a folder is no identity
     sent = {tensor["name"]: tensor["data"] for tensor in endpoint.requests[0]["inputs"]}
     assert sum(sent["attention_mask"]) == 5
     assert len(sent["input_ids"]) == (5 if length < 0 else 12)

@@ -191,7 +191,7 @@ def test_json_page_and_verdict(easily):
     assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     page = report.render(made)
     exposed = sum(each.exposed for each in found.findings)
-    assert f"{exposed} of 3 exposed" in page
+    assert f"{exposed} of 3 checks exposed" in page
     cuts = [cut for each in found.findings for cut in each.cuts]
     touched = [{(layer, head) for layer, head, _, _ in cut.units} for cut in cuts]
     assert page.count('class="unit"') == sum(len(heads) for heads in touched)

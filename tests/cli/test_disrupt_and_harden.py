@@ -326,7 +326,7 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
     found = json.loads(done.stdout)["findings"]
     assert {row["sought"] for row in found} == {"text", "prediction"}
     ids = {str(Exposure(**finding["exposure"])): finding["status"] for finding in found}
-    assert ids["text-model-hidden-states-layer-1"] == "recovered"
+    assert ids["text-hidden-states-layer-1"] == "recovered"
 
 
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):

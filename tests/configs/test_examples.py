@@ -119,7 +119,9 @@ def test_what_is_harmless_in_the_wild_raises_no_alarm_and_every_skip_is_named():
     assert skipped == NOT_RECOGNISED
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert (
-        checked.files == len(files) == len({one.path for one in checked.recognised}) + len(skipped)
+        checked.files
+        == len(files)
+        == len({each.path for each in checked.recognised}) + len(skipped)
     )
 
 
@@ -131,8 +133,8 @@ def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
     (tmp_path / "nginx.conf").write_text("listen 80;")
     (tmp_path / "pod.yaml").write_text("a: b\n  image: vllm/vllm-openai\n")
     (tmp_path / "app.py").write_text("import ollama")
-    said = as_text(configs.check([tmp_path])).splitlines()
-    assert said == [
+    lines = as_text(configs.check([tmp_path])).splitlines()
+    assert lines == [
         f"{tmp_path}/compose.yml: recognised Ollama, Qdrant",
         f"{tmp_path}/main.tf: not recognised: it names vLLM, and has no form that Keyhole reads",
         f"{tmp_path}/nginx.conf: not recognised: it starts or sets nothing that Keyhole knows",

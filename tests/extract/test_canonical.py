@@ -145,7 +145,7 @@ def test_copies_of_a_token_show_the_values_of_every_head():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda W, v: (W[:1], v[:1]), "1 against 2 heads in canonical form"),
         (lambda W, v: (W, [v[0], 2 * v[1]]), "v differs by"),
@@ -153,9 +153,9 @@ def test_copies_of_a_token_show_the_values_of_every_head():
         (lambda W, v: ([W[0], W[0] + 1e-6], v), "heads of one have no partner in the other"),
     ],
 )
-def test_a_difference_is_named(change, said):
+def test_a_difference_is_named(change, message):
     model = heads(3, 2, 7)
     W, v = change(list(model.W), list(model.v))
-    assert difference(oracle.MultiHead(W, v), model).startswith(said)
+    assert difference(oracle.MultiHead(W, v), model).startswith(message)
     assert difference(model, heads(4, 2, 7)) == "d = 3 against d = 4"
     assert difference(model, disguised(model, 1)) == ""

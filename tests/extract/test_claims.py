@@ -97,9 +97,9 @@ def heads(method, d, seed, count, rank=None):
     return Case(method, truth, truth, count * low_rank(d, d if rank is None else rank))
 
 
-def orthogonal(d, seed, told):
+def orthogonal(d, seed, given):
     truth, bases = plant_orthogonal(d, min(d, 2), seed=seed)
-    method = extract.OrthogonalHeads(bases if told else None, seed=seed)
+    method = extract.OrthogonalHeads(bases if given else None, seed=seed)
     return Case(method, truth, truth, sum(k * k + k for k in (b.shape[1] for b in bases)))
 
 
@@ -127,7 +127,7 @@ CASES = {
     "SingleHead": lambda d, s: single(extract.SingleHead(seed=s), d, s),
     "LowRank": lambda d, s: single(extract.LowRank(seed=s), d, s, (d + 1) // 2),
     "LowRank, full": lambda d, s: single(extract.LowRank(seed=s), d, s),
-    "LowRank, told": lambda d, s: single(extract.LowRank(1, seed=s), d, s, 1),
+    "LowRank, rank given": lambda d, s: single(extract.LowRank(1, seed=s), d, s, 1),
     "NuclearNorm": lambda d, s: single(extract.NuclearNorm(1, seed=s), d, s, 1, error=1e-4),
     "Tolerant": lambda d, s: single(
         extract.Tolerant(5e-4, seed=s), d, s, view=lambda truth: oracle.Rounded(truth, 3)
@@ -139,10 +139,10 @@ CASES = {
     "SignOnly": lambda d, s: signs(extract.SignOnly(1e-3, seed=s), d, s, 1e-3),
     "SignOnlyAsPublished": sign_only_as_published,
     "MultiHead": lambda d, s: heads(extract.MultiHead(seed=s), d, s, 3),
-    "MultiHead, told": lambda d, s: heads(extract.MultiHead(2, seed=s), d, s, 2),
+    "MultiHead, heads given": lambda d, s: heads(extract.MultiHead(2, seed=s), d, s, 2),
     "MultiHead, low rank": lambda d, s: heads(extract.MultiHead(seed=s), d, s, 2, 1),
-    "OrthogonalHeads": lambda d, s: orthogonal(d, s, told=False),
-    "OrthogonalHeads, told": lambda d, s: orthogonal(d, s, told=True),
+    "OrthogonalHeads": lambda d, s: orthogonal(d, s, given=False),
+    "OrthogonalHeads, bases given": lambda d, s: orthogonal(d, s, given=True),
     "Fitted": lambda d, s: single(extract.Fitted(seed=s), d, s),
     "OrdinaryQuestions": lambda d, s: single(OrdinaryQuestions(seed=s), d, s),
     "OneLayerTransformer": lambda d, s: planted_as(

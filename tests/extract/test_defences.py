@@ -115,18 +115,18 @@ def test_labels_of_long_sequences():
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, monkeypatch, capsys):
     oracle.save(oracle.plant(dim=3, seed=1), tmp_path / "head.safetensors")
     oracle.save(oracle.plant("multi-head", dim=3, heads=2), tmp_path / "heads.safetensors")
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_the_command(here, tmp_path, monkeypatch):
+def test_the_command(keyhole, tmp_path, monkeypatch):
     few = ("no defence", "a budget of half the unknowns", "one query a second")
     monkeypatch.setattr(
         "keyhole.extract.defences.trials", lambda *_: [PLANNED[name] for name in few]
     )
-    done = here("extract", "head.safetensors", "--against-defences", "--json", "--out", "d.json")
+    done = keyhole("extract", "head.safetensors", "--against-defences", "--json", "--out", "d.json")
     assert done.returncode == 1, done.stderr
     data = json.loads(done.stdout)
     assert [each["defence"] for each in data["tried"]] == list(few)
@@ -146,8 +146,8 @@ def test_the_command(here, tmp_path, monkeypatch):
         (["head.safetensors", "-o", "usual_norm=0"], "usual_norm must be"),
     ],
 )
-def test_what_does_not_go_together(options, reason, here):
-    done = here("extract", "--against-defences", *options)
+def test_what_does_not_go_together(options, reason, keyhole):
+    done = keyhole("extract", "--against-defences", *options)
     assert done.returncode == 2
     assert reason in done.stderr
 

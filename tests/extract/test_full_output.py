@@ -299,9 +299,9 @@ def test_an_oracle_that_lies_about_its_dimension():
 
 def test_the_same_seed_asks_the_same():
     truth = layer(8, 2, 8, False)
-    one, two = FullOutput(seed=5)(truth), FullOutput(seed=5)(truth)
-    assert torch.equal(one.model.W, two.model.W)
-    assert one.queries == two.queries
+    first, second = FullOutput(seed=5)(truth), FullOutput(seed=5)(truth)
+    assert torch.equal(first.model.W, second.model.W)
+    assert first.queries == second.queries
 
 
 def test_rotating_the_layer_rotates_the_weights():

@@ -67,7 +67,7 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("behaviour", ODD, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("behaviour", ODD, ids=lambda behaviour: behaviour.__name__)
 @pytest.mark.parametrize("method", [extract.SingleHead, extract.LowRank])
 def test_odd_oracles_end_in_a_status(behaviour, method):
     torch.manual_seed(0)

@@ -117,8 +117,8 @@ def test_killed_it_goes_on_and_asks_nothing_twice(url, tmp_path):
 
 
 def test_wrong_input_is_one_line(url, tmp_path, monkeypatch, capsys):
-    here = partial(command_line.inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = here("extract", url, "--method", "output-layer", "--reference", "nowhere.gguf")
+    run = partial(command_line.inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    done = run("extract", url, "--method", "output-layer", "--reference", "nowhere.gguf")
     assert done.returncode == 2
     assert "nowhere.gguf" in done.stderr
     with pytest.raises(InputError, match="must have the form http://host:port/v2/models/NAME"):

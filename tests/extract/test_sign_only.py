@@ -33,7 +33,7 @@ def errors(found, head):
     return W, float((found.model.v - unit_v).abs().max())
 
 
-def floor(d, accuracy):
+def lower_bound_of(d, accuracy):
     return (d * d + d - 1) * math.log2(1 / accuracy)
 
 
@@ -45,8 +45,8 @@ def test_a_million_to_one_within_three_halves_of_the_floor(seed):
     assert found.status is Status.RECOVERED
     assert max(errors(found, head)) <= found.guarantee <= 1e-6
     assert found.guarantee_v <= 1e-6
-    assert found.queries <= 1.25 * floor(8, 1e-6)
-    assert found.lower_bound == math.ceil(floor(8, 1e-6))
+    assert found.queries <= 1.25 * lower_bound_of(8, 1e-6)
+    assert found.lower_bound == math.ceil(lower_bound_of(8, 1e-6))
     assert torch.linalg.vector_norm(found.model.v) == pytest.approx(1)
     assert signs.calls < 120  # batches: a level of bisection is one
 

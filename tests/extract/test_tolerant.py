@@ -25,10 +25,10 @@ class Fake:
     def __init__(self, dim, function):
         self.dim = dim
         self.function = function
-        self.longest = 0.0
+        self.largest_norm = 0.0
 
     def __call__(self, sequences):
-        self.longest = max(self.longest, float(sequences.norm(dim=-1).max()))
+        self.largest_norm = max(self.largest_norm, float(sequences.norm(dim=-1).max()))
         return self.function(sequences)
 
 
@@ -64,7 +64,7 @@ def test_errors_stay_within_the_guarantee(seed, dim, tau, max_norm, scale, repea
     found = method(target)
     assert found.status is not Status.MISMATCH
     if max_norm is not None:
-        assert target.longest <= max_norm
+        assert target.largest_norm <= max_norm
     if found.status in KNOWN:
         W, v = errors(found, head)
         assert found.guarantee >= W

@@ -61,9 +61,9 @@ def test_only_examples_that_both_get_right_are_counted(words):
     measured = transferred(Batches(model, words, examples), found)
     assert measured.examples == sum(both)
     flips = 0
-    for one, outcome, counts in zip(examples, found.outcomes, both, strict=True):
+    for example, outcome, counts in zip(examples, found.outcomes, both, strict=True):
         if counts:
-            flips += flips_alone(model, words, one, outcome.cut)
+            flips += flips_alone(model, words, example, outcome.cut)
     assert measured.flips == flips
 
 

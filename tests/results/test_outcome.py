@@ -21,6 +21,7 @@ CODES = {  # written down by hand: the code derives it
     Status.RECOVERED: 1,
     Status.WITHIN: 1,
     Status.INEXACT: 1,
+    Status.EXPOSED: 1,
     Status.NOT_IDENTIFIABLE: 0,
     Status.UNSOLVED: 0,
     Status.BUDGET: 3,

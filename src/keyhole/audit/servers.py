@@ -161,7 +161,7 @@ def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
     if route.gives == CACHE:
         return f"keyhole audit SAVED-SLOT --model {model}"
     if route.gives == LOGPROBS and not route.numbered:
-        return f"keyhole extract {server.url} --method output-layer"
+        return f"keyhole extract {server.url}/v1/completions --method output-layer"
     return f"keyhole audit {server.url} --model {model}"
 
 

@@ -35,7 +35,7 @@ class Command:
     container: bool = False  # the words are those of `docker run`, the image among them
     published: Word | None = None  # the setting by which others reach it, where one is seen
     cluster: bool = False  # it runs in Kubernetes
-    elsewhere: bool = False  # a key may be set in another file: a missing one is not claimed
+    external_env: bool = False  # another file sets more variables: a missing key is not reported
     inner: bool = False  # a line of `sh -c`: the image's own program may be another line
 
 
@@ -81,7 +81,7 @@ class Options:
     @property
     def opaque(self) -> bool:
         """Whether more options may come from a shell, a template or another file."""
-        return self.command.elsewhere or any(_OPAQUE.search(word.text) for word in self.words)
+        return self.command.external_env or any(_OPAQUE.search(word.text) for word in self.words)
 
 
 def reached_from_outside(host: Word | None, default: str) -> bool:
@@ -158,7 +158,7 @@ def _contained(words: list[Word], env: Mapping[str, Word]) -> Command:
     return Command(
         tuple(words), given, local=local, mounts=tuple(mounts), container=True,
         published=next(iter([] if local else [*ports, *host]), None),
-        elsewhere=any(word.text.startswith("--env-file") for word in words),
+        external_env=any(word.text.startswith("--env-file") for word in words),
     )  # fmt: skip
 
 

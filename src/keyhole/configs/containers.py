@@ -92,7 +92,7 @@ def _leading_to(name: str, roots: list[Node]) -> Word | None:
     for root in roots:
         spec = _part(root, "spec") if _kind(root) in _EXPOSING else None
         named = [] if spec is None else [node for node in walk(spec) if isinstance(node, Scalar)]
-        if isinstance(root, Mapping) and name in [node.text for node in named]:
+        if isinstance(root, Mapping) and name and name in [node.text for node in named]:
             return Word(f"kind: {_kind(root)}", root.pairs["kind"].line)
     return None
 
@@ -149,15 +149,15 @@ def _container(node: Mapping, folder: Path) -> Command:
     if network and network.text == "host":
         ports = [Word("network_mode: host", network.line)]
     local = on_loopback(port.text for port in ports)
-    env, elsewhere = environment(node), "envFrom" in node.pairs
+    env, external_env = environment(node), "envFrom" in node.pairs
     for part in parts(node.pairs.get("env_file")):
         path = part.scalar("path") if isinstance(part, Mapping) else part
         given = None if not isinstance(path, Scalar) else _variables(folder / path.text, path.line)
-        elsewhere |= given is None
+        external_env |= given is None
         env = {**(given or {}), **env}
     return Command(
         tuple(words), env, node.scalar("image"), local, tuple(mounts),
-        published=None if local or not ports else ports[0], elsewhere=elsewhere,
+        published=None if local or not ports else ports[0], external_env=external_env,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def in_dockerfile(text: str) -> Iterator[Command]:
             given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
     words = (*given.get("ENTRYPOINT", ()), *given.get("CMD", ()))
     # An image that starts nothing of its own is started with options from elsewhere.
-    command = Command(words, env, image, elsewhere=not words)
+    command = Command(words, env, image, external_env=not words)
     yield from inner_scripts(command) or [command]
 
 
@@ -269,11 +269,11 @@ def in_unit(text: str) -> Iterator[Command]:
     env, started = dict[str, Word](), 0
     for line, value in _settings(text, "Environment"):
         env |= assignments(all_words(value, line))
-    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    external_env = next(_settings(text, "EnvironmentFile"), None) is not None
     for line, value in _settings(text, "ExecStart"):
         for command in from_shell(value.lstrip("-@:+!"), line):
             started += 1
-            unit = replace(command, env={**env, **command.env}, elsewhere=elsewhere)
+            unit = replace(command, env={**env, **command.env}, external_env=external_env)
             yield from inner_scripts(unit) or [unit]
     if not started:
         yield Command((), env)
@@ -291,7 +291,7 @@ def in_quadlet(text: str) -> Iterator[Command]:
             env[target[1]] = Word("$", 1)
     ports = [Word(value.strip(), line) for line, value in _settings(text, "PublishPort")]
     outside = [port for port in ports if not on_loopback([port.text])]
-    elsewhere = next(_settings(text, "EnvironmentFile"), None) is not None
+    external_env = next(_settings(text, "EnvironmentFile"), None) is not None
     network = [
         Word("Network=host", line)
         for line, value in _settings(text, "Network")
@@ -299,7 +299,7 @@ def in_quadlet(text: str) -> Iterator[Command]:
     ]
     published = next(iter([*outside, *network]), None)
     command = Command(
-        tuple(words), env, image, published is None, published=published, elsewhere=elsewhere
+        tuple(words), env, image, published is None, published=published, external_env=external_env
     )
     yield from inner_scripts(command) or [command]
 

@@ -113,7 +113,7 @@ def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
         command = Command(
             tuple(_words(node)), environment(node, _ENV), image, published is None,
             published=published, cluster=True,
-            elsewhere=_keyed(node) or _keyed(around) or _guarded(around),
+            external_env=_keyed(node) or _keyed(around) or _guarded(around),
         )  # fmt: skip
         yield from inner_scripts(command) or [command]
 

@@ -206,10 +206,10 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
         if not known:
             skipped.append(skip)
         recognised += sorted(
-            {Recognised(str(path), one.line, one.what, one.name) for one in known},
-            key=lambda one: (one.line, one.name),
+            {Recognised(str(path), each.line, each.what, each.name) for each in known},
+            key=lambda each: (each.line, each.name),
         )
-        hits = {(hit.line, hit.rule.id, hit.what): hit for one in known for hit in one.hits}
+        hits = {(hit.line, hit.rule.id, hit.what): hit for each in known for hit in each.hits}
         findings += [
             Finding(hit.rule, str(path), hit.line, hit.what)
             for _, hit in sorted(hits.items())

@@ -318,7 +318,7 @@ def _look_at_ollama(options: Options) -> Iterator[Hit]:
         return
     yield from _look_at_ollama_variables(options)
     command, host = options.command, options.env.get("OLLAMA_HOST")
-    if command.local or (command.cluster and (not command.published or command.elsewhere)):
+    if command.local or (command.cluster and (not command.published or command.external_env)):
         return
     if host is None and command.published and _in_own_image(options, OLLAMA):
         where = command.published  # its image sets OLLAMA_HOST=0.0.0.0
@@ -332,7 +332,7 @@ def _look_at_ollama_variables(options: Options) -> Iterator[Hit]:
         yield Hit(OLLAMA_ORIGINS, origins.line, f"OLLAMA_ORIGINS={origins.text}")
     host = options.env.get("OLLAMA_HOST")
     address = None if host is None else _ADDRESS.fullmatch(host.text)
-    inside = command.local or (command.cluster and (not command.published or command.elsewhere))
+    inside = command.local or (command.cluster and (not command.published or command.external_env))
     if host is None or address is None or inside:
         return
     if reached_from_outside(Word(address["host"] or _ANYWHERE, host.line), _ANYWHERE):

@@ -280,7 +280,7 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
             part = wanted[start : start + _AT_ONCE_OF_MILVUS]
             given = client.get(name, ids=part, output_fields=[key, column])
             held |= {row[key]: row.get(column) for row in given}
-        return [held.get(one) for one in wanted]
+        return [held.get(each) for each in wanted]
 
     where = f"{place.path}, {name}"
     return column_store(where, len(keys), read, vector, text, np.float32, note)
