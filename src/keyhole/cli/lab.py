@@ -261,14 +261,14 @@ def _kept(journal: Path, what: str, where: Path | None = None) -> str:
 
 @command(
     "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
-    'keyhole lab corpus ./language-model --begin "The film" --begin "This movie" --texts 20 '
+    'keyhole lab corpus ./language-model --text "The film" --text "This movie" --texts 20 '
     "--out reviews.txt",
     group=lab,
 )
 def corpus(
     model: opt.ModelName,
     texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
-    begin: Annotated[
+    text: Annotated[
         list[str] | None,
         opt.about(
             "Words that sentences begin with; may be repeated. By default the first words of "
@@ -295,7 +295,7 @@ def corpus(
     expect_new(out, force=force)
     with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
         lines = draw_texts(
-            model, texts, begins=begin or (), max_length=max_length, device=device,
+            model, texts, begins=text or (), max_length=max_length, device=device,
             allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
         )  # fmt: skip
         write_text(out, "".join(f"{line}\n" for line in lines))

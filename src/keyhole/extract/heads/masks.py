@@ -1,14 +1,19 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-In `[x+δ ; x+D1 ; x+D2 ; x]` a head with `g = W x` gives x+D a weight proportional to `exp(gᵀD)`.
-For the ray (line l, sign s) choose
+The target is a sum of heads, and the last token x asks. Head h sees x only through `g_h = W_h x`. A
+*line* l is a direction that some g_h have, up to sign; far_field.py finds them, g_l being the normal
+of the plane where the head's gate is half open. A *ray* is a line with a sign s; as a rule one head
+lies on it. The *near field* are probes δ so short that gates σ(gᵀδ) are neither 0 nor 1.
+
+In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
 
     D1 = −sμ b + τ w,   D2 = −sμ' b − τ w,    w ⟂ g_l,  g_lᵀb = |g_l|,  τ|g_kᵀw| ≫ μ|g_kᵀb|, k ≠ l.
 
 Up to e^{−margin}, which is below rounding,
 
 - a head of another line sits on D1 or D2, whichever has gᵀD > 0: it does not see δ;
-- a head on the opposite ray, `W x = −s g_l`, sits on them too (μ' = 2μ breaks the tie);
+- a head on the opposite ray, `W x = −s g_l`, sits on them too. Where there may be one, μ' = 2μ:
+  with μ' = μ it would share its attention between D1 and D2, and its answer would depend on both;
 - a head with `W x = +s g_l` sees neither.
 
 So the near field of one head is left, whatever H, d and the values are:
@@ -34,7 +39,7 @@ from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
 MARGIN = 50.0  # e^{−50} is far below rounding
-_SPARE = 2.0  # margins are built this much too large, so that x may move
+_SPARE = 2.0  # margins are built this much too large, and then serve other tokens x nearby too
 _PULL = 4.0  # g_kᵀω of a probe that shows leaks
 _SIGNS = 256  # sign patterns that are tried for w
 _STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w where lines are crowded
@@ -42,7 +47,10 @@ _STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w where lines are cro
 
 @dataclass(frozen=True)
 class Masks:
-    """The two offsets of each ray, and their margin per unit of length (of a normal's length)."""
+    """The two offsets D1 and D2 of each ray.
+
+    `margin` is the least |gᵀw| among the other lines, for unit vectors g and w: 1 is the best.
+    """
 
     D: Tensor  # (R, 2, d)
     margin: Tensor  # (R,)
@@ -141,10 +149,10 @@ def mask_others(
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
         return free
-    better = best.margin < 0.4 * free.margin
+    costly = best.margin < 0.4 * free.margin  # to be orthogonal to the others' values
     return Masks(
-        torch.where(better[:, None, None], free.D, best.D),
-        torch.where(better, free.margin, best.margin),
+        torch.where(costly[:, None, None], free.D, best.D),
+        torch.where(costly, free.margin, best.margin),
     )
 
 
@@ -238,14 +246,13 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
 
 
 def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator) -> Tensor:
-    """Probes (R, k, d) that pull at every other head and do nothing at their own ray.
+    """Probes ω (R, k, d) that test a mask: its own ray does not answer to them, other heads would.
 
-    Own values are 0, and own gᵀω where that leaves a direction: in two dimensions none is at right
-    angles to v and g. With dimensions enough g_kᵀω has one sign for all k, and one answer proves a
-    mask and is its baseline (k = 1). With too few, as for opposite heads, or if own values are not
-    exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3). Where
-    own values leave no direction at all only the baseline is left, 0, and what a mask lets through
-    shows in the test of the whole model.
+    So vᵀω = 0 for the ray's values, and gᵀω = 0 too where dimensions are left. In many dimensions
+    one ω has g_kᵀω = `_PULL` for every other head at once: its answer is the mask's baseline, and
+    equals it only if the mask holds (k = 1). Otherwise heads may pull in opposite directions, and
+    the answers to 0, ω and −ω are compared (k = 3). Where the ray's values span all of space there
+    is no such ω: only the baseline, 0, is asked, and the test of the whole model has to do.
     """
     rays, slots, d = V.shape
     if slots >= d:
@@ -255,7 +262,7 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
     if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
         wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))
-        # Nothing is left of the ray itself: the ridge makes up for it.
+        # A ray's own row is 0 after the projection: the ridge keeps the system solvable.
         ridge = 1e-12 * float((g * g).sum(1).max()) * torch.eye(rays, dtype=torch.float64)
         weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
         return weights.unsqueeze(1) @ inside

@@ -273,9 +273,10 @@ class Stored:
         return float(self.misfit(vector[None])) <= self.limit(vector)
 
     def nearest(self, vector: Tensor) -> Tensor:
-        """The vector (k,) that fits and is nearest to this one: itself, if only arithmetic differs.
+        """The vector (k,) nearest to this one that the store would write as it did.
 
-        Where noise was stated, it is what was stored: what another text would explain of it counts.
+        It is this vector itself, if only arithmetic differs. Where the store is known to add noise,
+        it is the stored vector: another text may explain part of what looks like noise.
         """
         vector = vector.double()
         margins = self._margins(vector[None])[0]
