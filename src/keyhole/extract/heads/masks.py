@@ -1,9 +1,9 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-The target is a sum of heads, and the last token x asks. Head h sees x only through `g_h = W_h x`. A
-*line* l is a direction that some g_h have, up to sign; far_field.py finds them, g_l being the normal
-of the plane where the head's gate is half open. A *ray* is a line with a sign s; as a rule one head
-lies on it. The *near field* are probes δ so short that gates σ(gᵀδ) are neither 0 nor 1.
+The target is a sum of heads, and the last token x asks. Head h sees x only through `g_h = W_h x`.
+A *line* l is a direction that some g_h have, up to sign; far_field.py finds them, with g_l the
+normal of the plane where the head's gate is half open. A *ray* is a line with a sign s; as a rule
+one head lies on it. The *near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
 
 In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
 
