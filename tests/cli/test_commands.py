@@ -231,6 +231,7 @@ def test_version(tmp_path):
     )
 
 
+@pytest.mark.release
 def test_three_targets_in_one_folder_and_one_is_killed(tmp_path):
     """The journal of one that was killed is in nobody's way, and it goes on from it."""
     names = [f"{name}.safetensors" for name in "abc"]
