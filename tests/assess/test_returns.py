@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 
 from exposures import called
+from keyhole import report
 from keyhole.assess import Policy, assess, compared, decided, read_policy
 from keyhole.core import Outcome, Skip, Status
 from keyhole.core.errors import InputError
@@ -109,6 +110,7 @@ def test_without_it_the_audit_says_what_it_assumed():
     assert note.startswith("Assumed that your service returns all that was looked at: labels, ")
     assert "gradients" not in note  # nothing was looked at
     assert words.assumed(assess(whole(), returns=("labels",))) == ""
+    assert note in report.render(whole())
 
 
 def test_names_are_known_and_every_rule_but_three_needs_one(tmp_path):
