@@ -1,4 +1,4 @@
-"""What TARGET means, found out once for every command, and the endpoints among targets.
+"""What TARGET means, found out once for every command; nothing is opened, and torch is not loaded.
 
 | kind | as people write it |
 |---|---|
@@ -25,24 +25,17 @@ from urllib.parse import urlsplit
 from safetensors import SafetensorError, safe_open
 
 from keyhole.configs.files import SLOT_MAGIC
-from keyhole.core.endpoint import EndpointOptions
-from keyhole.core.errors import InputError
+from keyhole.core.endpoint import names_address
 from keyhole.core.files import exists, is_file, is_folder
-from keyhole.models.demo import DEMO, folder_of, open_model
-from keyhole.models.loading import task_of
-from keyhole.models.next_token import NextTokenLogits
-from keyhole.models.sub_layer import sub_layer
-from keyhole.oracle.completions import Completions
-from keyhole.oracle.connection import expect_authorized, names_address, without_password
-from keyhole.oracle.http import Limits
-from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.protocol import Oracle
-from keyhole.oracle.storage import load, plant
-from keyhole.oracle.token_questions import Logits
-from keyhole.stores import kind_of as kind_of_store
 
-_OF_A_MODEL = ":attention."
-_MODELS = "/v2/models/"
+DEMO = "demo"
+OF_A_MODEL = ":attention."
+MODELS = "/v2/models/"
+POSTGRES = "postgresql://…"
+STORES = (  # the forms of vector stores (stores/__init__.py opens them)
+    "chroma:FOLDER", "qdrant:FOLDER", "lancedb:FOLDER", "milvus:FOLDER", POSTGRES, ".faiss",
+    ".parquet", ".npy", ".npz", ".jsonl", "http(s)://…/v1/embeddings",
+)  # fmt: skip
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 
 
@@ -67,11 +60,11 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.SERVER
     if _is_leak(name):
         return TargetKind.LEAK
-    if kind_of_store(name) is not None:
+    if store_form(name) is not None:
         return TargetKind.STORE
     if names_address(name):
-        return TargetKind.ENDPOINT if _MODELS in name else TargetKind.ROUTE
-    if _OF_A_MODEL in name:
+        return TargetKind.ENDPOINT if MODELS in name else TargetKind.ROUTE
+    if OF_A_MODEL in name:
         return TargetKind.ATTENTION
     if _is_model(name):
         return TargetKind.MODEL
@@ -107,98 +100,35 @@ def _is_leak(name: str) -> bool:
             if file.read(len(SLOT_MAGIC)) == SLOT_MAGIC:
                 return True
         if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as tensors:
+            with safe_open(name, framework="np") as tensors:
                 metadata = tensors.metadata() or {}
                 return "leak" in metadata or "keyhole" not in metadata
     return False
 
 
-def demo_endpoints() -> dict[str, Oracle]:
-    """Those that ship with Keyhole: one planted endpoint for every kind of answer."""
-    seed = 2601
-    return {
-        "the scoring head": plant("head", dim=64, rank=8, seed=seed),
-        "the scorer with four heads": plant("multi-head", dim=32, heads=4, rank=8, seed=seed),
-        "the one-layer Transformer": plant("one-layer", dim=16, width=32, seed=seed),
-        "the attention layer, last token": plant("attention", dim=64, seed=seed),
-        "the attention layer, every token": plant(
-            "attention", dim=64, every_token=True, causal=True, seed=seed
-        ),
-        "the attention layer, every token, no mask": plant(
-            "attention", dim=16, every_token=True, seed=seed
-        ),
-    }
+def _pattern(form: str) -> re.Pattern[str]:
+    """What a TARGET of this form looks like."""
+    if form.startswith("."):
+        return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
+    if form == POSTGRES:
+        return re.compile(r"postgres(ql)?://.*", re.DOTALL)
+    if form.endswith(":FOLDER"):
+        return re.compile(rf"{form.removesuffix('FOLDER')}.*", re.DOTALL)
+    return re.compile(r"https?://.*/v1/embeddings/*", re.DOTALL)
 
 
-def open_endpoint(
-    name: str,
-    limits: Limits | None = None,
-    *,
-    options: EndpointOptions | None = None,
-    authorized: bool = False,
-) -> Oracle:
-    """The oracle that `name` stands for; of the demo, its scoring head.
-
-    `limits` bounds what a server may cost and `options` say how it is asked, for which one must be
-    `authorized` where it is another machine.
-    """
-    options = options or EndpointOptions()
-    if names_address(name):
-        base, model = server_and_model(name)
-        expect_authorized(name, authorized)
-        return OpenInference(base, model, limits=limits, options=options)
-    options.expect_none(name)
-    kind = kind_of(name)
-    if kind is TargetKind.ATTENTION:
-        return _attention(name)
-    return demo_endpoints()["the scoring head"] if kind is TargetKind.DEMO else load(name)
+_PATTERNS = {form: _pattern(form) for form in STORES}
 
 
-def open_language_model(name: str, options: EndpointOptions, *, authorized: bool) -> Oracle:
-    """The next tokens of a model, or of a server of one."""
-    kind = kind_of(name)
-    if kind not in LANGUAGE_MODELS:
-        raise InputError(
-            f"output-layer reads a language model, and {without_password(name)} is none: give "
-            "http://host:port, a folder, a .gguf file or a hub name"
-        )
-    if kind is TargetKind.MODEL:
-        options.expect_none(name)
-        return Logits(NextTokenLogits(open_model(name, task="causal")))
-    expect_authorized(name, authorized)
-    return Completions.at(name, options.only_connecting(without_password(name)))
+def store_form(name: str) -> str | None:
+    """The form of a vector store that a name has; None where it names something else."""
+    path = parted(name)[0]
+    return next((form for form, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
 
 
-def _attention(name: str) -> Oracle:
-    model, _, part = name.rpartition(_OF_A_MODEL)
-    layer, plus, added = part.partition("+")
-    if not layer.isdecimal() or (plus and added != "residual"):
-        raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")
-    loaded = open_model(model, task_of(folder_of(model)))
-    return sub_layer(loaded.model, int(layer), residual=bool(plus))
-
-
-def server_and_model(address: str) -> tuple[str, str]:
-    """The server and the model that http://host:port/v2/models/NAME names."""
-    public = without_password(address)
-    base, mark, model = address.partition(_MODELS)
-    model = model.strip("/")
-    if "?" in public or "#" in public:
-        # Not shown: it may hold a secret, which has no place in identities and ledgers.
-        start = public.partition("?")[0].partition("#")[0]
-        raise InputError(f"{start} must be an address without ? and #: use --header")
-    if not mark or not model:
-        raise InputError(f"{public} must have the form http://host:port/v2/models/NAME")
-    return base, model
-
-
-def describe(name: str, oracle: Oracle) -> str:
-    """What an endpoint is, in words that a report can open with."""
-    layer, kind = oracle, None
-    while kind is None and layer is not None:  # behind degraded answers
-        layer, kind = getattr(layer, "inner", None), getattr(layer, "kind", None)
-    if kind:
-        return f"planted {kind}, d = {oracle.dim} ({name})"
-    public, note = without_password(name), getattr(oracle, "note", "")
-    about = f"{public}; {note}" if note else public
-    return f"{urlsplit(public).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({about})"
+def parted(target: str) -> tuple[str, str]:
+    """What comes before and after `?`; a file may have one in its name."""
+    if "://" not in target and exists(Path(target)):
+        return target, ""
+    path, _, query = target.partition("?")
+    return path, query

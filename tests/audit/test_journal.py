@@ -249,7 +249,7 @@ def test_equal_targets_share_a_journal(tmp_path):
 
 
 def test_the_time_left_is_told_by_the_weight_of_what_is_left():
-    """A check costs its weight, times what a unit of weight took on its target, or on all."""
+    """A check costs its weight, times what weights took so far."""
     reported = []
 
     class Recorder:
@@ -272,6 +272,10 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
             if len(reported) == 2:
                 other = Plan("", "", {}, exposures, {"a": 3.0, "b": 5.0})
                 run.begin("y", other, lambda key: partial(made, key), journal_key="y ")
-                assert run.cost("y", "b") == 10.0
-    assert reported[:2] == [100.0, (1, 2)]
+                pace = (2 + 1.2) / (1 + 1.2)  # 15% of the 8 that its own weights tell
+                assert run.cost("y", "b") == pytest.approx(5 * pace)
+    told = 0.15 * 51
+    pace = (2 + told) / (1 + told)
+    assert reported[0] == pytest.approx(50 * (2 + told * pace) / (1 + told))
+    assert reported[1] == (1, 2)
     assert reported[-2:] == [0.0, (4, 4)]

@@ -13,11 +13,12 @@ from keyhole.audit import Audit, audit
 from keyhole.audit.target import open_target
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.endpoints import demo_endpoints
 from keyhole.extract import registry as extraction
 from keyhole.extract.auto import Kind
 from keyhole.invert import registry as inversion
 from keyhole.report import words
-from keyhole.target import TargetKind, demo_endpoints, kind_of
+from keyhole.target import TargetKind, kind_of
 
 ATTACKS = [row for _, row in extraction.METHODS.rows()]
 LEAKS = [row for _, row in inversion.METHODS.rows()]

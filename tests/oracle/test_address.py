@@ -6,8 +6,9 @@ import base64
 
 import pytest
 
+from keyhole.core.endpoint import expect_authorized, without_password
 from keyhole.core.errors import InputError
-from keyhole.oracle.connection import expect_authorized, parted, without_password
+from keyhole.oracle.connection import parted
 
 
 @pytest.mark.parametrize(

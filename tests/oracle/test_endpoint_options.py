@@ -15,9 +15,9 @@ from keyhole import extract, oracle
 from keyhole.core import Status
 from keyhole.core.endpoint import EndpointOptions, headers_of
 from keyhole.core.errors import InputError
+from keyhole.endpoints import describe, open_endpoint
 from keyhole.oracle import OpenInference, OracleError
 from keyhole.oracle.open_inference import TakesTexts
-from keyhole.target import describe, open_endpoint
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)

@@ -12,8 +12,8 @@ import torch
 from hostile import DIM, METADATA, Server, answer, raw
 
 from keyhole.core.errors import InputError
+from keyhole.endpoints import open_endpoint
 from keyhole.oracle import Limits, OpenInference, OracleError
-from keyhole.target import open_endpoint
 
 QUESTIONS = torch.zeros(4, 3, DIM, dtype=torch.float64)
 

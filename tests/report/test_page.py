@@ -24,8 +24,8 @@ from keyhole.audit import Audit, audit
 from keyhole.audit.target import target_of
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
+from keyhole.endpoints import demo_endpoints
 from keyhole.report import words as sentences
-from keyhole.target import demo_endpoints
 
 
 @pytest.fixture(scope="module")

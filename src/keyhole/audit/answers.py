@@ -20,12 +20,11 @@ from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part
 from keyhole.core import Finding, Skip, Status
-from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
-from keyhole.oracle.connection import without_password
 from keyhole.oracle.open_inference import FLOATS
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.text_endpoint import Output, TextEndpoint

@@ -36,7 +36,7 @@ from keyhole.audit.options import AuditOptions
 from keyhole.audit.run import Checking, Plan, Resuming, make, plan_of, reason_of
 from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
-from keyhole.core.endpoint import EndpointOptions, headers_of
+from keyhole.core.endpoint import EndpointOptions, headers_of, without_password
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists, read_text
@@ -46,7 +46,6 @@ from keyhole.core.progress import Track, untracked
 from keyhole.core.result import typed
 from keyhole.core.tasks import MOST_PROCESSES, Runner, Task
 from keyhole.models.loading import close_kept
-from keyhole.oracle.connection import without_password
 from keyhole.target import TargetKind, kind_of
 
 _OWN = ("target", "name", "ledger")  # of one target alone

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch
 _MAX_LENGTH = 128  # tokens of a text
-_WEIGHT = 28  # how long a check takes, as measured on the demo (check.py)
+_WEIGHT = 130  # how long a check takes, in passes of 512 tokens, as measured on the demo
 
 _CUT = Exposure("KH-PREDICTIONS-CUTS")
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
@@ -71,7 +71,7 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
         Check(
             replace(exposure, part=part),
             partial(_check, replace(exposure, part=part), target, attacker, examples),
-            name, weight=_WEIGHT,
+            name, weight=_WEIGHT * target.seconds,
         )
         for name, exposure, attacker in attackers(seed, share)
     ]  # fmt: skip

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, Literal
 
-from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.endpoint import EndpointOptions, expect_authorized, without_password
 from keyhole.core.errors import MOST, InputError, expect_count, expect_seed
 from keyhole.core.exposure import RETURNS, expect_exposures, expect_returns
+from keyhole.core.files import expect_file
 from keyhole.core.options import CHECKS, DATA, ENDPOINT, SCALE, TARGET, option
+from keyhole.target import TargetKind, kind_of
 
 Layers = tuple[int, ...] | Literal["all"]
 
@@ -167,3 +169,71 @@ class AuditOptions:
         expect_exposures(self.only, "--only")
         names = tuple(name for word in self.returns for name in word.split(","))
         object.__setattr__(self, "returns", expect_returns(names, "--returns"))
+
+
+# Options that say nothing about a kind of target; of an endpoint that is known once it answers.
+_UNFIT: dict[TargetKind, tuple[str, ...]] = {
+    TargetKind.STORE: ("data", "layers"),
+    TargetKind.MODEL: ("model", "known"),
+    TargetKind.DEMO: ("model", "known"),
+    TargetKind.LEAK: ("known", "corpus"),
+    TargetKind.SERVER: ("known", "corpus"),
+    TargetKind.FILE: ("model", "known", "corpus", "data"),
+}
+_MODEL_OF = {
+    TargetKind.STORE: "name the encoder that made its vectors (a folder, owner/name on the hub, or "
+    "demo)",
+    TargetKind.LEAK: "name the model whose states or cache it holds",
+}
+_ASKED = (TargetKind.SERVER, TargetKind.ENDPOINT, TargetKind.ROUTE)
+_WORDS = {TargetKind.FILE: "endpoint", TargetKind.ROUTE: "endpoint"}
+
+
+def fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
+    """What kind of target is at `place`, refused with options that do not fit it.
+
+    Nothing is opened, so that a mistake is known at once.
+    """
+    kind, public = kind_of(place), without_password(name)
+    if kind in (TargetKind.ATTENTION, TargetKind.UNKNOWN):
+        raise InputError(
+            f"there is no {public}: give a .safetensors file, a model's folder, a .gguf file, "
+            "owner/name on the hub, http://host:port/v2/models/NAME, http://host:port, a saved "
+            "slot or leak, a vector store (such as chroma:FOLDER) or demo"
+        )
+    if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
+        raise no_endpoint(kind, public)
+    what = public if kind is TargetKind.DEMO else f"the {_WORDS.get(kind, kind)} {public}"
+    refuse(options, what, *_UNFIT.get(kind, ()))
+    if kind in _ASKED:
+        expect_authorized(place, options.authorized)
+    else:
+        options.endpoint.expect_none(public)
+    if kind in _MODEL_OF and not options.model:
+        raise InputError(f"{what} needs --model: {_MODEL_OF[kind]}")
+    if kind is not TargetKind.STORE and len(options.model) > 1:
+        raise InputError(f"give {what} one --model, not {len(options.model)}")
+    models = (place, *options.model) if kind is TargetKind.MODEL else options.model
+    files = {file: "a GGUF file" for file in models if file.endswith(".gguf")}
+    named = (
+        (options.data, "a file of texts"),
+        (options.known, "texts"),
+        (options.corpus, "a corpus"),
+    )
+    for file, called in (*files.items(), *named):
+        if file is not None:
+            expect_file(file, called)
+    return kind
+
+
+def refuse(options: AuditOptions, what: str, *names: str) -> None:
+    """Options that say nothing about such a target."""
+    for name in names:
+        if getattr(options, name) not in (None, ()):
+            raise InputError(f"--{name} does not apply to {what}: leave it out")
+
+
+def no_endpoint(kind: TargetKind, name: str) -> InputError:
+    return InputError(
+        f"--ledger keeps the answers of an endpoint, and {name} is a {kind}: leave --ledger out"
+    )

@@ -24,6 +24,7 @@ from keyhole.audit.target import NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
 from keyhole.core import Audit, Skip, environment
+from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
@@ -33,10 +34,10 @@ from keyhole.core.result import restored
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
-from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
+_TOLD = 0.15  # of all its checks: so much is believed of what their weights say
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
 
 
@@ -156,7 +157,7 @@ class Plan:
     It is made where the target is opened, by a worker maybe; whoever has it can name every check
     and make the audit of what they gave. `determined` is everything that the findings follow from.
     `several`: the target has several parts, and what one does not give another does. `seconds` is
-    what opening took, `pace` the seconds of a unit of weight, where those can be told beforehand.
+    what opening took.
     """
 
     name: str
@@ -170,7 +171,6 @@ class Plan:
     seed: int = 0
     seconds: float = 0.0
     only: tuple[str, ...] = ()
-    pace: float = 0.0
     called: str = ""
     returns: tuple[str, ...] = ()
     observed: bool = False
@@ -198,7 +198,6 @@ class Plan:
             seed=options.seed,
             seconds=seconds,
             only=options.only,
-            pace=max((store.pace for store in opened.stores.values()), default=0.0),
         )
 
     @property
@@ -248,8 +247,8 @@ def _determined(target: Target, options: AuditOptions) -> Run:
 class Checking:
     """The checks of targets on one runner: what is done, what it gave, how long the rest takes.
 
-    A check costs its weight, times the seconds that a unit of weight took on its target so far, or
-    on all targets.
+    A check takes as many seconds as its weight says, times what others of its target took
+    of theirs.
     """
 
     def __init__(
@@ -327,23 +326,22 @@ class Checking:
         """How much is done; targets that are not open yet are taken to be like the others."""
         known = max(1, len(self.plans))
         ahead = [task.key for task in self.runner.left() if task.key[1] is not None]
-        told = self._weight or any(plan.pace for plan in self.plans.values())
-        if told and isinstance(self._progress, Expecting):
+        if self.plans and isinstance(self._progress, Expecting):
             seconds = sum(self.cost(name, key) for name, key in ahead)
             seconds += unopened * sum(self._spent.values()) / known
             self._progress.expect(seconds / len(self.runner))
         self._progress(self.done, self.total + unopened * self.total // known or None, note)
 
     def cost(self, name: str, key: str) -> float:
-        """Its weight, at the pace of its target so far, which begins as it was measured."""
-        spent, weight = self._spent.get(name, 0.0), self._weight.get(name, 0.0)
-        pace = self.plans[name].pace
-        if pace:  # worth one typical check
-            usual = sum(self.plans[name].weights.values()) / max(1, len(self.plans[name].weights))
-            spent, weight = spent + pace * usual, weight + usual
-        if not weight:
-            spent, weight = sum(self._spent.values()), sum(self._weight.values())
-        return self.plans[name].weights[key] * (spent / weight if weight else 1.0)
+        """Its weight in seconds, corrected by what those that are done took of theirs."""
+        weights = self.plans[name].weights
+        told = _TOLD * sum(weights.values())
+        spent, done = self._spent[name] + told * self._pace(told), self._weight[name] + told
+        return weights[key] * (spent / done if done else 1.0)
+
+    def _pace(self, told: float) -> float:
+        """What checks of all targets took of their weights."""
+        return (sum(self._spent.values()) + told) / ((sum(self._weight.values()) + told) or 1.0)
 
     def _learn(self, name: str, key: str, checked: Checked, seconds: float) -> None:
         self._made[name][key] = checked, seconds

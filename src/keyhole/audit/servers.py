@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from keyhole.audit.check import Check, Checked, Part, nothing_to_try
-from keyhole.audit.texts import reading_of
+from keyhole.audit.texts import reading_of, seconds_of
 from keyhole.core import Finding, Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY
 from keyhole.core.exposure import Exposure, is_chosen
@@ -56,6 +56,7 @@ _RULES = {
 # What routes are asked about before anything is known of them. After some texts comes half a
 # character, of which llama.cpp gives no log-probabilities: then the next text is tried.
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
+_ANSWER, _READ, _SOLVED = 1.0, 65, 6  # how long: seconds, and passes of 512 tokens besides
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
 _MANY = 384  # log-probabilities that a state needs at least, where its width is not known
 
@@ -92,11 +93,21 @@ class ServerTarget(Part):
         made: list[Check] = []
         server, loaded = self.server, self.loaded
 
+        pace = 0.0 if loaded is None else seconds_of(loaded.model)
+
         def add(
-            rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any
-        ) -> None:
+            rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any,
+            passes: float = 0.0,
+        ) -> None:  # fmt: skip
             exposure = Exposure(rule, variant, name=name)
-            made.append(Check(exposure, partial(check, exposure, server, *about)))
+            run = partial(check, exposure, server, *about)
+            made.append(
+                Check(
+                    exposure,
+                    run,
+                    weight=(_ANSWER if rule == _RULES[LOGPROBS] else 0.0) + passes * pace,
+                )
+            )
 
         for route in server.routes:
             add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
@@ -108,10 +119,17 @@ class ServerTarget(Part):
                 continue
             about = (route, loaded, self.texts)
             if route.gives == STATES:
-                add("KH-TEXT-HIDDEN-STATES", "served", route.name, _texts, *about)
+                add("KH-TEXT-HIDDEN-STATES", "served", route.name, _texts, *about, passes=_READ)
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
-                add("KH-TEXT-LOG-PROBABILITIES", "last-state", route.name, _state, *about)
+                add(
+                    "KH-TEXT-LOG-PROBABILITIES",
+                    "last-state",
+                    route.name,
+                    _state,
+                    *about,
+                    passes=_SOLVED,
+                )
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, loaded)

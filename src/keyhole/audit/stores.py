@@ -60,8 +60,8 @@ from keyhole.stores import Store
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # the rest is not estimated
 _AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
 # Runs of the encoder for one text, at most: on a CPU what is read after more of them is little.
-_PASSES = {"cpu": 3_000, "cuda": 1_000_000}
-_TYPICAL = 0.6  # of those: what a text takes on average
+_PASSES = {"cpu": 5_000, "cuda": 1_000_000}
+_TYPICAL = 0.85  # of those: what a text of usual length takes on average
 _COUNTED = 35_000  # tokens that are run to count the corpus that ships
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _USUAL, _CHARACTERS = 10, 4  # tokens of a text that nobody knows, and characters of a token
@@ -175,7 +175,7 @@ class StoreTarget(Vectors, Part):
             reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
             mismatch = finding(self.exposure, Status.MISMATCH, reason)
             return [Check(self.exposure, lambda _: Checked((mismatch,)))]
-        attack, count = _ready_once(self), len(self.rows)
+        attack, count, pace = _ready_once(self), len(self.rows), self._pace()
         step = _AT_ONCE[anatomy(self.loaded.model).device.type]
         made: list[Check] = []
         for start in range(0, count, step):
@@ -183,7 +183,7 @@ class StoreTarget(Vectors, Part):
             few = self._some(slice(start, end))
             run, sent = partial(_in_process, self, few, attack), partial(_for_worker, self, few)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            made.append(Check(self.exposure, run, name, sent, weight=self._work(start, end)))
+            made.append(Check(self.exposure, run, name, sent, weight=pace * self._work(start, end)))
         return made
 
     def _work(self, start: int, end: int) -> float:
@@ -192,11 +192,11 @@ class StoreTarget(Vectors, Part):
         search = self.method.search if isinstance(self.method, CountedReader) else SumSearch()
         passes = search.passes or _PASSES[attacked.parts.device.type]
         lengths = [_USUAL if text is None else len(text) // _CHARACTERS for text in self.texts]
-        tokens = sum(length + 3 for length in lengths[start:end])  # and special ones
+        # A short text is read early, and all runs are spent on one that is not; 3 special tokens.
+        tokens = sum(min(1.0, length / _USUAL) * (length + 3) for length in lengths[start:end])
         return _TYPICAL * passes * tokens + (0 if start else _COUNTED * effort(attacked))
 
-    @property
-    def pace(self) -> float:
+    def _pace(self) -> float:
         """Seconds for a token of a run of the encoder, measured now."""
         attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
         encoder = Encoder(attacked, self.pooling.exposure, matrix_half())

@@ -18,22 +18,23 @@ from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.leaks import LeakTarget
-from keyhole.audit.options import AuditOptions
+from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget, likeliest, quick
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
+from keyhole.core.endpoint import expect_authorized, without_password
 from keyhole.core.errors import InputError, MissingExtra
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists, expect_file
 from keyhole.core.journal import digest
 from keyhole.core.machine import device_of, expect_device, largest_matrix
 from keyhole.data import Example, read_examples, read_texts
+from keyhole.endpoints import demo_endpoints, describe, open_endpoint, server_and_model
 from keyhole.models import Loaded, demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.oracle import Oracle, identity_of
-from keyhole.oracle.connection import expect_authorized, without_password
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server
@@ -41,14 +42,7 @@ from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.run import open_leaks
 from keyhole.stores import Store, address_of, open_store
-from keyhole.target import (
-    TargetKind,
-    demo_endpoints,
-    describe,
-    kind_of,
-    open_endpoint,
-    server_and_model,
-)
+from keyhole.target import TargetKind
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
@@ -170,7 +164,7 @@ class Target:
         servers = [part for part in self.parts if isinstance(part, ServerTarget)]
         if ledger is not None and not self.endpoints and not servers:
             kind = TargetKind.STORE if self.stores else TargetKind.MODEL
-            raise _no_endpoint(kind, self.name)
+            raise no_endpoint(kind, self.name)
         with session(self.endpoints, ledger=ledger, notice=notice) as asked:
 
             def ready(part: Part) -> Part:
@@ -288,15 +282,12 @@ class _Opener:
     options: AuditOptions
 
     def open(self) -> Target:
-        kind, options, public = kind_of(self.place), self.options, without_password(self.name)
-        if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
-            raise _no_endpoint(kind, self.name)
+        options, public = self.options, without_password(self.name)
+        kind = fitting(self.name, self.place, options)
         if kind is TargetKind.SERVER:
-            expect_authorized(self.place, options.authorized)
             return self._server(f"the server {public}")
         if kind in (TargetKind.ENDPOINT, TargetKind.ROUTE):
             return self._endpoint(f"the endpoint {public}")
-        options.endpoint.expect_none(public)
         if kind is TargetKind.LEAK:
             return self._leak()
         if kind is TargetKind.STORE:
@@ -305,21 +296,8 @@ class _Opener:
             return self._model()
         if kind is TargetKind.DEMO:
             return self._demo()
-        if kind is not TargetKind.FILE:
-            raise InputError(
-                f"there is no {self.name}: give a .safetensors file, a model's folder, a .gguf "
-                "file, owner/name on the hub, http://host:port/v2/models/NAME, http://host:port, "
-                "a saved slot or leak, a vector store (such as chroma:FOLDER) or demo"
-            )
-        self._refuse(f"the endpoint {self.name}", "model", "known", "corpus", "data")
         oracle = open_endpoint(self.place)
         return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
-
-    def _refuse(self, what: str, *names: str) -> None:
-        """Options that say nothing about such a target."""
-        for name in names:
-            if getattr(self.options, name) not in (None, ()):
-                raise InputError(f"--{name} does not apply to {what}: leave it out")
 
     def _texts_and_examples(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
         """Texts to read back, and examples to flip where the model is a classifier."""
@@ -340,7 +318,6 @@ class _Opener:
         return read_texts(options.data, options.column, options.texts or TEXTS_OF_A_MODEL)
 
     def _model(self) -> Target:
-        self._refuse(f"the model {self.name}", "model", "known")
         task = task_of(self.place)
         head = "base" if task == "choice" else task
         loaded = replace(
@@ -357,7 +334,6 @@ class _Opener:
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
-        self._refuse(demo.DEMO, "model", "known")
         name = "the planted endpoints and the classifier that ship with Keyhole"
         endpoints = tuple(EndpointPart(*each) for each in demo_endpoints().items())
         device = self.options.device
@@ -380,7 +356,7 @@ class _Opener:
 
     def _server(self, what: str) -> Target:
         """A server of a language model; with the weights of --model its answers are read."""
-        loaded = self._weights(what)
+        loaded = self._weights()
         server = Server.at(self.place, self.options.endpoint.only_connecting(what))
         reason = "give --model to read it back"
         skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
@@ -400,32 +376,23 @@ class _Opener:
             )
         except TakesTexts as end:
             base, model = server_and_model(self.place)
-            part = AnswersTarget(base, model, options.endpoint, self._weights(what), self._texts())
+            refuse(options, what, "known", "corpus")
+            part = AnswersTarget(base, model, options.endpoint, self._weights(), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
-        self._refuse(what, "model", "known", "corpus", "data")
+        refuse(options, what, "model", "known", "corpus", "data")
         return Target(describe(self.name, oracle), (EndpointPart("", oracle, served=True),))
 
-    def _weights(self, what: str) -> Loaded | None:
+    def _weights(self) -> Loaded | None:
         """The model of --model, with its head; None where none is given."""
-        name = self._one_model(what)
-        if name is None:
+        if not self.options.model:
             return None
+        (name,) = self.options.model
         task = task_of(demo.folder_of(name))
         return demo.open_model(name, task=task, device=self.options.device)
 
-    def _one_model(self, what: str) -> str | None:
-        self._refuse(what, "known", "corpus")
-        if len(self.options.model) > 1:
-            raise InputError(f"give {what} one --model, not {len(self.options.model)}")
-        return self.options.model[0] if self.options.model else None
-
     def _leak(self) -> Target:
         """A saved slot or leak, read with the weights of --model."""
-        model = self._one_model(f"the leak {self.name}")
-        if model is None:
-            raise InputError(
-                f"{self.name} needs --model: name the model whose states or cache it holds"
-            )
+        (model,) = self.options.model
         loaded, opened = open_leaks(model, self.place, device=self.options.device)
         leaks = [
             replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
@@ -434,15 +401,9 @@ class _Opener:
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
 
     def _store(self) -> Target:
-        options, public = self.options, without_password(self.name)
+        options = self.options
         if address := address_of(self.place):
             expect_authorized(address, options.authorized)
-        self._refuse(f"the vector store {public}", "data", "layers")
-        if not options.model:
-            raise InputError(
-                f"the vector store {public} needs --model: name the encoder that made its vectors "
-                "(a folder, owner/name on the hub, or demo)"
-            )
         corpus = corpus_file(options.corpus)
         method = CountedReader() if corpus is None else CountedReader(corpus)
         known = [] if options.known is None else read_texts(options.known)
@@ -479,9 +440,3 @@ def corpus_file(file: str | None) -> Path | None:
         return None
     expect_file(file, "a corpus")
     return Path(file).absolute()
-
-
-def _no_endpoint(kind: TargetKind, name: str) -> InputError:
-    return InputError(
-        f"--ledger keeps the answers of an endpoint, and {name} is a {kind}: leave --ledger out"
-    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.audit.options import AuditOptions
+from keyhole.audit.options import AuditOptions, fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
@@ -134,13 +134,15 @@ class _Run:
 
 def _audit_one(target: str, run: _Run) -> int:
     from keyhole import report
-    from keyhole.audit.run import audit as audit_target
     from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
     stem = f"keyhole-{short_name(target)}"
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
+    fitting(target, target, run.options)
+    from keyhole.audit.run import audit as audit_target  # torch: mistakes do not wait for it
+
     findings = wanted.file("json")
     # A journal for each command: another one, stopped before it, is not in its way.
     mine = digest(target, asdict(replace(run.options, ledger=None)))[:8]
@@ -172,7 +174,7 @@ def _audit_one(target: str, run: _Run) -> int:
 
 def short_name(target: str) -> str:
     """A name for files about a target: its own name, with a digest where that is shortened."""
-    from keyhole.oracle.connection import without_password
+    from keyhole.core.endpoint import without_password
 
     public = without_password(target).rstrip("/")
     name = shown = public.rpartition("://")[2]

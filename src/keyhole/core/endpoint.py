@@ -6,10 +6,13 @@ processes shows. It is read when a request is made and kept nowhere else.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from urllib.parse import urlsplit
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.options import ENDPOINT, option
@@ -129,3 +132,32 @@ class EndpointOptions:
 
 def authorizes(headers: Mapping[str, str]) -> bool:
     return "authorization" in (name.lower() for name in headers)
+
+
+def names_address(name: str) -> bool:
+    return name.lower().startswith(("http://", "https://"))
+
+
+def without_password(name: str) -> str:
+    """The same with nothing before the host: what may be shown."""
+    scheme, mark, rest = name.partition("://")
+    host, slash, path = rest.partition("/")
+    if "@" in path and "@" not in host and not host.rpartition(":")[2].isdigit() and ":" in host:
+        host, slash, path = rest.rpartition("@")[2].partition("/")  # a password with a slash in it
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
+
+
+def expect_authorized(url: str, authorized: bool) -> None:
+    """Refuse to ask somebody else's machine unless one may."""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        public = without_password(url)
+        raise InputError(f"expected a URL such as http://localhost:8080, got {public}") from None
+    this_machine = host == "localhost"
+    with suppress(ValueError):
+        this_machine = ipaddress.ip_address(host).is_loopback
+    if not this_machine and not authorized:
+        raise InputError(
+            f"{host} is another machine: give --authorized if you may test that server"
+        )

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status
+from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.result import Result, environment
+from keyhole.endpoints import open_endpoint
 from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.judge import NEARLY
 from keyhole.extract.ordinary_questions import usual_norm_of
-from keyhole.oracle.connection import EndpointOptions, without_password
+from keyhole.oracle.connection import EndpointOptions
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
-from keyhole.target import open_endpoint
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target

@@ -9,6 +9,7 @@ from typing import Any
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.progress import Track, untracked
+from keyhole.endpoints import open_endpoint, open_language_model
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
@@ -17,7 +18,7 @@ from keyhole.extract.registry import METHODS
 from keyhole.extract.token_answers import compared
 from keyhole.oracle.ledger import Ledger, Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle
-from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of, open_endpoint, open_language_model
+from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of
 
 
 def run(

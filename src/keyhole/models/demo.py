@@ -10,8 +10,8 @@ from pathlib import Path
 
 from keyhole.data import Example
 from keyhole.models.loading import Loaded, load_model
+from keyhole.target import DEMO
 
-DEMO = "demo"
 FOLDER = Path(__file__).parent / "classifier"
 HARDENED = Path(__file__).parent / "hardened"
 NAME = "the classifier that ships with Keyhole"

@@ -19,11 +19,13 @@ import json
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -162,13 +164,14 @@ def load_model(
         )  # fmt: skip
 
     _expect_memory(name)
-    model, report = _quietly(load_weights, f"the model {name}")
+    with _gguf_read_once() if "gguf_file" in options else nullcontext():
+        model, report = _quietly(load_weights, f"the model {name}")
+        own_tokenizer = load_tokenizer(name) if tokenizer else None
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
         raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
     model = _placed(model.eval().requires_grad_(False), device)
-    own_tokenizer = load_tokenizer(name) if tokenizer else None
     return Loaded(model, own_tokenizer, identity(model), str(name))
 
 
@@ -297,6 +300,35 @@ def _hub_answers() -> bool:
     except Exception:  # no network, no name, no route, or offline by choice: use the local cache
         return False
     return True
+
+
+@contextmanager
+def _gguf_read_once() -> Generator[None]:
+    """Read a GGUF file's fields once: the library does for configuration, weights and tokenizer.
+
+    It also makes the same map of names for each module, and draws a bar that no setting hides.
+    """
+    try:
+        gguf = importlib.import_module("gguf")
+    except ImportError:  # the library says so
+        yield
+        return
+    reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+
+    class Reader(gguf.GGUFReader):  # slices of a memmap cost ten times what an array's do
+        data = property(
+            lambda self: self.array, lambda self, file: setattr(self, "array", np.asarray(file))
+        )
+
+    with ExitStack() as stack:
+        for where, name, instead in (
+            (gguf, "GGUFReader", cache(Reader)),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+            (reading, "tqdm", partial(reading.tqdm, disable=True)),
+        ):
+            stack.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, instead)
+        yield
 
 
 def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:

@@ -28,9 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
-from keyhole.oracle.connection import without_password
 from keyhole.oracle.http import Http, Refused
 from keyhole.oracle.probe import LIMITS, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences

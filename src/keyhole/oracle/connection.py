@@ -7,14 +7,12 @@ stands in identities, ledgers, findings and error messages is the address alone.
 from __future__ import annotations
 
 import base64
-import ipaddress
 import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import unquote, urlsplit
 
-from keyhole.core.endpoint import EndpointOptions, authorizes
+from keyhole.core.endpoint import EndpointOptions, authorizes, without_password
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_file
 from keyhole.oracle.http import Http, Limits
@@ -66,19 +64,6 @@ def _trust(options: EndpointOptions) -> ssl.SSLContext | None:
         raise InputError(f"cannot read PEM certificates from {options.ca}: {error}") from error
 
 
-def names_address(name: str) -> bool:
-    return name.lower().startswith(("http://", "https://"))
-
-
-def without_password(name: str) -> str:
-    """The same with nothing before the host: what may be shown."""
-    scheme, mark, rest = name.partition("://")
-    host, slash, path = rest.partition("/")
-    if "@" in path and "@" not in host and not host.rpartition(":")[2].isdigit() and ":" in host:
-        host, slash, path = rest.rpartition("@")[2].partition("/")  # a password with a slash in it
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
-
-
 def parted(url: str) -> tuple[str, dict[str, str]]:
     """The address, and the header that carries the user and the password it was written with."""
     public = without_password(url)
@@ -90,19 +75,3 @@ def parted(url: str) -> tuple[str, dict[str, str]]:
         return public, {}
     pair = f"{unquote(user)}:{unquote(password)}".encode()
     return public, {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
-
-
-def expect_authorized(url: str, authorized: bool) -> None:
-    """Refuse to ask somebody else's machine unless one may."""
-    try:
-        host = urlsplit(url).hostname or ""
-    except ValueError:
-        public = without_password(url)
-        raise InputError(f"expected a URL such as http://localhost:8080, got {public}") from None
-    this_machine = host == "localhost"
-    with suppress(ValueError):
-        this_machine = ipaddress.ip_address(host).is_loopback
-    if not this_machine and not authorized:
-        raise InputError(
-            f"{host} is another machine: give --authorized if you may test that server"
-        )

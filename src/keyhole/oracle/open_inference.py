@@ -23,9 +23,9 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
-from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.endpoint import EndpointOptions, names_address, without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
-from keyhole.oracle.connection import connected, names_address, without_password
+from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Garbled, Limits, as_object, shown
 from keyhole.oracle.protocol import OracleError, check_sequences
 

@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from keyhole.core.endpoint import EndpointOptions
-from keyhole.oracle.connection import connected, without_password
+from keyhole.core.endpoint import EndpointOptions, without_password
+from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 

@@ -5,15 +5,12 @@ To add a kind of store, write a function that opens it and add one row to KINDS.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from keyhole.core.errors import InputError
-from keyhole.core.files import exists
 from keyhole.stores.databases import (
     open_chroma,
     open_embeddings_api,
@@ -24,16 +21,16 @@ from keyhole.stores.databases import (
 )
 from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
+from keyhole.target import POSTGRES, parted, store_form
 
 __all__ = ["KINDS", "Kind", "Place", "Store", "address_of", "kind_of", "open_store"]
 
-_POSTGRES = "postgresql://…"
 KINDS = (
     Kind("Chroma", "chroma:FOLDER", open_chroma, ("collection",)),
     Kind("Qdrant", "qdrant:FOLDER", open_qdrant, ("collection", "vector", "text")),
     Kind("LanceDB", "lancedb:FOLDER", open_lancedb, ("table", "column", "text")),
     Kind("Milvus", "milvus:FOLDER", open_milvus, ("collection", "vector", "text")),
-    Kind("PostgreSQL", _POSTGRES, open_postgres, ("table", "column", "text")),
+    Kind("PostgreSQL", POSTGRES, open_postgres, ("table", "column", "text")),
     Kind("an index of FAISS", ".faiss", open_faiss),
     Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
     Kind("a NumPy array", ".npy", open_npy),
@@ -43,24 +40,10 @@ KINDS = (
 )
 
 
-def _pattern(form: str) -> re.Pattern[str]:
-    """What a TARGET of this form looks like."""
-    if form.startswith("."):
-        return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
-    if form == _POSTGRES:
-        return re.compile(r"postgres(ql)?://.*", re.DOTALL)
-    if form.endswith(":FOLDER"):
-        return re.compile(rf"{form.removesuffix('FOLDER')}.*", re.DOTALL)
-    return re.compile(r"https?://.*/v1/embeddings/*", re.DOTALL)
-
-
-_PATTERNS = [(_pattern(kind.form), kind) for kind in KINDS]
-
-
 def kind_of(target: str) -> Kind | None:
     """The kind of store that TARGET names; None where it names something else."""
-    path = _parted(target)[0]
-    return next((kind for pattern, kind in _PATTERNS if pattern.fullmatch(path)), None)
+    form = store_form(target)
+    return next((kind for kind in KINDS if kind.form == form), None)
 
 
 @contextmanager
@@ -75,36 +58,28 @@ def open_store(
     if kind is None:
         forms = ", ".join(kind.form for kind in KINDS)
         raise InputError(f"{target} is not a vector store ({forms})")
-    path, query = _parted(target)
+    path, query = parted(target)
     options = dict(parse_qsl(query, keep_blank_values=True))
     path = _place(path, kind)
     unknown = [name for name in options if name not in kind.options]
-    if unknown and kind.form != _POSTGRES:  # where the rest of the query is the driver's
+    if unknown and kind.form != POSTGRES:  # where the rest of the query is the driver's
         takes = ", ".join(f"?{name}=" for name in kind.options) or "none"
         raise InputError(f"{path} has no option ?{unknown[0]}=: its options are {takes}")
     with kind.open(Place(path, options, tuple(known))) as store:
         if shown is None or shown == target:
             yield store
             return
-        given = _place(_parted(shown)[0], kind)
+        given = _place(parted(shown)[0], kind)
         yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
 
 
 def address_of(target: str) -> str | None:
     """The address of the server that a store is on; None where it is a file, or a database whose
     own login decides."""
-    path = _parted(target)[0].removeprefix("milvus:")
+    path = parted(target)[0].removeprefix("milvus:")
     return path if path.lower().startswith(("http://", "https://")) else None
 
 
 def _place(path: str, kind: Kind) -> str:
     """What comes after `chroma:` and the like."""
     return path.partition(":")[2] if kind.form.endswith(":FOLDER") else path
-
-
-def _parted(target: str) -> tuple[str, str]:
-    """What comes before and after `?`; a file may have one in its name."""
-    if "://" not in target and exists(Path(target)):
-        return target, ""
-    path, _, query = target.partition("?")
-    return path, query

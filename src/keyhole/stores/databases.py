@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlencode, urlsplit
 
 import numpy as np
 
-from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, KeyholeError, first_line
 from keyhole.core.files import exists, is_folder, unreadable
-from keyhole.oracle.connection import connected, without_password
+from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Http
 from keyhole.oracle.protocol import OracleError
 from keyhole.stores.files import arrow_store

@@ -34,7 +34,7 @@ and where rows are no position's own there is no A: then the gradient's are trie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -43,6 +43,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
+from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
@@ -327,19 +328,38 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     before, after = target.frame()
     context = torch.randint(len(table), (_CONTEXT,), generator=stream).tolist()
     opening, ending = torch.tensor([*before, *context]), torch.tensor(after, dtype=torch.long)
-    rows: list[Tensor] = []
-    for part in tokens.split(_SHORT_TEXTS):
-        frame = [opening.expand(len(part), -1), part[:, None], ending.expand(len(part), -1)]
-        with torch.no_grad():
-            ids = torch.cat(frame, 1).to(target.parts.device)
-            given = capture(target.model, exposure, ids=ids)["values"]
-        rows.append(given[..., len(opening), :].flatten(1).double())
+    tokens, opening, ending = (ids.to(target.parts.device) for ids in (tokens, opening, ending))
+    with torch.no_grad():
+        answers = torch.cat([
+            rows.double() for rows in _answers(target, exposure, tokens, opening, ending)
+        ])  # fmt: skip
     words = table[tokens.to(table.device)].double()
-    words, answers = words - words.mean(0), torch.cat(rows)
+    words = words - words.mean(0)
     square = with_ridge(words.T @ words, _RIDGE)
     linear = torch.linalg.solve(square, words.T @ (answers - answers.mean(0))).to(table)
     heads = target.parts.key_heads if exposure.kind == "kv" else 1
     return RowMap(linear, (table @ linear).square().sum(-1), heads)
+
+
+def _answers(
+    target: Target, exposure: Exposure, tokens: Tensor, opening: Tensor, ending: Tensor
+) -> Iterator[Tensor]:
+    """The rows (t, f) of tokens, each in the same context; a causal model runs that once."""
+    parts = tokens.split(_SHORT_TEXTS)
+    if not target.parts.causal:
+        for part in parts:
+            frame = [opening.expand(len(part), -1), part[:, None], ending.expand(len(part), -1)]
+            given = capture(target.model, exposure, ids=torch.cat(frame, 1))["values"]
+            yield given[..., len(opening), :].flatten(1)
+        return
+    alone = torch.zeros(1, dtype=torch.long, device=tokens.device)
+    branches = Branches(target.model, alone)
+    branches.expose(exposure, chain=alone == 0, ids=opening[None])
+    branches.accept(alone, alone + len(opening), alone)
+    for part in parts:
+        given = branches.expose(exposure, chain=alone != 0, ids=part[None])["values"][0]
+        branches.accept(alone, alone, alone)
+        yield given.movedim(-2, 0).flatten(1)
 
 
 def _in_best_order(leak: Leak, given: Tensor) -> HiddenStates | None:
