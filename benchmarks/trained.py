@@ -10,7 +10,8 @@ Attacks: `random`, `as-released` and `strongest` cut `--share` of each head, `st
 tenth of that share, of all units of the model: where every answer flips, it still tells them apart.
 Methods of training (`--methods`, with commas):
 
-    plain  strongest  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
+    plain  strongest  sattend:RATE  sattend-token:RATE
+    freelb  smart  r3f  asa  creat  augmented, each with settings: smart:radius=0.1:steps=2
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
     METHOD>SHARE>METHOD   the second from that share of the steps on
@@ -130,9 +131,10 @@ def defence(name: str) -> Defence:
     if kind in ("sattend", "sattend-token"):
         mode = "token" if kind == "sattend-token" else "unit"
         return harden.SAttend(float(given[0]) if given else 0.2, mode)
-    if kind not in DEFENCES or given:
+    if kind not in DEFENCES or not all("=" in setting for setting in given):
         raise SystemExit(f"--methods: no {name}; see benchmarks/trained.py")
-    return DEFENCES.make(kind)
+    pairs = [setting.split("=") for setting in given]
+    return DEFENCES.make(kind, **{name: json.loads(value) for name, value in pairs})
 
 
 def shortened(method: HackAttend) -> HackAttend:
