@@ -245,6 +245,9 @@ def machine() -> str:
 
 
 def commit() -> str:
+    """The checkout's; KEYHOLE_COMMIT says it where only a copy of the files is there."""
+    if given := os.environ.get("KEYHOLE_COMMIT"):
+        return given
     try:
         command = ["git", "describe", "--always", "--dirty"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
