@@ -129,7 +129,11 @@ def row(name: str, found: disrupt.Disruption, seconds: float, promised: bool) ->
     )
     target = TARGETS.get(name, TARGETS.get(name.split(",")[0])) if promised else None
     goal, met = target if target else ("", None)
-    return Row(name, f"{found.success:.1%}", goal, met and met(found.success), details)
+    row = Row(name, f"{found.success:.1%}", goal, met and met(found.success), details)
+    return show.itemised(row, [
+        {"id": each.id, "right": each.right, "flipped": each.flipped, "masked": each.masked,
+         "units": each.units, "queries": each.queries} for each in found.outcomes
+    ])  # fmt: skip
 
 
 def on_random_weights() -> Iterator[Row]:

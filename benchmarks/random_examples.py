@@ -132,12 +132,21 @@ def exact(dim: int, spread: float, factor: float, seeds: range) -> Row:
         weights = np.concatenate([result.model.W.numpy().ravel(), result.model.v.numpy()])
         chosen.append(_fresh_error(target, weights, size, seed))
     solved = [sum(error < 1e-6 for error in errors) for errors in (first, best, chosen)]
-    return Row(
+    row = Row(
         f"exact, d={dim}, scores ±{spread:g}, N={count} = {factor:g} x unknowns",
         f"random: solved {solved[0]} of {len(seeds)} from one start, {solved[1]} from {STARTS}",
         details=f"median error on fresh examples {median(first):.1e}, {median(best):.1e}; fitted "
         f"to their own examples: {fitted}; chosen: {solved[2]} of {len(chosen)}",
     )
+    return show.itemised(row, _by_seed(seeds, one_start=first, best=best, chosen=chosen))
+
+
+def _by_seed(seeds: range, **errors: list[float]) -> list[dict[str, float]]:
+    columns = zip(*errors.values(), strict=True)
+    return [
+        {"seed": seed, **dict(zip(errors, values, strict=True))}
+        for seed, values in zip(seeds, columns, strict=True)
+    ]
 
 
 def inexact(dim: int, tau: float, repeats: int, seeds: range) -> Row:
@@ -158,12 +167,13 @@ def inexact(dim: int, tau: float, repeats: int, seeds: range) -> Row:
         chosen.append(float((result.model.W - target.W).abs().max()))
         counts.add(result.queries)
     ratio = median(r / c for r, c in zip(random, chosen, strict=True))
-    return Row(
+    row = Row(
         f"errors of ±{tau:g}, d={dim}, N={count}, scores ±1",
         f"error of W: random {median(random):.1e}, chosen {median(chosen):.1e} (medians)",
         details=f"random / chosen {ratio:.1f} (median); chosen asked {min(counts)} to "
         f"{max(counts)}; tokens of the same greatest norm",
     )
+    return show.itemised(row, _by_seed(seeds, random=random, chosen=chosen))
 
 
 if __name__ == "__main__":
