@@ -35,6 +35,8 @@ RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient
 ABLATIONS: dict[str, dict[str, Any]] = {
     RELEASED: {},
     MAGNITUDE: {"ranking": "magnitude"},
+    "ranked by the gradient of a mask before the softmax": {"ranking": "mask-gradient"},
+    "ranked by that gradient's magnitude": {"ranking": "mask-magnitude"},
     "ranked by gradient × attention": {"ranking": "gradient*attention"},
     "ranked by the effect of removal": {"ranking": "removal"},
     "ranked by attention score": {"ranking": "attention"},
