@@ -1,5 +1,7 @@
 """Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, next to SST-2.
 
+Made for a GPU.
+
 MiniLM (`--encoder`) is trained on all of each task's data with each method and seed, and its
 accuracy on the whole dev set is printed after every epoch, so that the ceiling is seen. Then the
 first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
