@@ -16,7 +16,8 @@ Words are taken in the order of what their loss does to the margin (`leave-one-o
 replaced by the unknown token), or of what the best substitution does to first order (`gradient`).
 `masked` takes the order of the first and the words that a masked language model has for the place,
 as BERT-Attack does (arXiv 2004.09984): the text as it is, its `nearest` × 6 best words. No such
-model comes in a package, so `--encoder` with a new head is trained on the texts of `--data` first.
+model comes in a package, so `--encoder` with a new head is trained on the texts of `--data` first,
+and saved as `--masked FOLDER`, which may also hold another one with the same tokens.
 The first two differ most where a table was learnt from the task alone: there the neighbours of the
 words that matter say the same, and flips come from the neighbours of words that do not.
 At each the substitution with the smallest margin stays, if it is smaller than before; the first
@@ -61,6 +62,7 @@ def run(
     rankings: list[str] = RANKINGS,
     nearest: int = 8,
     cosine: float = 0.4,
+    masked: Path | None = None,
 ) -> Iterator[Row]:
     trained.expect_known("rankings", rankings, RANKINGS)
     if options.join:
@@ -74,11 +76,10 @@ def run(
     texts = [with_a_word(number) for number in range(140)] if quick else []
     train, dev = (texts[:100], texts[100:]) if quick else options.sst2()
     task = Task("sst2", train, dev, 2, 128, 1e-4, MAX_LENGTH).given(options)
-    masked = None
+    proposing = None
     if "masked" in rankings:
-        masked = MaskedModel.trained(
-            tiny() if quick else options.minilm(0), texts_of(task, options)
-        )
+        encoder = tiny() if quick else options.minilm(0)
+        proposing = MaskedModel.of(masked, encoder, texts_of(task, options))
     for loaded, known in classifiers(task, quick, options, models):
         loaded.model.eval().requires_grad_(False)
         right = trained.right_answers(
@@ -88,7 +89,7 @@ def run(
         words = {word for example in task.train for word in example.text.split()}
         victim = Victim(loaded.model, loaded.tokenizer, words)
         for ranking in rankings:
-            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking, masked)
+            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking, proposing)
             yield measured(known, attack, victim, right[: options.right])
 
 
@@ -244,6 +245,19 @@ class MaskedModel:
 
     model: Any
     tokenizer: Any
+
+    @classmethod
+    def of(cls, folder: Path | None, encoder: Loaded, texts: Sequence[str]) -> MaskedModel:
+        """The model of a folder; where there is none, it is made, and saved there."""
+        import transformers
+
+        if folder is not None and folder.is_dir():
+            model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+            return cls(model.to(encoder.model.device).eval(), encoder.tokenizer)
+        made = cls.trained(encoder, texts)
+        if folder is not None:
+            made.model.save_pretrained(folder)
+        return made
 
     @classmethod
     def trained(cls, loaded: Loaded, texts: Sequence[str], steps: int = 2_000) -> MaskedModel:
