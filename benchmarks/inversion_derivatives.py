@@ -241,7 +241,7 @@ def the_assumption(draws: int) -> Iterator[Row]:
         )
 
 
-SHAPES = tuple(itertools.product((1, 2, 3, 4), (1, 2, 3)))  # n, d
+SHAPES = tuple(itertools.product((2, 3, 4), (1, 2, 3)))  # n, d; with n = 1 the Hessian is constant
 RADII = (1.0, 1.5, 2.0, 3.0)
 
 
@@ -263,14 +263,14 @@ def the_worst(draws: int, steps: int) -> Iterator[Row]:
         shares["proved"] += (seen / bounds.lipschitz_proved / powers).tolist()
         ahead, behind = (invert.hessian(problem, X + step * E) for step in (1e-5, -1e-5))
         slope = abs(float(E.flatten() @ (ahead - behind) @ E.flatten())) / 2e-5
-        errors.append(abs(float(climb.values[-1]) - slope) / bounds.lipschitz_bound)
+        errors.append(abs(slope / float(climb.values[-1]) - 1))
         values = " ".join(f"{value:.3g}" for value in seen.tolist())
         radii = " ".join(f"{radius:g}" for radius in R.tolist())
         cases.append({"n": n, "d": d, "seed": number, "R": radii, "lipschitz": values})
     for constant, found in shares.items():
-        exceeded, proved = sum(share > 1 for share in found), constant == "proved"
+        exceeded, proved = sum(not share <= 1 for share in found), constant == "proved"
         yield Row(
-            "Lemma 4.4, n = 1 … 4, d = 1 … 3, R = 1 … 3: exceeded with "
+            "Lemma 4.4, n = 2 … 4, d = 1 … 3, R = 1 … 3: exceeded with "
             f"{'the proved constant' if proved else 'the constant 1'}",
             f"{exceeded:,} of {len(found):,} draws",
             "0" if proved else "",
@@ -278,7 +278,7 @@ def the_worst(draws: int, steps: int) -> Iterator[Row]:
             f"at most {max(found):.2g} of it",
             run={"cases": cases} if proved else None,
         )
-    yield show.at_most("  its third derivatives against differences of Hessians", max(errors), 1e-8)
+    yield show.at_most("  its third derivatives against differences of Hessians", max(errors), 1e-5)
 
 
 class Climb:
