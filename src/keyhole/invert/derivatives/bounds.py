@@ -13,20 +13,14 @@ well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W
 
 The lemmas give no constants. With 1 for each, both fail even with X inside: at R = 1, n = 2, d = 1
 an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant 17.5 against 8. So here are
-constants that are proved. Along E with ‖E‖_F = 1, for a row's softmax p of scores s = s(X + tE),
-S = XWXᵀ, with derivatives s′, s″ (s‴ = 0) and a = s′ − pᵀs′, c = s″ − pᵀs″:
+constants that are proved (docs/mathematics.md, "The Hessian of inversion"). With f′, f″, f‴ along a
+direction of length 1,
 
-    ‖S′‖_F ≤ 2R²,  ‖S″‖_F ≤ 2R,   p′ = (diag p − ppᵀ)s′,   ‖diag p − ppᵀ‖ ≤ ½   so  ‖P′‖_F ≤ R²
-    p″ = (diag p − ppᵀ)s″ + p∘(a² − var s′),   2 var s′ ≤ ‖s′‖²                 so  ‖P″‖_F ≤ R + 4R⁴
-    p‴ = p∘(a³ − E a³) − 3 var s′ p∘a + 3 p∘(ac − E ac),  of norms ‖s′‖³, ¾‖s′‖³, 3/√2 ‖s′‖‖s″‖
-         (a vector of sum 0 has ‖u‖ ≤ ‖u‖₁/√2; |a| ≤ √2‖s′‖)               so  ‖P‴‖_F ≤ 14R⁶ + 9R³
-    ‖f′‖_F ≤ (‖P′‖_F R + √n) R ≤ 2√n R⁴,    ‖f″‖_F ≤ (‖P″‖_F R + 2‖P′‖_F) R ≤ 7R⁶
-    ‖f‴‖_F ≤ (‖P‴‖_F R + 3‖P″‖_F) R ≤ 38R⁸,  ‖f − B‖_F ≤ √n R² + √(nm) R ≤ 2√(nm) R²
+    ‖f − B‖_F ≤ 2√(nm) R²,   ‖f′‖_F ≤ 2√n R⁴,   ‖f″‖_F ≤ 7R⁶,   ‖f‴‖_F ≤ 38R⁸
     L″ = 2‖f′‖² + 2⟨f − B, f″⟩ ≥ −28 √(nm) R⁸
     |L‴| = |6⟨f′, f″⟩ + 2⟨f − B, f‴⟩| ≤ (84√n + 152√(nm)) R¹⁰ ≤ 236 √(nm) R¹⁰
 
-which are the lemmas, with √(nm) for nd and n³d³: the norm of a symmetric trilinear form is its
-largest value on the diagonal (E, E, E), and ‖X‖ ≤ R is convex. H heads give H times f and its
+which are the lemmas, with √(nm) for nd and n³d³. H heads give H times f and its
 derivatives; a residual connection adds X to f − B and E to f′; a key bias of norm at most R adds a
 row to S′: ‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and ‖f‴‖_F ≤ 90 n^{3/2} R⁸; a mask
 changes nothing. All values are those of the loss without γ, which adds 2γ to every eigenvalue.
