@@ -9,12 +9,12 @@ DAGER (arXiv 2405.15586) is run from its authors' repository, which is not part 
     python benchmarks/peers/dager.py --checkout dager-gradient-inversion \
         --python dager-env/bin/python
 
-It is run with the settings of its scripts (bert.sh, gpt2.sh, llama.sh) and the rank tolerance that
+It is run with the settings of its scripts (bert.sh, gpt2.sh) and the rank tolerance that
 its page advises for each size. Batches are drawn from SST-2's training phrases, as DAGER draws
-them, each text once. Models: all-MiniLM-L6-v2 through DAGER's code for BERT, SmolLM2-135M through
-that for Llama, and a GPT-2 with random weights and SmolLM2's tokens. All get a new head of two
-classes. Gradients of embeddings, which DAGER does not read, are hidden from Keyhole. Each batch is
-read by both, one after the other, with as many threads each, and on the same device.
+them, each text once. Models: all-MiniLM-L6-v2 by DAGER's code for BERT, and a GPT-2 with random
+weights and SmolLM2's tokens. Both get a new head of two classes. Gradients of embeddings, which
+DAGER does not read, are hidden from Keyhole. Each batch is read by both, one after the other, with
+as many threads each, and on the same device.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ class Subject:
 SUBJECTS = {
     "minilm": Subject("all-MiniLM-L6-v2", "bert-base-uncased", ("--l1_filter", "maxB")),
     "gpt2": Subject("GPT-2, random weights", "gpt2", ("--l1_filter", "all")),
-    "smollm2": Subject(
-        "SmolLM2-135M", "meta-llama/Meta-Llama-3-8B", ("--l1_filter", "all", "--pad", "left")
-    ),
 }
 
 
@@ -103,25 +100,14 @@ def opened(name: str, encoder: Path | None, model: Path | None, device: str) -> 
     torch.manual_seed(0)
     if name == "minilm":
         return subjects.minilm(encoder, device, task="classification", new_head=2)
-    if name == "gpt2":
-        from transformers import AutoModelForSequenceClassification, GPT2Config
+    from transformers import AutoModelForSequenceClassification, GPT2Config
 
-        words = load_tokenizer(subjects.smollm2_file(model))
-        ends = {"bos_token_id": words.eos_token_id, "eos_token_id": words.eos_token_id}
-        config = GPT2Config(vocab_size=len(words), num_labels=2, **ends)
-        made = AutoModelForSequenceClassification.from_config(config)
-        made = made.eval().requires_grad_(False).to(device)
-        loaded = Loaded(made, words, identity(made), "gpt2")
-    else:
-        from tokenizers.processors import TemplateProcessing
-
-        loaded = subjects.smollm2(model, device, task="classification", new_head=2)
-        words = loaded.tokenizer
-        # As Llama's tokenizers do, whose first token DAGER takes as known.
-        first = (words.bos_token, words.bos_token_id)
-        words.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{first[0]} $A", special_tokens=[first]
-        )
+    words = load_tokenizer(subjects.smollm2_file(model))
+    ends = {"bos_token_id": words.eos_token_id, "eos_token_id": words.eos_token_id}
+    config = GPT2Config(vocab_size=len(words), num_labels=2, **ends)
+    made = AutoModelForSequenceClassification.from_config(config)
+    made = made.eval().requires_grad_(False).to(device)
+    loaded = Loaded(made, words, identity(made), "gpt2")
     loaded.model.config.pad_token_id = words.eos_token_id
     torch.nn.init.normal_(loaded.model.score.weight, std=1e-3)
     return loaded
