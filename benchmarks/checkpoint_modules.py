@@ -53,13 +53,15 @@ def measure(
     if result.model is None:
         return Row(what, f"{result.status}: {result.reason}", "recovered", False)
     worst = judge(target, result.model, seed + 100).worst
-    return Row(
+    row = Row(
         what,
         f"{result.queries:,} queries, fresh error {worst:.1e}",
         f"<= {most} times the lower bound, error <= {TOLERANCE:.0e}",
         result.status is Status.RECOVERED and worst <= TOLERANCE and result.queries <= most * bound,
         f"lower bound {bound:,}, {result.queries / bound:.2f} times, {result.seconds:.0f} s",
     )
+    return show.itemised(row, [{"queries": result.queries, "error": worst, "bound": bound,
+                                "status": result.status, "seconds": result.seconds}])  # fmt: skip
 
 
 if __name__ == "__main__":

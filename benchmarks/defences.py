@@ -13,7 +13,7 @@ The picture is docs/defences.png.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -120,7 +120,7 @@ def weights(d: int, seeds: int) -> Iterator[Row]:
         refused = median(run.refused for run in runs)
         waiting = median(run.waiting or 0.0 for run in runs)
         promised = name in EXACT
-        yield Row(
+        row = Row(
             f"d={d}, {name}",
             f"attacker {attacker}, honest client {honest:.1e}"
             + (f", {refused:.0%} refused" if refused else ""),
@@ -131,6 +131,7 @@ def weights(d: int, seeds: int) -> Iterator[Row]:
             + (f"; worst {max(errors):.1e}" if errors else "")
             + f"; {median(run.seconds for run in runs):.1f} s; {runs[0].setting}",
         )
+        yield show.itemised(row, [asdict(run) for run in runs])
 
 
 def leaks(
@@ -143,13 +144,14 @@ def leaks(
         read = read_behind(loaded, some, exposure, defence)
         broken = defence in ("none", "permuted", *FORMS[:2])
         own = f"; {read.own} own texts" if read.own else ""
-        yield Row(
+        row = Row(
             f"{name}, {exposure}, {defence}",
             f"{read.exact} of {read.texts} texts exact, {read.tokens:.0%} of tokens",
             "all" if broken else "",
             read.exact == read.texts if broken else None,
             f"{read.attack}{own}; {read.seconds:.0f} s; {read.reason[:100]}",
         )
+        yield show.itemised(row, [asdict(read)])
 
 
 def table(quick: bool) -> list[Point]:

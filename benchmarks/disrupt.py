@@ -3,11 +3,6 @@
 The full run attacks a fine-tuned classifier (`--model`, a folder; without it the classifier in the
 box, for which no figure is promised) on SST-2's dev set, with `--task hellaswag` or `--task dream`
 a multiple-choice model, with `--task next-token` a causal one (`--model` may be a .gguf file).
-`--task reactions` takes a classifier that was not trained here, rxnfp's BERT of chemical reactions
-(`--model FOLDER` where the package rxnfp is not installed; its weights are pickled). It brings no
-reactions with labels: the texts are eight kinds of textbook reactions, each with every pair of its
-building blocks, and what the model answers counts as right. So flips are measured, not accuracy;
-how alike it answers within a kind is printed next to them.
 
 `--batch-size` examples are attacked in one call, `--batch` masked ones go through the model in one
 pass, in `--workers` processes (0: this one). `--only` takes rows by a part of their names,
@@ -16,12 +11,9 @@ pass, in `--workers` processes (0: this one). `--only` takes rows by a part of t
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,10 +23,8 @@ import show
 import subjects
 import trained
 from keyhole import disrupt
-from keyhole.data import Example, read_examples
+from keyhole.data import read_examples
 from keyhole.disrupt import HackAttend
-from keyhole.disrupt.batches import Batches
-from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER
 from show import Row
 
@@ -50,7 +40,7 @@ def run(
     quick: bool,
     model: str | None = None,
     data: Path = subjects.DATA,
-    task: Literal["sst2", "hellaswag", "dream", "next-token", "reactions"] = "sst2",
+    task: Literal["sst2", "hellaswag", "dream", "next-token"] = "sst2",
     examples: int | None = None,
     share: float = 0.01,
     max_length: int | None = None,
@@ -63,11 +53,6 @@ def run(
 ) -> Iterator[Row]:
     if quick:
         yield from on_random_weights()
-        yield from flipped_reactions(tiny_reader(), 2, attacks(0.05, 32), batch_size)
-        return
-    if task == "reactions":
-        loaded = rxnfp(model and Path(model), device)
-        yield from flipped_reactions(loaded, examples, attacks(share, batch), batch_size, only)
         return
     if model is None and task != "sst2":
         raise SystemExit(f"--task {task} needs a model: give its folder as --model")
@@ -129,7 +114,11 @@ def row(name: str, found: disrupt.Disruption, seconds: float, promised: bool) ->
     )
     target = TARGETS.get(name, TARGETS.get(name.split(",")[0])) if promised else None
     goal, met = target if target else ("", None)
-    return Row(name, f"{found.success:.1%}", goal, met and met(found.success), details)
+    row = Row(name, f"{found.success:.1%}", goal, met and met(found.success), details)
+    return show.itemised(row, [
+        {"id": each.id, "right": each.right, "flipped": each.flipped, "masked": each.masked,
+         "units": each.units, "queries": each.queries} for each in found.outcomes
+    ])  # fmt: skip
 
 
 def on_random_weights() -> Iterator[Row]:
@@ -141,89 +130,6 @@ def on_random_weights() -> Iterator[Row]:
         started = time.perf_counter()
         found = trained.shortened(method)(model, {"input_ids": ids}, labels)
         yield row(name, found, time.perf_counter() - started, promised=False)
-
-
-_RINGS = ("c1ccccc1", "c1ccc(OC)cc1", "c1ccncc1")
-_CHAINS = ("Cc1ccccc1", "CCCC", "C1CCCCC1")
-_SMALL = ("F", "Cl", "OC")
-# Reactants >> product, with two building blocks whose first atom is the one that is bound.
-KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "amide from an acid": ("O=C(O){a}.N{b}>>O=C(N{b}){a}", _RINGS, _CHAINS),
-    "ester from an acid chloride": ("O=C(Cl){a}.O{b}>>O=C(O{b}){a}", _RINGS, _CHAINS),
-    "sulfonamide": ("O=S(=O)(Cl){a}.N{b}>>O=S(=O)(N{b}){a}", _RINGS, _CHAINS),
-    "Suzuki coupling": ("Br{a}.OB(O)c1ccc({b})cc1>>c1cc({b})ccc1{a}", _RINGS, _SMALL),
-    "Boc deprotection": ("CC(C)(C)OC(=O)N({a}){b}>>N({a}){b}", _CHAINS, _CHAINS),
-    "reductive amination": ("O=C{a}.N{b}>>C(N{b}){a}", _RINGS, _CHAINS),
-    "nitro reduction": ("O=[N+]([O-])c1ccc({a})c({b})c1>>Nc1ccc({a})c({b})c1", _SMALL, _SMALL),
-    "ester hydrolysis": ("COC(=O)c1ccc({a})c({b})c1>>O=C(O)c1ccc({a})c({b})c1", _SMALL, _SMALL),
-}
-
-
-def reactions() -> list[Example]:
-    """Every kind with every pair of its blocks; labels are to come from the model."""
-    return [
-        Example(f"{kind}: {a} {b}", 0, pattern.format(a=a, b=b))
-        for kind, (pattern, firsts, seconds) in KINDS.items()
-        for a in firsts
-        for b in seconds
-    ]
-
-
-def rxnfp(model: Path | None, device: str) -> Loaded:
-    """The classifier, with a tokenizer that splits a reaction as its own code does."""
-    inside = "models/transformers/bert_ft_10k_25s"
-    where = model or subjects._package("rxnfp", inside, "--model")
-    loaded = load_model(
-        where, task="classification", allow_pickle=True, tokenizer=False, device=device
-    )
-    return reading(loaded, (where / "vocab.txt").read_text("utf-8").splitlines())
-
-
-def tiny_reader() -> Loaded:
-    """Random weights that read the same symbols."""
-    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-    text = "".join(example.text for example in reactions())
-    symbols = sorted(set(re.findall(subjects._SMILES, text)))
-    return reading(loaded, [*subjects.SPECIAL, *symbols])
-
-
-def reading(loaded: Loaded, symbols: list[str]) -> Loaded:
-    words = subjects._words(symbols, framed=True, split=subjects._SMILES)
-    return replace(loaded, tokenizer=words)
-
-
-def answered(loaded: Loaded, examples: list[Example], batch_size: int) -> list[Example]:
-    """The same reactions, labelled with what the model says."""
-    batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size, alike=False)
-    answers = [int(answer) for _, batch, _ in batches for answer in batches.predicted(batch)]
-    return [
-        replace(example, label=answer) for example, answer in zip(examples, answers, strict=True)
-    ]
-
-
-def consistency(examples: list[Example]) -> Row:
-    """How many answers there are, and how many reactions get their kind's most frequent one."""
-    kinds: dict[str, Counter[int]] = {}
-    for example in examples:
-        kinds.setdefault(example.id.split(":")[0], Counter())[example.label] += 1
-    usual = [answers.most_common(1)[0] for answers in kinds.values()]
-    return Row(
-        "answers as usual for their kind", f"{sum(count for _, count in usual)} of {len(examples)}",
-        details=f"{len({label for label, _ in usual})} answers for {len(kinds)} kinds",
-    )  # fmt: skip
-
-
-def flipped_reactions(
-    loaded: Loaded, count: int | None, methods: dict[str, HackAttend], batch_size: int,
-    only: str = "",
-) -> Iterator[Row]:  # fmt: skip
-    texts = answered(loaded, reactions()[:count], batch_size)
-    yield consistency(texts)
-    for name, method in methods.items():
-        if only in name and "sparing" not in name:
-            batches = Batches(loaded.model, loaded.tokenizer, texts, batch_size)
-            found, seconds = show.timed(lambda: batches.attack(method))  # noqa: B023
-            yield row(f"reactions: {name}", found, seconds, promised=False)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
 All rows are the released schedule with one thing changed, on SST-2's dev set: `--models` takes
 several folders (seeds of one model), every figure is then a mean with its range; without it the
-classifier in the box. Rows are at `--share`, the curve at `--shares`. `--texts` takes the first so
-many sentences; `--join FILE…` makes the table of what several runs wrote with `--json`, so that
-seeds may run one by one. `make pictures` draws the curve. `--quick` takes two of the reviews in the
-box.
+classifier in the box. Rows are at `--share`, the curve at `--shares`, `--only` takes rows by a part
+of their names. `--texts` takes the first so many sentences; `--join FILE…` makes the table of what
+several runs wrote with `--json`, so that seeds may run one by one. `make pictures` draws the curve.
+`--quick` takes two of the reviews in the box.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient
 ABLATIONS: dict[str, dict[str, Any]] = {
     RELEASED: {},
     MAGNITUDE: {"ranking": "magnitude"},
+    "ranked by the gradient of a mask before the softmax": {"ranking": "mask-gradient"},
+    "ranked by that gradient's magnitude": {"ranking": "mask-magnitude"},
     "ranked by gradient × attention": {"ranking": "gradient*attention"},
     "ranked by the effect of removal": {"ranking": "removal"},
     "ranked by attention score": {"ranking": "attention"},
@@ -64,6 +66,8 @@ class Measured:
     queries: float
     seconds: float
     control: float  # the largest change of a logit by masks that cut nothing
+    # By sentence: how many units were cut where it flipped, 0 where it stands.
+    sentences: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def run(
@@ -125,6 +129,7 @@ def measure(
     return Measured(
         Path(loaded.name).name, name, share, len(found.attacked), found.flips, found.share, worst,
         found.queries, time.perf_counter() - started, found.control.change,
+        {outcome.id: outcome.masked * outcome.flipped for outcome in found.attacked},
     )  # fmt: skip
 
 

@@ -143,7 +143,12 @@ def row(model: str, k: int, results: Sequence[Tried], seconds: float) -> Row:
     )
     what = "whichever unit is cut, exact" if k == 1 else f"whichever {k} units are cut, proved"
     share = certified / max(1, len(right))
-    return Row(f"{model}: {what}", f"{share:.0%}", "none broken", broken == 0, details)
+    row = Row(f"{model}: {what}", f"{share:.0%}", "none broken", broken == 0, details)
+    return show.itemised(row, [
+        {"right": each.proof.right, "holds": each.proof.right and each.proof.holds,
+         "layers": each.proof.layers, "flipped": each.flipped, "left": each.left}
+        for each in results
+    ])  # fmt: skip
 
 
 def run(

@@ -61,12 +61,16 @@ def singly(
         for a, b in zip(*found, strict=True)
     )
     ratio = seconds[0] / seconds[1]
-    yield show.ratio(
+    row = show.ratio(
         f"greedy one query at a time / in batches, an example, {loaded.model.device.type}",
         f"{seconds[0]:.2f} s / {seconds[1]:.3f} s = {ratio:.1f}",
         f">= {least}",
         ratio >= least if least else None,
     )
+    yield show.itemised(row, [
+        {"flipped": a.flipped, "queries": a.queries, "same": (a.steps, a.cut) == (b.steps, b.cut)}
+        for a, b in zip(*found, strict=True)
+    ])  # fmt: skip
     yield show.every("  the same masks", same, len(ordered))
 
 

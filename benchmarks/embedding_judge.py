@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -142,11 +142,12 @@ class NearMisses:
 
 
 def near_row(setting: Setting, near: list[NearMisses]) -> Row:
-    return Row(
+    row = Row(
         f"{setting.loaded.name}: the nearest text one edit away",
         f"cosine {statistics.median(case.cosine for case in near):.6f}, median of {len(near)}",
         details=f"largest {max(case.cosine for case in near):.6f}",
     )
+    return show.itemised(row, [{"cosine": case.cosine} for case in near])
 
 
 def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]:
@@ -157,6 +158,7 @@ def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]
 def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisses]) -> Row:
     started = time.perf_counter()
     statuses, wrong, fit, judged, tried, likely = Counter[str](), 0, 0, 0, 0, [0, 0]
+    items: list[dict[str, Any]] = []
     for case in near:
         leak = changed(setting, change, case.ids)
         vectors = case.vectors(leak)
@@ -174,8 +176,10 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
                 wrong += other.verified
                 good = right(case.ids, miss, other.marks)
                 likely = [sum(pair) for pair in zip(likely, good, strict=True)]
+        items.append({"tokens": len(case.ids) - 2, "verified": verdict.verified, "whole": whole,
+                      "misses": len(case.misses), "fit": fitting})  # fmt: skip
     seconds = (time.perf_counter() - started) / len(near)
-    return Row(
+    row = Row(
         f"{setting.loaded.name}, {name}",
         f"{statuses['verified']} of {len(near)} verified; {wrong} of {tried:,} near misses",
         "0 near misses",
@@ -184,6 +188,7 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         f"nearest {judged} were judged; of likely tokens in wrong texts {likely[0]} of {likely[1]} "
         f"right; {seconds:.1f} s a text",
     )
+    return show.itemised(row, items)
 
 
 def right(truth: list[int], ids: list[int], marks: Sequence[Mark]) -> tuple[int, int]:
@@ -301,18 +306,20 @@ def secret_row(
         off = pairs.numbers(stored[held]) - known[held] @ pairs.own
     values = undone if numbers is None else numbers
     noise = float(off.square().mean().sqrt())
-    verified = 0
-    for row, ids in enumerate(setting.secrets):
-        leak = Pooled(values[row].float(), noise=noise)
-        vectors = runs[row].of_part(WAY, seen)
-        verified += judge_vector(setting.target, leak, ids, vectors).verified
+    verified: list[bool] = []
+    for number, ids in enumerate(setting.secrets):
+        leak = Pooled(values[number].float(), noise=noise)
+        vectors = runs[number].of_part(WAY, seen)
+        verified.append(judge_vector(setting.target, leak, ids, vectors).verified)
     cosines = torch.cosine_similarity(undone, secret).tolist()
-    return Row(
+    row = Row(
         f"{setting.loaded.name}, {name}, {count} pairs known",
-        f"cosine {statistics.median(cosines):.6f}; {verified} of {len(hidden)} texts verified",
+        f"cosine {statistics.median(cosines):.6f}; {sum(verified)} of {len(hidden)} texts verified",
         details=f"{values.shape[1]} numbers, each off by {noise / float(known.std()):.1e} of its "
         "spread, measured on pairs held back",
     )
+    items = zip(cosines, verified, strict=True)
+    return show.itemised(row, [{"cosine": each, "verified": well} for each, well in items])
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def first_guess_row(counted: Counted, secrets: list[list[int]]) -> Row:
     shares = (
         f"{sum(r < k for r in ranks) / len(ranks):.0%} among {k}" for k in (20, 50, 100, 1000)
     )
-    return Row("tokens of a text among the best of the first guess", ", ".join(shares))
+    row = Row("tokens of a text among the best of the first guess", ", ".join(shares))
+    return show.itemised(row, [{"rank": rank} for rank in ranks])
 
 
 def rows(
@@ -114,13 +115,15 @@ def rows(
             ):
                 ranks[name].append(int((scores > scores[secret[place]]).sum()))
     words_ = f"cosine {statistics.mean(cosines):.3f}"
-    yield Row(f"{k} tokens wrong: sum of the right changes against what is missing", words_)
+    row = Row(f"{k} tokens wrong: sum of the right changes against what is missing", words_)
+    yield show.itemised(row, [{"cosine": cosine} for cosine in cosines])
     for name, found in ranks.items():
         median = statistics.median(found)
         share = sum(rank < 64 for rank in found) / len(found)
         words_ = f"median rank {median:,.0f} of {len(counted.encoder.table):,}"
         details = f"{share:.0%} among the first 64"
-        yield Row(f"{k} tokens wrong: the right token by {name}", words_, details=details)
+        row = Row(f"{k} tokens wrong: the right token by {name}", words_, details=details)
+        yield show.itemised(row, [{"rank": rank} for rank in found])
 
 
 if __name__ == "__main__":

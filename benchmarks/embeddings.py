@@ -172,13 +172,18 @@ def measure(
     shared = statistics.mean(map(subjects.f1, answers, secrets))
     passes = statistics.mean(reading.passes for reading in readings)
     enough = percent is None or exact >= percent / 100 * len(secrets)
-    return Row(
+    row = Row(
         what,
         f"{exact} of {len(secrets)} exact, {arrived - exact} that give the vector and are others",
         f">= {percent}% exact, 0 wrong" if percent else "0 wrong",
         enough and arrived <= exact,
         f"token F1 {shared:.3f}; {passes:,.0f} passes and {clock.words(len(secrets))} a text",
     )
+    return show.itemised(row, [
+        {"tokens": len(ids), "exact": reading.tokens == ids, "cosine": reading.cosine,
+         "f1": subjects.f1(reading.tokens, ids), "passes": reading.passes}
+        for reading, ids in zip(readings, secrets, strict=True)
+    ])  # fmt: skip
 
 
 def stored(
@@ -213,13 +218,19 @@ def read_from_store(
     false = sum(recovery.verified and recovery.ids != ids for recovery, ids in pairs)
     shared = statistics.mean(subjects.f1(recovery.ids[1:-1], ids[1:-1]) for recovery, ids in pairs)
     passes = statistics.mean(recovery.passes for recovery in made)
-    return Row(
+    row = Row(
         what,
         f"{exact} of {len(secrets)} exact, {verified} of them verified, {false} false",
         "0 false",
         false == 0,
         f"token F1 {shared:.3f}; {passes:,.0f} passes and {pace} a text",
     )
+    return show.itemised(row, [
+        {"tokens": len(ids) - 1 - len(last), "exact": recovery.ids == ids,
+         "verified": recovery.verified, "f1": subjects.f1(recovery.ids[1:-1], ids[1:-1]),
+         "passes": recovery.passes}
+        for recovery, ids in pairs
+    ])  # fmt: skip
 
 
 class _Clock:

@@ -1,5 +1,7 @@
 """Attacks on other families of models than BERT: small ones, trained on SST-2.
 
+Made for a GPU.
+
     bert        MiniLM's own family: for comparison
     roberta     BERT's layers, positions counted from 1, its own head of two layers
     distilbert  BERT's layers without token types and without a pooler, its own head

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -126,6 +126,7 @@ def measure(
     scores: list[tuple[float, float]] = []
     tokens: list[int] = []
     known: list[float] = []
+    items: list[dict[str, Any]] = []
     started = time.perf_counter()
     max_length = min(128, anatomy(loaded.model).max_length)
     for number in range(count):
@@ -146,9 +147,14 @@ def measure(
         ids = {id_ for text in batch.texts for id_ in text}
         known.append(len(ids & set(recovery.tokens)) / len(ids))
         total += size
+        items.append({
+            "batch": number, "texts": len(batch.texts), "tokens": tokens[-1],
+            "exact": sum(text in read for text in batch.texts), "verified": recovery.verified,
+            "rouge": scores[-len(batch.texts) :], "known": known[-1],
+        })  # fmt: skip
     first, second = (sum(score) / len(scores) for score in zip(*scores, strict=True))
     seconds = (time.perf_counter() - started) / count
-    return Row(
+    row = Row(
         what,
         f"{exact} of {total} texts exact, {verified} verified, {false} falsely; ROUGE-1 "
         f"{first:.3f}, ROUGE-2 {second:.3f}",
@@ -157,6 +163,7 @@ def measure(
         f"{min(tokens)}–{max(tokens)} tokens, {sum(known) / count:.0%} of them known; "
         f"{seconds:.1f} s",
     )
+    return show.itemised(row, items)
 
 
 def rouges(batch: Batch, read: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:

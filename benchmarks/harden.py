@@ -124,6 +124,10 @@ class Bench:
             "method": method, "seed": seed, "defence": repr(trained.defence(method)),
             "settings": {name: getattr(options, name) for name in SETTINGS},
             "training": training.to_dict(), "evaluation": found.to_dict(),
+            "outcomes": {
+                name: [[each.id, each.flipped, each.masked] for each in disruption.outcomes]
+                for name, disruption in found.disruptions.items()
+            },
         }  # fmt: skip
         details = words(found)
         if method != "plain":

@@ -125,7 +125,7 @@ def measure(
     )
     passes = statistics.mean(reading.passes for reading in readings)
     published = "none" if most >= SODA else "79.5%"
-    return Row(
+    row = Row(
         what,
         f"{exact} of {len(prompts)} exact, {arrived - exact} others that give the state",
         "0 others",
@@ -134,6 +134,11 @@ def measure(
         f"{statistics.mean(map(subjects.f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
         f"<= {error:.0e}; {passes:,.0f} passes and {seconds / len(prompts):.2f} s a prompt{others}",
     )
+    return show.itemised(row, [
+        {"tokens": len(prompt), "exact": reading.tokens == prompt, "cosine": reading.cosine,
+         "f1": subjects.f1(reading.tokens, prompt), "passes": reading.passes}
+        for reading, prompt in zip(readings, prompts, strict=True)
+    ])  # fmt: skip
 
 
 def leaks(loaded: Loaded, prompts: list[list[int]], encoder: Encoder) -> list[Logits]:

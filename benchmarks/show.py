@@ -21,9 +21,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -43,7 +43,8 @@ class Row:
 
     Errors, counts and exactness are promises: they hold on every machine, and a test fails where
     one is not met. Seconds and ratios of them are none (`promise=False`): machines are noisy.
-    `run` is all that was measured, where a benchmark's `--join` makes one table of many files.
+    `run` is all that was measured, kept with the table: a benchmark's `--join` makes one table of
+    many files from it, and anybody can count again.
     """
 
     what: str
@@ -53,6 +54,11 @@ class Row:
     details: str = ""
     promise: bool = True
     run: dict[str, Any] | None = None
+
+
+def itemised(row: Row, items: Sequence[dict[str, Any]]) -> Row:
+    """The row with what was measured of each text, batch, seed or question."""
+    return replace(row, run={"row": row.what, "items": list(items)})
 
 
 def broken(rows: list[Row]) -> list[str]:
@@ -176,10 +182,12 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
                 {name: value for name, value in vars(row).items() if name != "run"} for row in rows
             ],
         }
-        if runs := [row.run for row in rows if row.run]:
-            data["runs"] = runs
+        text = json.dumps(data, indent=2, ensure_ascii=False)
+        if runs := [json.dumps(row.run, ensure_ascii=False) for row in rows if row.run]:
+            lines = ",\n".join(f"    {run}" for run in runs)
+            text = text.removesuffix("\n}") + f',\n  "runs": [\n{lines}\n  ]\n}}'
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        file.write_text(text + "\n", "utf-8")
     if failure is not None:
         raise failure
 
@@ -245,6 +253,9 @@ def machine() -> str:
 
 
 def commit() -> str:
+    """The checkout's; KEYHOLE_COMMIT says it where only a copy of the files is there."""
+    if given := os.environ.get("KEYHOLE_COMMIT"):
+        return given
     try:
         command = ["git", "describe", "--always", "--dirty"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -28,11 +28,6 @@ from keyhole.recover.leaks import Leak
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-# How symbols of reactions are split.
-_SMILES = (
-    r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
-    r"|%[0-9]{2}|[0-9])"
-)
 
 
 Change = Callable[[Leak], Leak]
@@ -192,14 +187,14 @@ def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[
     return list(texts)
 
 
-def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
+def _words(names: list[str], framed: bool) -> Any:
     """A tokenizer of these words, which puts [CLS] … [SEP] around a text or nothing."""
     import transformers
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
     table = {word: number for number, word in enumerate(names)}
     inner = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(split), "removed", invert=True)
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\S+"), "removed", invert=True)
     if framed:
         ends = [(name, table[name]) for name in ("[CLS]", "[SEP]")]
         inner.post_processor = processors.TemplateProcessing(

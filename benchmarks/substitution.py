@@ -14,8 +14,12 @@ of words), written in the same case, none of them special. Neighbours are not sy
 
 Words are taken in the order of what their loss does to the margin (`leave-one-out`: each is
 replaced by the unknown token), or of what the best substitution does to first order (`gradient`).
-The two differ most where a table was learnt from the task alone: there the neighbours of the words
-that matter say the same, and flips come from the neighbours of words that do not.
+`masked` takes the order of the first and the words that a masked language model has for the place,
+as BERT-Attack does (arXiv 2004.09984): the text as it is, its `nearest` × 6 best words. No such
+model comes in a package, so `--encoder` with a new head is trained on the texts of `--data` first,
+and saved as `--masked FOLDER`, which may also hold another one with the same tokens.
+The first two differ most where a table was learnt from the task alone: there the neighbours of the
+words that matter say the same, and flips come from the neighbours of words that do not.
 At each the substitution with the smallest margin stays, if it is smaller than before; the first
 flip ends it. At most `share` of a text's words are replaced, and one in any case.
 
@@ -47,7 +51,7 @@ from trained import Options, Run, Task, spread
 
 MAX_LENGTH = 128
 SHARES = (0.1, 0.2, 0.3)
-RANKINGS = ["leave-one-out", "gradient"]
+RANKINGS = ["leave-one-out", "gradient", "masked"]
 _LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
 
 
@@ -58,6 +62,7 @@ def run(
     rankings: list[str] = RANKINGS,
     nearest: int = 8,
     cosine: float = 0.4,
+    masked: Path | None = None,
 ) -> Iterator[Row]:
     trained.expect_known("rankings", rankings, RANKINGS)
     if options.join:
@@ -71,6 +76,10 @@ def run(
     texts = [with_a_word(number) for number in range(140)] if quick else []
     train, dev = (texts[:100], texts[100:]) if quick else options.sst2()
     task = Task("sst2", train, dev, 2, 128, 1e-4, MAX_LENGTH).given(options)
+    proposing = None
+    if "masked" in rankings:
+        encoder = tiny() if quick else options.minilm(0)
+        proposing = MaskedModel.of(masked, encoder, texts_of(task, options))
     for loaded, known in classifiers(task, quick, options, models):
         loaded.model.eval().requires_grad_(False)
         right = trained.right_answers(
@@ -80,7 +89,7 @@ def run(
         words = {word for example in task.train for word in example.text.split()}
         victim = Victim(loaded.model, loaded.tokenizer, words)
         for ranking in rankings:
-            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking)
+            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking, proposing)
             yield measured(known, attack, victim, right[: options.right])
 
 
@@ -181,21 +190,27 @@ class WordSubstitution:
     nearest: int = 8
     cosine: float = 0.4
     ranking: str = "leave-one-out"
+    masked: MaskedModel | None = None
 
     def most(self, words: int) -> int:
         return max(1, int(self.share * words + 1e-9))
+
+    def others(self, victim: Victim, words: Sequence[str], place: int) -> list[str]:
+        if self.ranking == "masked" and self.masked is not None:
+            return self.masked.words(victim, words, place, 6 * self.nearest)
+        return victim.neighbours(words[place], self.nearest, self.cosine)
 
     def __call__(self, victim: Victim, example: Example) -> Substituted:
         words = example.text.split()
         options = {
             place: others
-            for place, word in enumerate(words)
-            if (others := victim.neighbours(word, self.nearest, self.cosine))
+            for place in range(len(words))
+            if (others := self.others(victim, words, place))
         }
         queries = 1
         margin = float(victim.margins([words], example.label)[0])
         order = list(options)
-        if self.ranking == "leave-one-out":
+        if self.ranking != "gradient":
             without = [[*words[:place], victim.unknown, *words[place + 1 :]] for place in order]
             worth = victim.margins(without, example.label)
             queries += len(order)
@@ -214,6 +229,80 @@ class WordSubstitution:
             if float(margins[best]) < margin:
                 words, margin, changed = tried[best], float(margins[best]), changed + 1
         return Substituted(" ".join(words), queries)
+
+
+def texts_of(task: Task, options: Options) -> list[str]:
+    """What a masked language model learns from: no dev set."""
+    texts = [example.text for example in task.train]
+    if (options.data / "dream").is_dir() and len(texts) > 1_000:
+        texts += subjects.turns(options.data, "train")
+    return texts
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedModel:
+    """An encoder with a head for masked tokens, trained here: 15% of the tokens are masked."""
+
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, folder: Path | None, encoder: Loaded, texts: Sequence[str]) -> MaskedModel:
+        """The model of a folder; where there is none, it is made, and saved there."""
+        import transformers
+
+        if folder is not None and folder.is_dir():
+            model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+            return cls(model.to(encoder.model.device).eval(), encoder.tokenizer)
+        made = cls.trained(encoder, texts)
+        if folder is not None:
+            made.model.save_pretrained(folder)
+        return made
+
+    @classmethod
+    def trained(cls, loaded: Loaded, texts: Sequence[str], steps: int = 2_000) -> MaskedModel:
+        import transformers
+
+        device = loaded.model.device
+        steps = steps if device.type == "cuda" else 20
+        model = transformers.BertForMaskedLM(loaded.model.config).to(device).train()
+        model.bert.load_state_dict(loaded.model.base_model.state_dict(), strict=False)
+        model.requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-4)
+        rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-4, steps)
+        stream, mask = torch.Generator().manual_seed(0), loaded.tokenizer.mask_token_id or 0
+        for _ in range(steps):
+            chosen = torch.randint(len(texts), (128,), generator=stream).tolist()
+            few = [Example(str(number), 0, texts[number]) for number in chosen]
+            batch, _ = encode(loaded.tokenizer, few, max_length=64)
+            special = batch.pop("special_tokens_mask").bool()
+            hidden = (torch.rand(special.shape, generator=stream) < 0.15) & ~special
+            labels = torch.where(hidden, batch["input_ids"], -100)
+            batch["input_ids"] = torch.where(hidden, mask, batch["input_ids"])
+            given = {name: value.to(device) for name, value in batch.items()}
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = model(**given, labels=labels.to(device)).loss
+            if bool(hidden.any()):
+                loss.backward()
+                optimizer.step()
+            rates.step()
+            optimizer.zero_grad()
+        return cls(model.eval().requires_grad_(False), loaded.tokenizer)
+
+    def words(self, victim: Victim, words: Sequence[str], place: int, count: int) -> list[str]:
+        """The likeliest other words for a place of a text; none for what is no single token."""
+        own = victim.token(words[place])
+        start = victim.starts(words)[place]
+        batch = victim.batch([Example("0", 0, " ".join(words))])
+        if own is None or start >= batch["input_ids"].shape[1]:
+            return []
+        with torch.no_grad():
+            scores = self.model(**batch).logits[0, start].float()
+        scores = scores.masked_fill(~victim.usable, -torch.inf)
+        scores[own] = -torch.inf
+        near = scores.topk(min(count, len(scores))).indices.tolist()
+        names = [victim.names[number] for number in near if victim.names[number]]
+        return [name for name in names if _case(name) == _case(words[place])]
 
 
 class Victim:
@@ -272,12 +361,12 @@ class Victim:
             return torch.zeros(0)
         examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
         with torch.no_grad():
-            return self._margins(self._batch(examples), label).cpu()
+            return self._margins(self.batch(examples), label).cpu()
 
     def slopes(self, words: Sequence[str], options: dict[int, list[str]], label: int) -> Tensor:
         """What the best substitution at each place does to the margin, to first order."""
         table = self.model.get_input_embeddings()
-        batch = self._batch([Example("0", label, " ".join(words))])
+        batch = self.batch([Example("0", label, " ".join(words))])
         seen: list[Tensor] = []
 
         def follow(_module: Any, _given: Any, output: Tensor) -> Tensor:
@@ -291,7 +380,7 @@ class Victim:
                 gradient = torch.autograd.grad(margin, seen[0])[0][0]
         finally:
             handle.remove()
-        starts = self._starts(words)
+        starts = self.starts(words)
         gains: list[float] = []
         for place, others in options.items():
             own = self.token(words[place])
@@ -303,7 +392,7 @@ class Victim:
             gains.append(float((moved @ gradient[starts[place]]).min()))
         return torch.tensor(gains)
 
-    def _starts(self, words: Sequence[str]) -> list[int]:
+    def starts(self, words: Sequence[str]) -> list[int]:
         """The position of each word's first token in the encoded text."""
         frame = self.tokenizer("", add_special_tokens=True)["input_ids"]
         place, starts = min(1, len(frame)), list[int]()
@@ -312,7 +401,7 @@ class Victim:
             place += len(self.tokenizer(word, add_special_tokens=False)["input_ids"])
         return starts
 
-    def _batch(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def batch(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         batch, _ = encode(self.tokenizer, examples, max_length=MAX_LENGTH)
         batch.pop("special_tokens_mask")
         return {name: value.to(self.model.device) for name, value in batch.items()}

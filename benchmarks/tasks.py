@@ -1,5 +1,7 @@
 """Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, next to SST-2.
 
+Made for a GPU.
+
 MiniLM (`--encoder`) is trained on all of each task's data with each method and seed, and its
 accuracy on the whole dev set is printed after every epoch, so that the ceiling is seen. Then the
 first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
@@ -13,6 +15,10 @@ first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
 begin with ("Preparing pasta: …", or a WikiHow category such as "Health: …"); each comes once with
 its own ending and once with that of the next context of its group. So every context and every
 ending stands in one pair of each class, and neither alone tells anything.
+
+`--tasks hellaswag,dream --methods plain --max-length 128 --attacks
+random,program,program-no-cut,as-released,strongest` compares the released program with its control
+and with ours; it needs a GPU.
 
 `--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` takes
 the task's own settings or `--rate`, `--epochs`, `--batch`, `--max-length` (a quarter of DREAM's
@@ -72,7 +78,7 @@ def run(
         tasks, parts, rates = ["hellaswag", "pairs"], list(PARTS), [1e-3]
         options = replace(
             options, methods=["plain"], epochs=2, batch=8, right=4, share=0.05, device="cpu",
-            attacks=["random", "strongest"],
+            attacks=["random", "strongest", "program-no-cut"],
         )  # fmt: skip
     runs = trained.joined(options.join)
     if options.join:

@@ -20,8 +20,9 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ def measure(
     started = time.perf_counter()
     target, layers = Target.of(loaded.model, loaded.tokenizer), anatomy(loaded.model).layers
     marked = {mark: Marked() for mark in Mark}
-    exact = 0
+    exact, items = 0, list[dict[str, Any]]()
     for layer in range(1, layers + 1):
         chosen = ids[layer - 1 :: layers]
         leaks = [
@@ -174,15 +175,23 @@ def measure(
         ]
         recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
         for text, recovery in zip(chosen, recoveries, strict=True):
-            count(target, text, recovery, marked)
+            own = {mark: Marked() for mark in Mark}
+            count(target, text, recovery, own)
+            for mark, counted in own.items():
+                marked[mark].tokens += counted.tokens
+                marked[mark].right += counted.right
             exact += recovery.verified
+            items.append({"layer": layer, "verified": recovery.verified,
+                          **{str(mark): asdict(each) for mark, each in own.items()}})  # fmt: skip
     verified, likely, unknown = (marked[mark] for mark in Mark)
     met = verified.wrong == 0 and likely.right >= 0.9 * likely.tokens
     seconds = (time.perf_counter() - started) / len(ids)
     measured = f"likely: {likely.share}; verified: {verified.tokens:,}, {verified.wrong} wrong"
     details = f"unknown: {unknown.share}; {exact} texts verified; {seconds:.2f} s a text"
     what = f"{what}, {len(ids)} texts of layers 1 to {layers}"
-    return Row(what, measured, "likely >= 90%, verified 0 wrong", met, details)
+    return show.itemised(
+        Row(what, measured, "likely >= 90%, verified 0 wrong", met, details), items
+    )
 
 
 def count(target: Target, text: Tensor, recovery: TextRecovery, marked: dict[Mark, Marked]) -> None:
@@ -329,12 +338,17 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
             false[mismatch.kind] += result.verified and result.ids != mismatch.truth
         made, claims, wrong = made + len(given), claims + verified.total(), wrong + false.total()
         seconds = (time.perf_counter() - started) / max(1, len(given))
-        yield Row(
+        row = Row(
             f"{exposure}, {len(given)} corrupted or mismatched leaks: falsely verified",
             str(false.total()), "0", false.total() == 0,
             f"the right text verified: {_listed(verified - false)}; false: {_listed(false)}; "
             f"{seconds:.2f} s a leak",
         )  # fmt: skip
+        pairs = zip(given, found, strict=True)
+        yield show.itemised(row, [
+            {"kind": mismatch.kind, "verified": result.verified,
+             "right": result.ids == mismatch.truth} for mismatch, result in pairs
+        ])  # fmt: skip
     details = f"{claims} verified, of which the text was right in {claims - wrong}"
     what = f"false 'verified' in {made} corrupted or mismatched leaks"
     yield Row(what, str(wrong), "0", wrong == 0, details)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,14 +149,25 @@ class Outcome:
     seconds: float
 
     @property
+    def items(self) -> list[dict[str, Any]]:
+        """Each text: how long it is, what came back, and at what cost."""
+        return [
+            {
+                "tokens": len(truth),
+                "right": sum(map(int.__eq__, truth, recovery.ids)),
+                "exact": recovery.ids == truth,
+                "verified": recovery.verified,
+                "passes": recovery.passes,
+                "judging": recovery.judging,
+                "tested": recovery.tested,
+            }
+            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
+        ]
+
+    @property
     def tokens(self) -> float:
         """The share of tokens that are right."""
-        right = sum(
-            a == b
-            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
-            for a, b in zip(truth, recovery.ids, strict=False)
-        )
-        return right / sum(len(truth) for truth in self.truths)
+        return sum(item["right"] for item in self.items) / sum(map(len, self.truths))
 
     @property
     def exact(self) -> float:
@@ -226,7 +238,8 @@ def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[
     got = recover(loaded, ids, layer)
     what = f"layer {layer}, {name}, {len(ids)} texts"
     met = got.tokens >= 0.995 and got.exact >= 0.98
-    yield Row(f"{what}: recovered", got.summary, ">= 99.5%, >= 98%", met, got.cost)
+    row = Row(f"{what}: recovered", got.summary, ">= 99.5%, >= 98%", met, got.cost)
+    yield show.itemised(row, got.items)
     bound, passes = 30 if layer <= 3 else 100, got.median("passes")
     yield Row(f"{what}: median passes", f"{passes:.0f}", f"<= {bound}", passes <= bound)
 
@@ -239,7 +252,8 @@ def in_stages(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         what = f"layer {layer}, {len(ids)} long texts, {name}: exact and verified"
         measured = f"{round(got.exact * len(ids))} of {len(ids)}, {got.tokens:.2%} of tokens"
         target, met = (">= 90%", got.exact >= 0.9) if method is not end_to_end else ("", None)
-        yield Row(what, measured, target, met, f"falsely verified: {got.false}; {got.cost}")
+        row = Row(what, measured, target, met, f"falsely verified: {got.false}; {got.cost}")
+        yield show.itemised(row, got.items)
 
 
 def against_lbfgs(
@@ -249,19 +263,24 @@ def against_lbfgs(
     recover(loaded, ids[:1], layer)  # the map is fitted
     ours = [recover(loaded, [text], layer) for text in ids]
     theirs, right = 0.0, 0
-    for text in ids:
+    items: list[dict[str, Any]] = []
+    for text, own in zip(ids, ours, strict=True):
         leak = subjects.leak_of(loaded, text, Exposure("hidden", layer)).tensors["values"]
         decoded, seconds = show.timed(lambda: plain_lbfgs(loaded, leak, layer, iterations))  # noqa: B023
-        theirs, right = theirs + seconds, right + int((decoded.cpu() == text).sum())
+        hits = int((decoded.cpu() == text).sum())
+        theirs, right = theirs + seconds, right + hits
+        baseline = {"baseline_seconds": seconds, "baseline_right": hits}
+        items.append({**own.items[0], "seconds": own.seconds, **baseline})
     spent, total = sum(each.seconds for each in ours), sum(len(text) for text in ids)
     share = sum(each.tokens * len(text) for each, text in zip(ours, ids, strict=True)) / total
-    yield show.ratio(
+    row = show.ratio(
         f"layer {layer}, {len(ids)} texts, {total} tokens: {iterations} L-BFGS iterations / ours",
         f"{theirs:.1f} s / {spent:.2f} s = {theirs / spent:.0f}",
         ">= 10",
         None if iterations < 600 else theirs / spent >= 10,  # the quick mode's handful says nothing
         f"tokens right: {right / total:.0%} / {share:.0%}",
     )
+    yield show.itemised(row, items)
 
 
 def plain_lbfgs(loaded: Loaded, leak: Tensor, layer: int, iterations: int) -> Tensor:
@@ -293,7 +312,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         got = recover(loaded, ids, layer, change)
         what = f"layer {layer}, {name}, {len(ids)} texts"
         details = f"{got.cost}; falsely verified: {got.false}"
-        yield Row(what, got.summary, ">= 99% of tokens", got.tokens >= 0.99, details)
+        row = Row(what, got.summary, ">= 99% of tokens", got.tokens >= 0.99, details)
+        yield show.itemised(row, got.items)
         early = got.searched <= exactly + 2
         measured = f"{got.searched:.0f} passes, exact leak {exactly:.0f}"
         yield Row(f"{what}: the search ends", measured, "as early as exact (+ 2)", early)
@@ -305,7 +325,8 @@ def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     for name, change in {"int4 per token": degraded("int4"), **noise}.items():
         got = recover(loaded, ids, layer, change)
         details = f"{got.cost}; falsely verified: {got.false}"
-        yield Row(f"layer {layer}, {name}, {len(ids)} texts", got.summary, details=details)
+        row = Row(f"layer {layer}, {name}, {len(ids)} texts", got.summary, details=details)
+        yield show.itemised(row, got.items)
 
 
 def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
@@ -325,7 +346,8 @@ def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         got = recover(loaded, ids, layer, change)
         marked, wrong = got.marked
         details = f"{marked} tokens marked verified, {wrong} of them wrong; {got.cost}"
-        yield Row(f"layer {layer}, {name} leaked, {len(ids)} texts", got.summary, details=details)
+        what = f"layer {layer}, {name} leaked, {len(ids)} texts"
+        yield show.itemised(Row(what, got.summary, details=details), got.items)
 
 
 # Hidden states without their length, order or full width.
@@ -378,7 +400,7 @@ def of_rows(loaded: Loaded, ids: list[Tensor], case: Rows, name: str = "") -> It
     what = f"{name}{case.words}, {len(ids)} texts"
     target = "" if case.share is None else f">= {case.share:.0%} exact and verified"
     met = None if case.share is None else got.exact >= case.share
-    yield Row(what, got.summary, target, met, got.cost)
+    yield show.itemised(Row(what, got.summary, target, met, got.cost), got.items)
     yield show.exactly(f"{what}: falsely verified", got.false, 0)
 
 
@@ -422,7 +444,7 @@ def searched(
     share = tokens / sum(len(truth) - 2 for truth in got.truths)
     verified = sum(recovery.verified for recovery in got.recoveries)
     shared = statistics.mean(subjects.f1(a[1:-1], b[1:-1]) for a, b in pairs)
-    return Row(
+    row = Row(
         f"{exposure}, {how}, {len(ids)} texts",
         f"{share:.1%} of tokens, {right} of {len(ids)} exact, {verified} verified, "
         f"token F1 {shared:.2f}",
@@ -430,6 +452,7 @@ def searched(
         None if least is None else share >= least,
         f"{got.cost}; {got.false} falsely verified",
     )
+    return show.itemised(row, got.items)
 
 
 # Decoders and caches.
@@ -447,7 +470,8 @@ def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[
     what = f"{label}, {name}, {len(ids)} texts"
     cost = f"{got.seconds * len(ids) / positions:.3f} s a token once fitted, which took "
     cost += f"{fitting:.1f} s with the first text on {loaded.model.device}; {got.cost}"
-    yield Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost)
+    row = Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost)
+    yield show.itemised(row, got.items)
     tested = sum(recovery.tested for recovery in got.recoveries) / positions
     most = vocabulary / 100 if vocabulary > 1000 else None
     yield Row(

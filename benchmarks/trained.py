@@ -8,9 +8,12 @@ may do one run; `--join FILE FILE …` makes the table of what many wrote with `
 
 Attacks: `random`, `as-released` and `strongest` cut `--share` of each head, `strongest-tenth` a
 tenth of that share, of all units of the model: where every answer flips, it still tells them apart.
+`program` is HackAttend's released program mask for mask, `program-no-cut` its control: the same
+masks without a unit cut. They take classifiers and multiple choice of BERT's kind, if asked for.
 Methods of training (`--methods`, with commas):
 
-    plain  strongest  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
+    plain  strongest  sattend:RATE  sattend-token:RATE
+    freelb  smart  r3f  asa  creat  augmented, each with settings: smart:radius=0.1:steps=2
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
     METHOD>SHARE>METHOD   the second from that share of the steps on
@@ -34,7 +37,7 @@ from torch import Tensor
 import subjects
 from keyhole import harden
 from keyhole.data import Example, read_examples
-from keyhole.disrupt import HackAttend, Rerank
+from keyhole.disrupt import Attacker, HackAttend, ReleasedProgram, Rerank
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Look, survey
@@ -52,11 +55,13 @@ PRESETS = (
     "freelb+attack-masks:0.5:0.01",
     "freelb+attack-masks:1:0.01",
 )
-ATTACKS: dict[str, Callable[..., HackAttend]] = {
+ATTACKS: dict[str, Callable[..., Attacker]] = {
     "random": HackAttend.random,
     "as-released": HackAttend.as_released,
     "strongest": HackAttend.strongest,
     "strongest-tenth": lambda share, batch: HackAttend.strongest(share / 10, "model", batch=batch),
+    "program": ReleasedProgram,
+    "program-no-cut": lambda share, batch: ReleasedProgram(share, units=False, batch=batch),
 }
 
 
@@ -80,7 +85,7 @@ class Options:
     warmup: float = 0.1
     dev: int | None = None
     right: int = 200
-    attacks: list[str] = field(default_factory=lambda: list(ATTACKS))
+    attacks: list[str] = field(default_factory=lambda: list(ATTACKS)[:4])
     share: float = 0.01
     queries: int = 192
     join: list[Path] = field(default_factory=list[Path])
@@ -130,9 +135,10 @@ def defence(name: str) -> Defence:
     if kind in ("sattend", "sattend-token"):
         mode = "token" if kind == "sattend-token" else "unit"
         return harden.SAttend(float(given[0]) if given else 0.2, mode)
-    if kind not in DEFENCES or given:
+    if kind not in DEFENCES or not all("=" in setting for setting in given):
         raise SystemExit(f"--methods: no {name}; see benchmarks/trained.py")
-    return DEFENCES.make(kind)
+    pairs = [setting.split("=") for setting in given]
+    return DEFENCES.make(kind, **{name: json.loads(value) for name, value in pairs})
 
 
 def shortened(method: HackAttend) -> HackAttend:
@@ -227,6 +233,7 @@ def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
         for outcome in found.attacked:
             answers[outcome.id]["flipped"][name] = outcome.flipped
             answers[outcome.id]["cut"][name] = outcome.share
+            answers[outcome.id]["of_attacked_heads"][name] = outcome.perturbation
         log(f"{title(run)}: {name} {found.success:.1%} in {seconds:.0f} s")
     return row(run)
 
@@ -259,7 +266,7 @@ def described(batches: Batches) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
         for example, margin, length, nats in each:
             yield {"id": example.id, "margin": margin, "tokens": length, "entropy": nats,
-                   "flipped": {}, "cut": {}}  # fmt: skip
+                   "flipped": {}, "cut": {}, "of_attacked_heads": {}}  # fmt: skip
 
 
 def entropy(a: Tensor, exists: Tensor) -> Tensor:
@@ -274,8 +281,14 @@ def title(run: Run) -> str:
 
 
 def row(run: Run) -> Row:
+    answers = run.get("answers", [])
+    cut = {
+        name: mean(answer["of_attacked_heads"][name] for answer in answers) if answers else 0.0
+        for name in run["attacks"]
+    }
     flips = "; ".join(
-        f"{name} {found['flips']} of {found['examples']} ({found['seconds']:.0f} s)"
+        f"{name} {found['flips']} of {found['examples']}, {cut[name]:.1%} of attacked heads cut "
+        f"({found['seconds']:.0f} s)"
         for name, found in run["attacks"].items()
     )
     curve = ", ".join(f"{value:.1%}" for value in run["curve"])

@@ -5,10 +5,10 @@ Measured figures, in a table or in a paragraph that names the benchmark or the c
     <!-- figures: NAME -->
 
 and docs/figures/NAME.json is the record: what was measured (`rows`), by which `command`, at which
-`commit`, on which `machine`, and whether it is `kept` as the command wrote it or was transcribed
-from a document. Where the program has moved since, `again` is the command of today. Several names
-may be given, with commas. A table whose numbers were not measured (formulas, settings, names) says
-so, with the reason:
+`commit`, on which `machine`, and whether it is `kept` as the command wrote it, with what each item
+gave under `runs`, or was transcribed from a document, for which there must be a `reason`. Where the
+program has moved since, `again` is the command of today. Several names may be given, with commas.
+A table whose numbers were not measured (formulas, settings, names) says so, with the reason:
 
     <!-- not measured: REASON -->
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -135,6 +135,8 @@ class Record:
     rows: list[dict[str, Any]]
     note: str = ""
     again: str = ""
+    reason: str = ""
+    runs: Sequence[dict[str, Any]] = ()
 
     @classmethod
     def load(cls, name: str) -> Record:
@@ -147,7 +149,7 @@ class Record:
             raise ValueError(f"{path.name} lacks {', '.join(missing)}")
         if data["kept"] not in (TRANSCRIBED, WRITTEN):
             raise ValueError(f"kept must be {TRANSCRIBED!r} or {WRITTEN!r} in {path.name}")
-        more = {name: data.get(name, "") for name in ("note", "again")}
+        more = {name: data[name] for name in ("note", "again", "reason", "runs") if name in data}
         return cls(name, *(data[field] for field in fields), **more)
 
     @cached_property

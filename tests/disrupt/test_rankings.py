@@ -9,7 +9,7 @@ import torch
 
 import tiny_heads
 from keyhole.disrupt.masked_queries import MaskedQueries
-from keyhole.disrupt.rankings import RANKINGS, removal, worth_of_cut
+from keyhole.disrupt.rankings import RANKINGS, mask_gradient, removal, worth_of_cut
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
 
@@ -42,6 +42,12 @@ def test_removal_is_the_first_order_effect_of_removing():
         assert float(removal(a[:1], slope[None])[0, j]) == pytest.approx(float(moved), abs=1e-4)
 
 
+def test_the_gradient_by_a_mask_before_the_softmax():
+    a, g = rows(5)
+    slope = reference.mask_gradient(a.log().numpy(), g.numpy())
+    assert np.allclose(mask_gradient(a, g), slope, atol=1e-9)
+
+
 def test_a_cut_unit_is_worth_what_its_return_takes_away():
     a, g = rows(3)
     back = a[0, 2]
@@ -55,7 +61,9 @@ def test_the_simple_rankings():
     a, g = rows(4)
     noise = torch.rand_like(a)
     expected = {"gradient": -g, "magnitude": g.abs(), "attention": a, "random": noise,
-                "gradient*attention": -g * a, "removal": removal(a, g)}  # fmt: skip
+                "gradient*attention": -g * a, "removal": removal(a, g),
+                "mask-gradient": mask_gradient(a, g),
+                "mask-magnitude": mask_gradient(a, g).abs()}  # fmt: skip
     assert set(expected) == set(RANKINGS)
     for name, value in expected.items():
         assert torch.equal(RANKINGS[name](a, g, noise), value)

@@ -1,4 +1,4 @@
-"""FreeLB, SMART, R3F and ASA against plain training at radius zero and against autograd by hand."""
+"""Defences against plain training at radius zero, and against autograd and loops by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import tiny_classifiers as small
 from keyhole.core.errors import InputError
-from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend
+from keyhole.harden import ASA, R3F, SMART, AttackMasks, Augmented, CreAT, FreeLB, Plain, SAttend
 from keyhole.harden.defences import asa as asa_module
 from keyhole.harden.defences.defence import divergence, dropout_from, perturbed, symmetric
 
@@ -21,6 +21,7 @@ NOTHING = {
     "smart": SMART(radius=0.0),
     "r3f": R3F(radius=0.0),
     "asa": ASA(radius=0.0),
+    "creat": CreAT(radius=0.0),
     "masks": AttackMasks(share=0.0),
     "sattend": SAttend(rate=0.0),
 }
@@ -29,6 +30,8 @@ SOMETHING = {
     "smart": SMART(radius=0.1, rate=0.1, start=0.05),
     "r3f": R3F(radius=0.1),
     "asa": ASA(),
+    "creat": CreAT(),
+    "augmented": Augmented(share=0.3),
     "masks": AttackMasks(share=0.05),
     "labels": AttackMasks(share=0.05, kind="labels", label="predicted", rounds=2),
     "sattend": SAttend(),
@@ -243,6 +246,61 @@ def test_smart_takes_the_gradient_step_and_adds_the_symmetric_divergence():
      + 2 * symmetric(answer(model, batch, table(batch["input_ids"]) + end), answer(model, batch))
      ).backward()  # fmt: skip
     assert torch.allclose(gradient, table.weight.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_creat_ascends_the_loss_and_turns_the_first_state():
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    defence = CreAT(rate=0.3, radius=10.0, turn=2.0, start=0.05)
+    loss, _, (clean, before, still, after) = deltas_of(defence, model, batch, labels)
+    assert not clean.any()
+    assert not still.any()
+    inputs = {k: v for k, v in batch.items() if k not in ("special_tokens_mask", "input_ids")}
+    table = embed(model, batch)
+
+    def given(delta):
+        return model(inputs_embeds=table + delta, **inputs, output_hidden_states=True)
+
+    moved = before.clone().requires_grad_(True)
+    states = [given(each).hidden_states[-1][:, 0] for each in (moved, torch.zeros_like(before))]
+    near = torch.cosine_similarity(states[0], states[1].detach()).mean()
+    aim = cross_entropy(given(moved).logits, labels) - 2.0 * near
+    (gradient,) = torch.autograd.grad(aim, moved)
+    for text, step in enumerate(gradient):
+        expected = before[text] + 0.3 * step / step.norm()
+        torch.testing.assert_close(after[text], expected, rtol=1e-4, atol=1e-6)
+    halves = [cross_entropy(given(each).logits, labels) for each in (clean, after)]
+    assert loss == pytest.approx(float(sum(halves).detach()) / 2, rel=1e-5)
+
+
+def test_augmentation_replaces_what_raises_the_loss_most_to_first_order():
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    ids, seen = batch["input_ids"], []
+    handle = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, args: seen.append(args[0].clone())
+    )
+    small.total(Augmented(share=0.3, nearest=3), model, batch, labels)
+    handle.remove()
+    table = model.get_input_embeddings().weight.detach()
+    words = embed(model, batch).requires_grad_(True)
+    cross_entropy(answer(model, batch, words), labels).backward()
+    for text, row in enumerate(ids.tolist()):
+        gains = {}
+        for place, token in enumerate(row):
+            if batch["special_tokens_mask"][text, place]:
+                continue
+            alike = torch.cosine_similarity(table, table[token][None], dim=1)
+            alike[token] = -1.0
+            near = alike.topk(3).indices.tolist()
+            gain = {v: float((table[v] - table[token]) @ words.grad[text, place]) for v in near}
+            best = max(gain, key=gain.get)
+            gains[place] = gain[best], best
+        count = int(-(-int(batch["attention_mask"][text].sum()) * 0.3 // 1))
+        chosen = sorted(gains, key=lambda place: -gains[place][0])[:count]
+        expected = list(row)
+        for place in chosen:
+            if gains[place][0] > 0:
+                expected[place] = gains[place][1]
+        assert seen[-1][text].tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])

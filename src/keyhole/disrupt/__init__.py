@@ -5,6 +5,7 @@ from keyhole.disrupt.greedy import Greedy
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
+from keyhole.disrupt.released import ReleasedProgram
 from keyhole.disrupt.rerank import Rerank
 from keyhole.disrupt.run import run
 from keyhole.disrupt.sweep import ModelSource, sweep
@@ -12,5 +13,5 @@ from keyhole.disrupt.units import Unit
 
 __all__ = [
     "ATTACKERS", "RANKINGS", "Attacker", "Control", "Disruption", "Greedy", "HackAttend",
-    "ModelSource", "Outcome", "Rerank", "Unit", "run", "sweep",
+    "ModelSource", "Outcome", "ReleasedProgram", "Rerank", "Unit", "run", "sweep",
 ]  # fmt: skip

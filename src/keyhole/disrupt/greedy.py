@@ -1,27 +1,22 @@
 """HackAttend as released: heads join one by one, each with its top units, until the answer flips.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Algorithm 1, and its released code.
-One backward pass ranks units, by `−gradient` in the code and by its magnitude in the text. Layers
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), and its released code. One backward
+pass ranks units, by `−gradient` in the code and by a gradient's magnitude in the text. Layers
 are ranked by how far the confidence falls without the layer, heads inside a layer likewise, one at
 a time. Then heads are added cumulatively, layer by layer, the top `k = max(1, ⌊share·(n−1)²⌋)`
 units of each cut before the softmax, and the model is asked after each; the first flip ends it.
 Every position but the first ([CLS]) and padding may be cut, as query and as key: [SEP] too.
 
-Departures:
+Departures; released.py has none of them, for the models that the code takes:
 - The queries are the prefixes of one ordering, so they are asked in batches; the first flip is the
   same. `queries` counts what was asked, `steps` the heads that had joined at the flip, which is
   the number of queries of the paper's loop.
-- A layer is taken out by gating its probabilities to zero, as the code does for heads. The code
-  closes all keys of the layer, which leaves uniform attention over all 128 positions, padding too.
-- The confidence is in the label. The code takes that in whatever is predicted: without a head that
-  flips the answer, the confidence in the wrong answer.
-- Exactly k units go. The code gives closed units the score 0, so that none of negative score is
-  cut; ranks a head without any gradient (the last layer's, of which only [CLS] is read) by
-  attention; and closes [CLS] to [CLS] in each attacked head without counting it.
+- A layer is taken out by gating its probabilities to zero, as the code does for heads; the code
+  closes all its keys. The confidence is in the label, not in whatever is predicted.
+- Exactly k units go, by the gradient in every head, and [CLS] stays open to [CLS].
 - Random units are drawn from the real ones. The code draws them from all 128² positions with
   replacement, of which a sentence of 25 tokens fills 4%: its control cuts padding, mostly.
-- In multiple choice each choice's matrix loses ⌊share·(n−1)²⌋ of its own units. The code takes
-  `(Σ(n−1))²·share / choices` from each choice, cuts them in all choices, and opens padded keys.
+- In multiple choice each choice's matrix loses ⌊share·(n−1)²⌋ of its own units.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class HackAttend:
         limits = budget(units, self.share, self.scope, self.head_units, self.least)
         chosen = right.nonzero().squeeze(1)
         outcomes = [
-            _untouched(question, clean, number, name, bool(right[number]))
+            untouched(question, clean, number, name, bool(right[number]))
             for number, name in enumerate(names)
         ]
         if len(chosen):
@@ -217,7 +217,7 @@ class HackAttend:
         columns = {
             "flipped": verdict.flipped, "confidence_after": verdict.confidence,
             "queries": queries.asked, "steps": proposal.steps,
-            **_counts(units, verdict.masked, self.head_units),
+            **counts(units, verdict.masked, self.head_units),
         }  # fmt: skip
         for row in range(question.size):
             yield {
@@ -242,13 +242,13 @@ def _noise(question: Question, units: Units, seed: int) -> Tensor:
     return torch.stack(rows).to(units.free.device)
 
 
-def _untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:
+def untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:
     answer = tuple(question.predicted(clean)[number].tolist())
     confidence = float(question.confidence(clean)[number])
     return Outcome(name, right, False, answer, answer, confidence, confidence)
 
 
-def _counts(units: Units, masked: Tensor, head_units: str) -> dict[str, Tensor]:
+def counts(units: Units, masked: Tensor, head_units: str) -> dict[str, Tensor]:
     """Fields of `Outcome`, (b,) each: the units that were really masked, in all and by head."""
     per_head, of_head = units.per_head(masked), units.head_units(head_units)
     hit = per_head > 0

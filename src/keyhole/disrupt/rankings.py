@@ -4,11 +4,17 @@
 `g_ij = ∂loss/∂a_ij`, taken at zeros added to the post-softmax probabilities, a unit scores
 
     gradient            −g            as the released code ranks
-    magnitude           |g|           as the paper's text ranks
+    magnitude           |g|           as the paper's text ranks, if its mask M stands here
     attention           a             ablation
     random              uniform       ablation
-    gradient*attention  −g·a          the effect of setting a to zero without renormalising
-    removal             a/(1−a)·(Σ_l a_il g_il − g_ij)
+    mask-gradient       a·(Σ_l a_il g_il − g_ij)
+    mask-magnitude      its absolute value
+    gradient*attention  −g·a          ours: the effect of setting a to zero without renormalising
+    removal             a/(1−a)·(Σ_l a_il g_il − g_ij)            ours
+
+The paper's text takes the gradient with respect to the mask M, without saying where M stands. The
+released code adds it to the probabilities. Added to the scores before the softmax, where a cut is
+made, −∂loss/∂M is `mask-gradient`.
 
 Removal is exact to first order for what really happens: a unit that is cut before the softmax
 gives its share to the others of its row, which become `a_il/(1−a_ij)`. So the row moves by
@@ -50,6 +56,16 @@ def random(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
     return noise
 
 
+def mask_gradient(a: Tensor, g: Tensor, noise: Tensor | None = None) -> Tensor:
+    """How much the loss rises, to first order, when a unit's score falls by a little."""
+    del noise
+    return a * _bracket(a, g)
+
+
+def mask_magnitude(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    return mask_gradient(a, g, noise).abs()
+
+
 def gradient_attention(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
     del noise
     return -g * a
@@ -66,12 +82,14 @@ RANKINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "removal": removal,
     "gradient": gradient,
     "magnitude": magnitude,
+    "mask-gradient": mask_gradient,
+    "mask-magnitude": mask_magnitude,
     "attention": attention,
     "gradient*attention": gradient_attention,
     "random": random,
 }
 # A score above zero says that the cut raises the loss; those of the others only order.
-SIGNED = frozenset({"gradient*attention", "removal"})
+SIGNED = frozenset({"gradient*attention", "mask-gradient", "removal"})
 
 
 def worth_of_cut(a: Tensor, g: Tensor, returning: Tensor) -> Tensor:

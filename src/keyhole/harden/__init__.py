@@ -7,7 +7,9 @@ that differentiates its `losses`.
 from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
+from keyhole.harden.defences.augmented import Augmented
 from keyhole.harden.defences.combined import Combined, Stages
+from keyhole.harden.defences.creat import CreAT
 from keyhole.harden.defences.defence import Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
 from keyhole.harden.defences.r3f import R3F
@@ -18,7 +20,7 @@ from keyhole.harden.run import Hardening, Trained, run
 from keyhole.harden.train import Training, train
 
 __all__ = [
-    "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Combined", "Defence", "Evaluation",
-    "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Stages", "Trained", "Training",
-    "attack", "evaluate", "run", "standard", "train",
+    "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Augmented", "Combined", "CreAT", "Defence",
+    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Stages", "Trained",
+    "Training", "attack", "evaluate", "run", "standard", "train",
 ]  # fmt: skip

@@ -8,7 +8,9 @@ from __future__ import annotations
 from keyhole.core.registry import Entry, Registry
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
+from keyhole.harden.defences.augmented import Augmented
 from keyhole.harden.defences.combined import Combined
+from keyhole.harden.defences.creat import CreAT
 from keyhole.harden.defences.defence import Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
 from keyhole.harden.defences.r3f import R3F
@@ -24,5 +26,7 @@ DEFENCES: Registry[Defence, None] = Registry(
     Entry("smart", SMART),
     Entry("r3f", R3F),
     Entry("asa", ASA),
+    Entry("creat", CreAT),
+    Entry("augmented", Augmented),
     Entry("attack-masks", AttackMasks),
 )

@@ -1,0 +1,304 @@
+"""HackAttend's released program, mask for mask: github.com/liongkj/HackAttend, commit 98a1d52.
+
+greedy.py is the attack that the program describes. This is what it computes, one text (C = 1) or
+one question of C choices at a time, all padded to S = 128 positions, with n tokens each. For every
+layer it writes a mask of zeros and ones, which stands in place of the padding's.
+
+- **Layers** are ranked with all keys of the layer closed, which leaves uniform attention over all
+  S positions. Those without which the answer is wrong come first, then by the confidence in
+  whatever is predicted, the lowest first. **Heads** of a layer: by that confidence alone, the
+  head's output at zero. Of the C·H sequences of that query, number r loses head r mod H, so that
+  the choices of one question lose different heads.
+- **Units** score −∂loss/∂a, and 0 where they are spared. The k = max(1, ⌊share·(Σ(n−1))²/C⌋) best
+  go, so that none of negative score does; in a head whose units all score 0 (in the last layer
+  only [CLS] is read) they are ranked by attention instead.
+- **A text**: spared are the first row, the first column and padding. An attacked head is also
+  closed from [CLS] to [CLS], which is not counted.
+- **Multiple choice**: masks depend on the query alone, so padded keys are open in every layer.
+  Padded queries see nothing, which is everything alike; in heads beside an attacked one, key 0.
+  Each choice's units are cut in all choices. In heads beside an attacked one, [CLS] of the first
+  choice sees the first Σn keys, and [CLS] of every other choice only itself.
+
+`units=False` is the control: the same masks, and no unit is cut. The program itself fails unless
+there are as many heads as layers (a mask of heads is written over the wrong axis); this does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError, expect_count
+from keyhole.data import Batch
+from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
+from keyhole.disrupt.hack_attend import counts, untouched
+from keyhole.disrupt.judge import run_control
+from keyhole.disrupt.masked_queries import MaskedQueries
+from keyhole.disrupt.tasks import Question, ask
+from keyhole.disrupt.units import Units, survey
+from keyhole.models.anatomy import positions as longest
+from keyhole.models.masking import Site, Untouched, rewriting
+
+
+@dataclass(frozen=True)
+class ReleasedProgram:
+    """For BERT-like classifiers and multiple choice; texts are padded to `positions` on the right.
+
+    An outcome's `steps` are the program's number of queries, its `cut` all units between tokens
+    that were closed, counted there or not; `perturbation` is of those it chose alone.
+    """
+
+    share: float = 0.01
+    units: bool = True
+    positions: int = 128
+    batch: int = 64
+    seed: int = 0  # nothing is drawn
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise InputError(f"share must be from 0 to 1, got {self.share}")
+        expect_count("positions", self.positions, 1)
+        expect_count("batch", self.batch, 1)
+
+    @property
+    def words(self) -> str:
+        what = f"{100 * self.share:g}% of each head's attention" if self.units else "no unit"
+        return f"{what} cut by the released program"
+
+    @property
+    def control(self) -> bool:
+        return not self.units
+
+    def __call__(
+        self, model: Any, batch: Batch, labels: Tensor | None = None, *, ids: Sequence[str] = ()
+    ) -> Disruption:
+        if model.training:
+            raise InputError("the model is in training mode: call model.eval() first")
+        question = ask(model, _padded(model, batch, self.positions), labels)
+        if question.task not in ("classification", "choice"):
+            raise InputError("the released program attacks classifiers and multiple choice only")
+        names = list(ids) or [str(number) for number in range(question.size)]
+        rows = torch.arange(question.size, device=question.labels.device).split(1)
+        return joined(
+            [
+                self._attack(model, question.part(row), name)
+                for row, name in zip(rows, names, strict=True)
+            ]
+        )
+
+    def _attack(self, model: Any, question: Question, name: str) -> Disruption:
+        started = time.perf_counter()
+        units = survey(model, question, spare="padding")
+        control, clean = run_control(model, question, units, self.batch)
+        right = bool(question.right(clean))
+        outcome = untouched(question, clean, 0, name, right)
+        if right:
+            outcome = _Program(self, model, question, units).attack(outcome)
+        parameter = next(model.parameters())
+        return Disruption(
+            described(self), (outcome,), control, time.perf_counter() - started,
+            type(model).__name__, str(parameter.device),
+            str(parameter.dtype).removeprefix("torch."), task=question.task,
+        )  # fmt: skip
+
+
+class _Masks(Untouched):
+    """Attention under masks that say all: `closed` gives those of a layer, or None to leave it.
+
+    A row without an open key is uniform, as where the least number is added to all its scores.
+    """
+
+    def __init__(self, closed: Callable[[int], Tensor | None]) -> None:
+        self.closed = closed
+        self.empty: Tensor | None = None
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        closed = self.closed(site.index)
+        self.empty = None if closed is None else closed.all(-1, keepdim=True).expand(*shape[:3], 1)
+        return None if closed is None or self.empty is None else closed & ~self.empty
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+        return None if self.empty is None else (~self.empty).double()
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site
+        return None if self.empty is None else self.empty.double() / shape[-1]
+
+
+class _Silent(Untouched):
+    """One layer's heads times `gates` (sequences, heads)."""
+
+    def __init__(self, layer: int, gates: Tensor) -> None:
+        self.layer, self.gates = layer, gates
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del shape
+        return self.gates[:, :, None, None] if site.index == self.layer else None
+
+
+class _Program:
+    """The program on one text or question; masks are booleans (choices, heads, queries, keys)."""
+
+    def __init__(
+        self, method: ReleasedProgram, model: Any, question: Question, units: Units
+    ) -> None:
+        self.method, self.model, self.question, self.units = method, model, question, units
+        self.queries = MaskedQueries(model, question, units, method.batch)
+        self.asked = 0
+        mask = question.inputs["attention_mask"]
+        real = mask.flatten(0, -2) != 0
+        choice = question.task == "choice"
+        inner = real.clone()
+        inner[:, 0] = False
+        self.whole, self.inner = (_square(side, choice) for side in (real, inner))
+        self.back = self.whole & ~self.inner  # [CLS] in attacked heads
+        self.beside = self.inner.clone()
+        self.beside[:, : int(real.sum()), 0] = True
+        self.beside[0, 0, : int(real.sum())] = True
+        if not choice:
+            self.back[:, 0, 0] = False
+        # In the program's precision: float32.
+        self.count = int(inner.sum() ** 2 * method.share / len(inner)) or 1
+        self.layers, self.heads = len(units.places), units.places[0].shape[1]
+        self.open = replace(
+            question, inputs={**question.inputs, "attention_mask": torch.ones_like(mask)}
+        )
+
+    def attack(self, outcome: Outcome) -> Outcome:
+        self.chosen = self._chosen()
+        attacked = torch.zeros(self.layers, self.heads, dtype=torch.bool, device=self.inner.device)
+        steps, flipped = 0, False
+        for layer in self._layer_order():
+            masks: list[Tensor] = []
+            for head in self._head_order(layer):
+                attacked[layer, head] = True
+                masks.append(attacked.clone())
+            hits = self.question.part(_same(len(masks), attacked)).flipped(
+                self._ask(self.open, len(masks), lambda part, m=masks: self._masks(m[part]))
+            )
+            flipped = bool(hits.any())
+            last = int(hits.int().argmax()) if flipped else len(masks) - 1
+            steps, attacked = steps + last + 1, masks[last].clone()
+            if flipped:
+                break
+        return self._judged(outcome, attacked, steps)
+
+    def _judged(self, outcome: Outcome, attacked: Tensor, steps: int) -> Outcome:
+        """The outcome as one more pass with the last masks shows it."""
+        logits = self._ask(self.open, 1, lambda _: self._masks([attacked]))
+        every = range(self.layers)
+        closed = torch.cat([~self._opened(i, attacked[i][None]).flatten() for i in every])
+        masked = closed[None] & self.units.exists
+        found = counts(self.units, masked, "paper")
+        hit = torch.cat([attacked[i].repeat(len(self.inner)) for i in every])
+        chosen = torch.cat([mask.flatten() for mask in self.chosen]) & masked[0]
+        of_heads = (self.units.head_units("paper")[0] * hit).sum()
+        found["perturbation"] = chosen.sum() / of_heads.clamp(min=1)
+        return replace(
+            outcome, **{name: value.item() for name, value in found.items()},
+            flipped=bool(self.question.flipped(logits)),
+            after=tuple(self.question.predicted(logits)[0].tolist()),
+            confidence_after=float(self.question.confidence(logits)),
+            queries=self.asked + int(self.queries.asked.sum()), steps=steps,
+            cut=self.units.named(masked[0]),
+        )  # fmt: skip
+
+    def _chosen(self) -> list[Tensor]:
+        """The units that each layer's heads lose once they are attacked, in every choice."""
+        nothing = torch.zeros_like(self.units.free)
+        a, g, _ = self.queries.slopes(nothing, _same(1, nothing), "cross-entropy")
+        masks: list[Tensor] = []
+        for place in self.units.places:
+            slope, attention = (
+                (self.units.at(value, place)[0] * self.inner[:, None]).flatten(2)
+                for value in (-g, a)
+            )
+            flat = (slope == 0).all(-1).all(0)[:, None]
+            score, most = torch.where(flat, attention, slope), min(self.count, slope.shape[-1])
+            best = score.topk(most).indices
+            mask = torch.zeros_like(slope, dtype=torch.bool).scatter(-1, best, self.method.units)
+            everywhere = mask.any(0, keepdim=True).expand_as(mask).reshape(place.shape)
+            masks.append(everywhere & self.inner[:, None])
+        return masks
+
+    def _layer_order(self) -> list[int]:
+        every = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.inner.device)
+
+        def ask_without(layer: int) -> Tensor:
+            rewrite = _Masks(lambda index: every if index == layer else None)
+            return self._ask(self.question, 1, lambda _: rewrite)
+
+        logits = torch.cat([ask_without(layer) for layer in range(self.layers)])
+        right = self.question.part(_same(self.layers, logits)).right(logits)
+        sure = _confidence(logits)
+        return sorted(range(self.layers), key=lambda i: (bool(right[i]), float(sure[i])))
+
+    def _head_order(self, layer: int) -> list[int]:
+        choices = len(self.inner)
+        keep = 1 - torch.eye(self.heads, dtype=torch.float64, device=self.inner.device)
+        gates = keep.repeat(choices, 1)
+
+        def rewrite(part: slice) -> Untouched:
+            return _Silent(layer, gates[part.start * choices : part.stop * choices])
+
+        sure = _confidence(self._ask(self.question, self.heads, rewrite))
+        return sorted(range(self.heads), key=lambda i: float(sure[i]))
+
+    def _ask(self, question: Question, count: int, rewrite: Callable[[slice], Untouched]) -> Tensor:
+        """Logits of the same example `count` times, the parts of which are each rewritten."""
+        size = max(1, self.method.batch // question.rows)
+        logits: list[Tensor] = []
+        for start in range(0, count, size):
+            part = slice(start, min(start + size, count))
+            self.asked += part.stop - part.start
+            with torch.no_grad(), rewriting(self.model, rewrite(part)):
+                same = _same(part.stop - part.start, question.labels)
+                logits.append(question.part(same).logits(self.model))
+        return torch.cat(logits)
+
+    def _masks(self, attacked: list[Tensor]) -> _Masks:
+        """The masks of several steps, each with these heads (layers, heads) attacked."""
+        return _Masks(
+            lambda index: ~self._opened(index, torch.stack([each[index] for each in attacked]))
+        )
+
+    def _opened(self, layer: int, attacked: Tensor) -> Tensor:
+        """(steps·choices, heads, queries, keys) of one layer, of which these heads are attacked."""
+        lost = (self.inner[:, None] & ~self.chosen[layer]) | self.back[:, None]
+        heads = attacked[:, None, :, None, None]
+        opened = torch.where(heads, lost, self.beside[:, None])
+        any_head = heads.any(2, keepdim=True)
+        return torch.where(any_head, opened, self.whole[:, None]).flatten(0, 1)
+
+
+def _square(side: Tensor, choice: bool) -> Tensor:
+    """Tokens (choices, n) to units: of query and key, or in multiple choice of the query alone."""
+    return side[:, :, None] & (torch.ones_like(side) if choice else side)[:, None, :]
+
+
+def _same(count: int, like: Tensor) -> Tensor:
+    return torch.zeros(count, dtype=torch.long, device=like.device)
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """In whatever is predicted."""
+    return logits[:, 0].softmax(-1).amax(-1)
+
+
+def _padded(model: Any, batch: Batch, positions: int) -> Batch:
+    """The batch with so many positions, or all that the model has; a longer one stays."""
+    if "attention_mask" not in batch:
+        batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    most = min(positions, longest(model) or positions)
+    more = max(0, most - batch["input_ids"].shape[-1])
+    fill = {"input_ids": model.config.pad_token_id or 0, "special_tokens_mask": 1}
+    return {
+        name: torch.nn.functional.pad(value, (0, more), value=fill.get(name, 0))
+        for name, value in batch.items()
+    }

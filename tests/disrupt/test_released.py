@@ -1,0 +1,72 @@
+"""HackAttend's released program, against the program written out in loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import reference_disrupt as reference
+import torch
+
+import tiny_heads
+from keyhole.core.errors import InputError
+from keyhole.disrupt import ReleasedProgram
+
+POSITIONS = 13  # two of padding and more
+
+
+def compared(model, batch, method):
+    """Outcomes, each after its units and numbers were found to be those of the loops."""
+    labels = tiny_heads.own_labels(model, batch)
+    found = method(model, batch, labels)
+    more = (0, POSITIONS - batch["input_ids"].shape[-1])
+    for row, outcome in enumerate(found.outcomes):
+        ids, mask = (batch[name][row] for name in ("input_ids", "attention_mask"))
+        ids = torch.nn.functional.pad(ids.view(-1, ids.shape[-1]), more)
+        real = mask.view(len(ids), -1).sum(1).tolist()
+        masks, queries, flipped = reference.released_program(
+            model, ids, real, int(labels[row]), method.share, method.units
+        )
+        closed = {
+            (layer, head, q, k, c)
+            for layer, opened in enumerate(mask.tolist() for mask in masks)
+            for c, head in itertools.product(range(len(opened)), range(len(opened[0])))
+            for q, k in itertools.product(range(real[c]), repeat=2)
+            if not opened[c][head][q][k]
+        }
+        assert set(outcome.cut) == closed
+        assert (outcome.steps, outcome.flipped) == (queries, flipped)
+    return found.outcomes
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_same_masks_and_queries_as_the_program_in_loops(share):
+    outcomes = []
+    for seed in range(3):
+        model = tiny_heads.model("bert", "classes", seed=seed).double()
+        batch = tiny_heads.texts(3, seed=seed)
+        outcomes += compared(model, batch, ReleasedProgram(share, positions=POSITIONS))
+    assert all((0, 0) in {(unit.query, unit.key) for unit in each.cut} for each in outcomes)
+    if share > 0.1:
+        assert len({outcome.flipped for outcome in outcomes}) == 2  # both ends of the loop
+
+
+@pytest.mark.parametrize("cutting", [True, False])
+def test_multiple_choice_closes_more_than_units(cutting):
+    outcomes = []
+    for seed in range(3):
+        model = tiny_heads.model("bert", "choice", seed=seed).double()
+        batch = tiny_heads.texts(2, 9, choices=3, seed=seed)
+        method = ReleasedProgram(0.05, cutting, POSITIONS)
+        outcomes += compared(model, batch, method)
+    assert method.control != cutting
+    assert all(bool(outcome.perturbation) == cutting for outcome in outcomes)
+    assert any(outcome.flipped for outcome in outcomes)
+
+
+def test_what_the_program_cannot_attack_is_refused():
+    model = tiny_heads.model("gpt2", "causal")
+    with pytest.raises(InputError, match="multiple choice only"):
+        ReleasedProgram(positions=11)(model, tiny_heads.texts(1, framed=False))
+    with pytest.raises(InputError, match="share"):
+        ReleasedProgram(2.0)
