@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -68,14 +68,13 @@ def audited(
         audit = keyhole.audit(url, model=str(model), data=folder / "texts.txt", texts=len(TEXTS))
     shown = f"vLLM {version}, {name}"
     for finding in audit.findings:
+        exposure, status = words.exposure(finding.exposure), str(finding.status)
         raw = {
-            "settings": " ".join(settings), "exposure": words.exposure(finding.exposure),
-            "status": str(finding.status), "reason": finding.reason, "error": finding.error,
-            "queries": finding.queries, "seconds": finding.seconds,
+            "settings": " ".join(settings), "exposure": exposure, "status": status,
+            "reason": finding.reason, "error": finding.error, "queries": finding.queries,
+            "seconds": finding.seconds,
         }  # fmt: skip
-        yield Row(
-            f"{shown}: {raw['exposure']}", raw["status"], details=finding.reason, run=raw
-        )  # fmt: skip
+        yield Row(f"{shown}: {exposure}", status, details=finding.reason, run=raw)
     for skip in audit.skips:
         yield Row(f"{shown}: {words.skip(skip)}", "skipped", details=skip.reason)
 
@@ -89,15 +88,17 @@ def free_port() -> int:
 @contextmanager
 def serving(
     command: list[str], ready: str, folder: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
+) -> Generator[None]:
     """A command that serves until the end of the block, from when `ready` answers."""
     log = folder / "log"
     # A session of its own: a server that starts processes ends with all of them.
-    how = {"env": {**os.environ, **(environment or {})}, "start_new_session": True}
     with (
         log.open("w") as lines,
-        subprocess.Popen(command, stdout=lines, stderr=lines, **how) as process,
-    ):
+        subprocess.Popen(
+            command, stdout=lines, stderr=lines, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        ) as process,
+    ):  # fmt: skip
         try:
             if not wait_for(ready, lambda: process.poll() is None):
                 raise SystemExit(f"the server did not start: {log.read_text()[-500:]}")

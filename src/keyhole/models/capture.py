@@ -323,7 +323,8 @@ def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
             return None
         dtype = output.dtype
         if isinstance(module, nn.Linear):
-            bias = None if module.bias is None else module.bias.bfloat16()
+            bias = cast("Tensor | None", module.bias)
+            bias = None if bias is None else bias.bfloat16()
             output = nn.functional.linear(inputs[0].bfloat16(), module.weight.bfloat16(), bias)
         return output.bfloat16().to(dtype)
 
