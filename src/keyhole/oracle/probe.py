@@ -147,8 +147,8 @@ def _stated(http: Http, url: str) -> object:
 
 # What servers of language models answer, route by route, and the setting that closes each.
 #
-# Those of llama.cpp and vLLM were tried on the servers themselves; SGLang's are as its
-# documentation has them. `$text` and `$model` in a request stand for a text and the model's name.
+# Those of llama.cpp and vLLM were tried on the servers themselves; vLLM's /pooling and SGLang's
+# are as documented. `$text` and `$model` in a request stand for a text and the model's name.
 # No request changes anything on the server: a slot is asked to be saved under a name that no file
 # can have.
 
