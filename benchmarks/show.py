@@ -216,12 +216,14 @@ def command(words: list[str]) -> str:
     by their last name, and not where the rows were written.
     """
     program, *rest = words
+    where = Path(program).absolute()
+    inside = "peers/" if where.parent.name == "peers" else ""
     kept: list[str] = []
     for before, word in zip(["", *rest], rest, strict=False):
         if word == "--json" or before == "--json" or word.startswith("--json="):
             continue
         kept.append(Path(word).name if Path(word).is_absolute() else word)
-    return " ".join(["python", f"benchmarks/{Path(program).name}", *kept])
+    return " ".join(["python", f"benchmarks/{inside}{where.name}", *kept])
 
 
 def _table(title: str, rows: list[Row]) -> str:

