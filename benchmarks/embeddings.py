@@ -149,7 +149,7 @@ def searched(
         clock = _Clock()
         counted = without(case, Counted.of(encoder, lines, max_length))
         words = f"{len(lines):,} lines, counted in {clock.words()}"
-        yield Row(f"{loaded.name}, {case.what}: corpus", words)
+        yield Row(f"{Path(loaded.name).name}, {case.what}: corpus", words)
         for length, few in of_lengths(loaded, secrets, lines, lengths, texts):
             what = f"{case.what}, {length[0]}–{length[1]} tokens"
             percent = (case.percent or {}).get(length)

@@ -91,7 +91,7 @@ def rows(
     loaded, chance = setting.loaded, random.Random(1)
     target = Target.of(loaded.model, loaded.tokenizer)
     encoder = Encoder(target, Exposure("pooled", pooling="last", steps=steps))
-    name = f"{loaded.name}, logits of {steps} next token{'s' if steps > 1 else ''}"
+    name = f"{Path(loaded.name).name}, logits of {steps} next token{'s' if steps > 1 else ''}"
     started = time.perf_counter()
     counted = Counted.of(encoder, setting.corpus, setting.max_length)
     words = f"{len(setting.corpus):,} lines, {time.perf_counter() - started:.0f} s"
