@@ -30,8 +30,8 @@ NOT_YET_AGAIN = {
 # which need nothing but this repository: the command gives every item again, digit for digit.
 ROWS_ARE_ITEMS = {
     "architectures", "demo", "endpoint_mlserver", "error_against_queries", "fleet", "full_output",
-    "inversion_training", "leaking_targets", "multi_head", "one_layer",
-    "orthogonal_heads", "published_theorems", "sign_only", "start", "substitution", "threads",
+    "inversion_training", "leaking_targets", "multi_head", "one_layer", "orthogonal_heads",
+    "published_theorems", "sign_only", "start", "substitution", "threads",
 }  # fmt: skip
 # What the rows of a record were made from, by the command's --join.
 JOINED = {
