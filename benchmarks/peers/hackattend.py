@@ -13,7 +13,7 @@ It works on models with as many heads as layers: the classifier in the box, on t
 sentences of SST-2's dev set that it gets right; and, for multiple choice, its encoder with a random
 head on the first `--questions` of HellaSwag (4 choices) and DREAM (3), where its own answer counts
 as right. Each side runs in one thread, in float64, so that no rounding decides between two units;
-so many sentences are taken in float32 too.
+so many sentences are taken in float32 too. `--texts 0` and `--questions 0` leave a part out.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def run(
         ("SST-2", "sst2/dev.tsv", texts, torch.float64),
         ("HellaSwag", "hellaswag/dev.jsonl", questions, torch.float64),
         ("DREAM", "dream/dev.json", questions, torch.float64),
-        ("SST-2", "sst2/dev.tsv", questions, torch.float32),
+        ("SST-2", "sst2/dev.tsv", min(texts, questions), torch.float32),
     ):
+        if not count:
+            continue
         loaded = opened(choices=what != "SST-2")
         loaded.model.to(precision)
         batch = first_right(loaded, read_examples(data / file), count)
