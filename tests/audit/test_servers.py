@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -22,6 +22,7 @@ from keyhole.audit import servers as last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
+from keyhole.oracle.completions import Completions
 from keyhole.oracle.probe import ROUTES, Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.report import json_form, words
@@ -234,8 +235,8 @@ def states_of(box, text):
         return box.model(ids).last_hidden_state[0]
 
 
-def test_states_of_vllm(tmp_path):
-    """vLLM: POST /pooling with token_embed gives rows of length one, outside of /v1."""
+def test_states_of_a_stand_in_for_vllm(tmp_path):
+    """As vLLM answers: POST /pooling with token_embed gives rows of length one, outside of /v1."""
     tiny.save("bert", tmp_path / "model")
     box = keyhole.models.load_model(tmp_path / "model")
     (tmp_path / "texts.txt").write_text("w1 w20 w3 w4\n")
@@ -253,11 +254,43 @@ def test_states_of_vllm(tmp_path):
     given = by_exposure(audit)
     assert given["token states: POST /pooling of vLLM"].exposed
     assert given["text from POST /pooling of vLLM"].status is Status.RECOVERED
-    assert "guards /v1 alone" in given["token states: POST /pooling of vLLM"].remedy
+    assert "does not guard this route" in given["token states: POST /pooling of vLLM"].remedy
 
 
-def test_hidden_states_of_sglang():
-    """SGLang: POST /generate with return_hidden_states, and top log-probabilities as triples."""
+def test_chosen_tokens_of_a_stand_in_for_vllm(tmp_path):
+    """As vLLM answers: 20 of the likeliest at most, and any tokens that a request names."""
+    tiny.save("llama", tmp_path / "model", head="AutoModelForCausalLM")
+    box = keyhole.models.load_model(tmp_path / "model", task="causal")
+
+    def completions(content):
+        chosen = content.get("logprob_token_ids", [])
+        if "prompt" not in content or content["logprobs"] not in range(21) or len(chosen) > 128:
+            return 400
+        if max(chosen, default=0) >= len(own := following_text(box, content["prompt"])):
+            return 400
+        best = own.topk(content["logprobs"]).indices.tolist()
+        tops = {f"token_id:{token}": float(own[token]) for token in chosen or best}
+        return {"choices": [{"logprobs": {"top_logprobs": [tops]}}]}
+
+    with standing_in({"/v1/completions": completions}, "vllm") as url:
+        given = by_exposure(keyhole.audit(url, model=str(tmp_path / "model")))
+        with closing(Completions.at(url)) as server:
+            assert server.vocabulary == box.model.config.vocab_size
+    capped = given["log-probabilities: POST /v1/completions of vLLM"]
+    assert (capped.status, capped.queries > 0) == (Status.EXPOSED, True)
+    assert "past the cap" in capped.reason
+    state = given["last state from POST /v1/completions of vLLM"]
+    assert (state.status, state.error < 1e-3) == (Status.RECOVERED, True)
+
+
+def following_text(box, prompt):
+    ids = box.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    with torch.no_grad():
+        return box.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+
+
+def test_hidden_states_of_a_stand_in_for_sglang():
+    """As SGLang documents it: POST /generate with return_hidden_states, and triples."""
 
     def generate(content):
         assert content["sampling_params"]["max_new_tokens"] == 1
@@ -282,7 +315,7 @@ def test_few_log_probabilities_are_kept():
 
     def completions(content):
         asked.append(content["logprobs"])
-        if content["logprobs"] > 5:
+        if content["logprobs"] not in range(6):
             return 400
         return {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0, "b": -2.0}]}}]}
 
@@ -336,7 +369,7 @@ def following(model, rows, count):
         ("sglang", "/generate of SGLang", sglang_answer),
     ],
 )
-def test_prompts_of_vectors(owner, path, answers, tmp_path):
+def test_prompts_of_vectors_for_stand_ins(owner, path, answers, tmp_path):
     tiny.save("llama", tmp_path / "model", head="AutoModelForCausalLM")
     box = keyhole.models.load_model(tmp_path / "model", task="causal")
     other = tiny.language_model("llama", seed=5)

@@ -31,10 +31,11 @@ from keyhole.core.journal import digest
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import ARITHMETICS, capture
 from keyhole.models.capture import Exposure as Captured
-from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded, head_of
-from keyhole.oracle.completions import COMPLETION, FORMS, Completions, VectorPrompts
+from keyhole.oracle.completions import FORMS, Completions, VectorPrompts
+from keyhole.oracle.completions import ROUTES as COMPLETIONS
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
@@ -58,6 +59,7 @@ _RULES = {
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
 _ANSWER, _READ, _SOLVED = 1.0, 65, 6  # how long: seconds, and passes of 512 tokens besides
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
+_SPREAD = 2  # times as many chosen tokens as a state needs: rounding averages out
 _MANY = 384  # log-probabilities that a state needs at least, where its width is not known
 
 
@@ -113,7 +115,7 @@ class ServerTarget(Part):
             add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
             if self.probe_only:
                 continue
-            if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
+            if route.numbered and route.path in COMPLETIONS:
                 made.append(self._last_layer(route))
             if loaded is None:
                 continue
@@ -158,14 +160,14 @@ def _probe(
 ) -> Checked:
     del track
     started = time.perf_counter()
-    answered, _ = _first_answer(server, route, _PROBES)
+    answered, _ = _enough(server, route, _PROBES, loaded)
     status, reason = _verdict(route, answered, loaded)
     if status is None:
         return _not_given(exposure, "probe", answered, reason)
     command = _command(server, route, loaded) if status is Status.EXPOSED else ""
     return _checked(
         exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
-        command=command,
+        command=command, queries=answered.requests,
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
     if loaded is not None and (route.gives == STATES or route.numbered):
         return ""
     if route.gives == VECTOR:
-        return f"keyhole audit {server.url}{route.path} --model {model} --known FILE"
+        return f"keyhole audit {server.url}/v1/embeddings --model {model} --known FILE"
     if route.gives == CACHE:
         return f"keyhole audit SAVED-SLOT --model {model}"
     if route.gives == LOGPROBS and not route.numbered:
@@ -193,6 +195,28 @@ def _first_answer(
         if answered.open or answered.status != 200 or route.gives != LOGPROBS:
             break
     return answered, text
+
+
+def _enough(
+    server: Server, route: Route, texts: Sequence[str], loaded: Loaded | None, *, key: bool = False
+) -> tuple[Answered, str]:
+    """The same; where it is too few log-probabilities for a state, those of chosen tokens."""
+    answered, text = _first_answer(server, route, texts, key=key)
+    if not route.chosen or not answered.open or len(answered.content) >= _needed(loaded):
+        return answered, text
+    count = _SPREAD * _needed(loaded)
+    size = count if loaded is None else len(anatomy(loaded.model).table)
+    chosen = server.ask_tokens(route, text, range(0, size, max(1, size // count)), key=key)
+    return (chosen if chosen.open else answered), text
+
+
+def _requests(count: int) -> str:
+    return "one request" if count == 1 else f"{count} requests"
+
+
+def _needed(loaded: Loaded | None) -> int:
+    """Log-probabilities that a state takes."""
+    return _MANY if loaded is None else anatomy(loaded.model).width + 1
 
 
 def _checked(
@@ -233,8 +257,9 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
         given += f"one vector of {len(content)} numbers for a text"
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
-        needed = _MANY if loaded is None else anatomy(loaded.model).width + 1
-        if len(content) < needed:
+        if answered.chosen:
+            given += f", of tokens named in {_requests(answered.requests)}, past the cap"
+        elif len(content) < (needed := _needed(loaded)):
             return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
         given += "prompts can be saved to a file, which holds their token ids in the clear"
@@ -260,8 +285,9 @@ def _texts(
         if not answered.open:
             return _not_given(exposure, "none", answered)
         leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
-        if route.eight_bits:
-            (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
+        if route.arithmetic:
+            target = Attacked.of(loaded.model, loaded.tokenizer)
+            (leak,) = with_served_noise(target, [leak], route.arithmetic)
         recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
         progress(number + 1)
     originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
@@ -293,13 +319,13 @@ def _state(
     started = time.perf_counter()
     if head_of(loaded.model) != "causal":
         return _skipped(exposure, "none", "the weights have no head for next tokens")
-    answered, text = _first_answer(server, route, texts, key=True)
+    answered, text = _enough(server, route, texts, loaded, key=True)
     if not answered.open:
         return _not_given(exposure, "none", answered)
     status, reason, error = _compared(loaded, text, answered.content, route)
     return _checked(
         exposure, "final_states", status, reason, route.remedy, started, error=error,
-        sought="last state",
+        sought="last state", queries=answered.requests,
     )  # fmt: skip
 
 
@@ -325,7 +351,8 @@ def _compared(
     error = float((state - own).norm() / own.norm())
     leak = HiddenStates(own.float()[None], target.parts.layers)
     spread = float(own.square().mean().sqrt())
-    allowed = _CLOSE + (served_noise(target, leak) / spread if route.eight_bits else 0.0)
+    noise = served_noise(target, leak, route.arithmetic) if route.arithmetic else 0.0
+    allowed = _CLOSE + noise / spread
     reason = (
         f"the last state from {len(logprobs):,} log-probabilities, {error:.1e} of its length from "
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
@@ -368,7 +395,7 @@ def last_layer(
         if given < (oracle.vocabulary or given):
             reason = (
                 f"{given} log-probabilities at a time: keyhole extract {server.url} --method "
-                f"output-layer --top {given} finds out whether a bias chooses them"
+                f"output-layer -o top={route.chosen or given} finds out whether tokens are chosen"
             )
             return _skipped(exposure, "OutputLayer", reason)
         budget = queries if (oracle.width or 0) < _WIDEST * queries else min(SAMPLE, queries)
@@ -392,7 +419,25 @@ def last_layer(
 # for that text, the server computes on any vectors that it is sent: what attacks on weights need,
 # and a way past every filter that reads prompts.
 
-_SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
+_SAME = 0.1  # of a log-probability, besides what bfloat16 does to those of other texts
+
+
+def _following(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A text's ids (1, n), and the model's own log-probabilities of the next token."""
+    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=anatomy(loaded.model).device)
+    with torch.no_grad():
+        return ids, loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
+
+
+def _rounded_off(loaded: Loaded, count: int) -> float:
+    """The most that bfloat16 moves the best log-probabilities after texts that are not sent."""
+    moved = 0.0
+    for text in _PROBES[1:]:
+        best = _following(loaded, text)[1].topk(count)
+        with ARITHMETICS["bfloat16"](loaded.model):
+            rounded = _following(loaded, text)[1][best.indices]
+        moved = max(moved, float((rounded - best.values).abs().max()))
+    return moved
 
 
 def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Track) -> Checked:
@@ -402,7 +447,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
     if head_of(loaded.model) != "causal":
         return _skipped(exposure, "none", "the weights have no head for next tokens")
     parts = anatomy(loaded.model)
-    ids = torch.tensor([loaded.tokenizer(_PROBES[0])["input_ids"]], device=parts.device)
+    ids, own = _following(loaded, _PROBES[0])
     try:
         with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
             given = oracle(parts.table[ids].double().cpu())[0]
@@ -411,10 +456,9 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
         return _skipped(exposure, "probe", reason)
     except OracleError as error:
         return _skipped(exposure, "probe", str(error), unchecked=True)
-    with torch.no_grad():
-        own = loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
     off = float((own.topk(len(given)).values - given).abs().max())
-    same = off <= _SAME
+    allowed = _SAME + _rounded_off(loaded, len(given))
+    same = off <= allowed
     meaning = (
         "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
         if same
@@ -422,7 +466,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
     )
     reason = (
         "vectors are taken as a prompt without a key; the best log-probabilities are "
-        f"{off:.1e} from the model's own: {meaning}"
+        f"{off:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
     )
     status = Status.EXPOSED if same else Status.MISMATCH
     return _checked(

@@ -24,8 +24,10 @@ returned is the canonical form (canonical.py). The oracle must answer to about 1
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
 1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
-prints the worst of its related cases. Of heads with positively proportional W at most three are
-separated.
+prints the worst of its related cases. Heads with positively proportional W (in one dimension, all
+of one sign) are separated if they are at most four, their v do not add up to zero, and their slopes
+are neither too close nor too far apart for float64: more, or too close ones, are *not applicable*;
+where their v cancel no far field shows them, and the fresh queries call the rest a *mismatch*.
 """
 
 from __future__ import annotations
@@ -123,17 +125,12 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     The v_h may add up to zero: an answer of length two tells what is large and what is rounding.
     """
     d = oracle.dim
-    if d < 2:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "in one dimension all heads share one line, which no mask parts: SingleHead reads one",
-        )
     v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)
     tests = factors.unsqueeze(1) * x
     answers = ask_scores(oracle, tests.unsqueeze(1))
-    pair = torch.stack([x.roll(1), x]).unsqueeze(0)
+    pair = torch.stack([-2 * x.roll(1), x]).unsqueeze(0)
     norm = float(torch.linalg.vector_norm(v) * torch.linalg.vector_norm(x))
     size = max(norm, float(ask_scores(oracle, pair).abs()))
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
@@ -151,6 +148,8 @@ def _attempt(
     """One extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
     if not len(rays):
+        if len(lines.g):
+            raise BadToken(Status.NOT_APPLICABLE, "heads with proportional W and v that cancel")
         if not bool(rays.v0.any()):
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
         return _step(rays, None)

@@ -286,7 +286,7 @@ def _pooler(parts: Anatomy, states: Tensor) -> Tensor:
 # of 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole numbers of eight bits, and
 # multiplies those. The weights are the same, dequantised, so the difference is rounding alone,
 # which adds up from layer to layer. On other texts it says how exact such a server's answers can
-# be.
+# be. Others, as vLLM, compute in bfloat16.
 
 _BLOCK = 32
 _MOST = 127
@@ -312,3 +312,25 @@ def eight_bit_activations(model: nn.Module) -> Generator[None]:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     with hooks(*((module.register_forward_pre_hook, rounded) for module in linear)):
         yield
+
+
+@contextmanager
+def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
+    """Every linear map computes in bfloat16, and every module rounds what it gives to it."""
+
+    def rounded(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            return None
+        dtype = output.dtype
+        if isinstance(module, nn.Linear):
+            bias = cast("Tensor | None", module.bias)
+            bias = None if bias is None else bias.bfloat16()
+            output = nn.functional.linear(inputs[0].bfloat16(), module.weight.bfloat16(), bias)
+        return output.bfloat16().to(dtype)
+
+    with hooks(*((module.register_forward_hook, rounded) for module in model.modules())):
+        yield
+
+
+EIGHT_BITS = "8-bit blocks"
+ARITHMETICS = {EIGHT_BITS: eight_bit_activations, "bfloat16": bfloat16_arithmetic}

@@ -7,7 +7,8 @@ What a bias does, tried on llama.cpp: the log-probabilities in an answer are tho
 unless `post_sampling_probs` asks for those after it. So there are two ways to read chosen tokens
 where only the best k are given. Raise k of them with that option, and all k answers are theirs; or
 raise one without it: it is sampled, and its log-probability comes along as it was, from servers
-that know no such option as well.
+that know no such option as well. vLLM needs no bias: it gives the log-probabilities of any 128
+tokens that `logprob_token_ids` names, whatever its cap on `logprobs` is.
 
 An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
 third of the time that a parser takes; one in another order of fields goes to the parser.
@@ -19,6 +20,7 @@ import base64
 import io
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, Server, server_http
+from keyhole.oracle.probe import LIMITS, TOKEN_ID, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
@@ -42,14 +44,14 @@ _FORCED = 1000.0  # a bias that no logit withstands
 _ENTRY = re.compile(
     rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
 )
-_VLLM = "token_id:"  # how it writes tokens when it is asked for their numbers
 
 
 class Completions:
     """The next token's log-probabilities of a server's model; its questions are token_questions.py.
 
-    `vocabulary` is how many tokens the server says it has, or its first whole answer shows; `width`
-    what llama.cpp says of its model unasked, which no attack relies on.
+    `vocabulary` is how many tokens the server says it has, the most that vLLM takes, or what the
+    first whole answer shows; `width` what llama.cpp says of its model unasked, which no attack
+    relies on.
     """
 
     dim = DIM
@@ -80,6 +82,8 @@ class Completions:
         native = server.kind == "llama.cpp"
         with closing(server_http(url, options, key=True)) as http:
             sizes = _sizes(http, server.url)
+            if server.kind == "vLLM":
+                sizes = _vocabulary(http, server), None
         route = route or (COMPLETION if native else OPENAI)
         return cls(url, server.model, route, *sizes, options)
 
@@ -119,7 +123,7 @@ class Completions:
         if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
             raise OracleError(
                 f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens and not of "
-                f"all {size:,}: give --top, to raise tokens by a bias"
+                f"all {size:,}: give -o top=N, to choose tokens"
             )
         self.vocabulary = size
         if self._whole_token is None:  # the likeliest, which was sampled
@@ -142,7 +146,12 @@ class Completions:
         answer = self._ask({
             **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
+            "logprob_token_ids": [token for token, _ in pairs],
         })  # fmt: skip
+        if _named(answer) is not None:  # vLLM's are those before the bias
+            known = dict(_pairs(answer))
+            numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
+            return torch.tensor(numbers, dtype=torch.float64)
         given: dict[int, float] = {}
         with suppress(KeyError, IndexError, TypeError, ValueError):
             for entry in _first(answer)["top_probs"]:
@@ -196,12 +205,17 @@ def _entries(answer: Any) -> Entries:
 
 
 def _pairs(answer: Any) -> list[tuple[int, float]]:
-    given = answer.get("choices")
-    if given is not None and "content" not in given[0]["logprobs"]:
-        entries = given[0]["logprobs"]["top_logprobs"][0].items()  # OpenAI's form, as of vLLM
-        return [(int(name.removeprefix(_VLLM)), float(value)) for name, value in entries]
+    if (named := _named(answer)) is not None:
+        entries = named["top_logprobs"][0].items()
+        return [(int(name.removeprefix(TOKEN_ID)), float(value)) for name, value in entries]
     entries = _first(answer)["top_logprobs"]
     return [(int(entry["id"]), float(entry["logprob"])) for entry in entries]
+
+
+def _named(answer: Any) -> Any:
+    """The log-probabilities of an answer in OpenAI's own form, as vLLM has it."""
+    given = answer.get("choices")
+    return given[0]["logprobs"] if given and "content" not in given[0]["logprobs"] else None
 
 
 def _first(answer: Any) -> Any:
@@ -212,11 +226,9 @@ def _first(answer: Any) -> Any:
 
 
 def _sampled_of(answer: Any, token: int) -> float:
-    given = answer.get("choices")
-    if given is not None and "content" not in given[0]["logprobs"]:
-        logprobs = given[0]["logprobs"]
-        right = int(str(logprobs["tokens"][0]).removeprefix(_VLLM)) == token
-        return float(logprobs["token_logprobs"][0]) if right else ABSENT
+    if (named := _named(answer)) is not None:
+        right = int(str(named["tokens"][0]).removeprefix(TOKEN_ID)) == token
+        return float(named["token_logprobs"][0]) if right else ABSENT
     entry = _first(answer)
     return float(entry["logprob"]) if int(entry["id"]) == token else ABSENT
 
@@ -232,12 +244,27 @@ def _sizes(http: Http, url: str) -> tuple[int | None, int | None]:
     return None, None
 
 
+def _vocabulary(http: Http, server: Server) -> int | None:
+    """How many tokens vLLM has, by bisection: it refuses to name one that is none of them."""
+
+    def refused(token: int) -> bool:
+        asked = {"model": server.model, "prompt": [0], "max_tokens": 1, "logprobs": 1}
+        try:
+            http.ask("POST", f"{server.url}{OPENAI}", {**asked, "logprob_token_ids": [token]})
+        except Refused:
+            return True
+        return False
+
+    size = bisect_left(range(LIMITS.parts), True, key=refused)
+    return size if 0 < size < LIMITS.parts else None
+
+
 # Servers that take vectors in the place of a prompt's tokens: an oracle that is asked by them.
 #
 #     vLLM     POST /v1/completions   prompt_embeds: a tensor (n, d) of torch.save, in base64
 #     SGLang   POST /generate         input_embeds: n lists of d numbers
 #
-# Both as documented, not tried on the servers themselves. The answer to a sequence is the
+# SGLang's as documented, not tried on the server itself. The answer to a sequence is the
 # log-probabilities of the `best` likeliest next tokens, the likeliest first: a function of the
 # vectors alone, whatever a server calls its tokens.
 
@@ -262,7 +289,7 @@ def _vllm(rows: Tensor, model: str, best: int) -> dict[str, Any]:
     torch.save(rows.float(), file)
     vectors = base64.b64encode(file.getvalue()).decode()
     return {"model": model, "prompt_embeds": vectors, "max_tokens": 1, "logprobs": best,
-            "temperature": 0}  # fmt: skip
+            "temperature": 0, "return_tokens_as_token_ids": True}  # fmt: skip
 
 
 def _sglang(rows: Tensor, model: str, best: int) -> dict[str, Any]:

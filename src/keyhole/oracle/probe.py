@@ -6,7 +6,8 @@ nothing is sent but the request: who finds a route open needed nothing else eith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,7 +17,7 @@ from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 
-_FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
+_FEWER = (-1, 1_000, 20, 5)  # log-probabilities to ask for where MANY are refused; -1: all
 _SHUT = (401, 403)
 # A log-probability for each of 256,000 tokens, with the token as text and as bytes.
 LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
@@ -29,6 +30,8 @@ class Answered:
     content: Any = None
     status: int = 200
     reason: str = ""
+    requests: int = 1
+    chosen: bool = False  # log-probabilities of tokens that were named, not of the likeliest
 
     @property
     def open(self) -> bool:
@@ -74,10 +77,13 @@ class Server:
 
     @property
     def routes(self) -> list[Route]:
-        """Those of its kind; of an unknown one all that are known."""
-        if not self.kind:
-            return list(ROUTES)
-        return [route for route in ROUTES if route.server in (self.kind, "OpenAI's form")]
+        """Those of its kind and OpenAI's, one for a path; of an unknown kind all that are known."""
+        own = [route for route in ROUTES if route.server == self.kind]
+        others = [r for r in ROUTES if not self.kind or r.server == "OpenAI's form"]
+        by_path: dict[str, Route] = {}
+        for route in (*own, *others):
+            by_path.setdefault(route.path, route)
+        return list(by_path.values())
 
     def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
         """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
@@ -95,8 +101,24 @@ class Server:
                         break
         return answered
 
+    def ask_tokens(
+        self, route: Route, text: str, tokens: Sequence[int], *, key: bool = False
+    ) -> Answered:
+        """The log-probabilities of chosen tokens after a text, `route.chosen` of them at a time."""
+        content = {**route.asked(text, self.model), "logprobs": 1}
+        groups = [tokens[at : at + route.chosen] for at in range(0, len(tokens), route.chosen)]
+        found: dict[int, float] = {}
+        address = (self.address if key else "") or self.url
+        with closing(server_http(address, self.options, key=key)) as http:
+            for group in groups:
+                answered = self._ask(http, route, {**content, "logprob_token_ids": [*group]})
+                if not answered.open or not set(group) <= answered.content.keys():
+                    return Answered(None, answered.status, "chosen tokens are not given")
+                found |= answered.content
+        return Answered(found, requests=len(groups), chosen=True)
+
     def _ask(self, http: Http, route: Route, content: dict[str, Any]) -> Answered:
-        url = f"{self.url}{route.path}".removesuffix("?logprob")
+        url = f"{self.url}{route.path.partition('#')[0]}"
         try:
             answer = http.ask("POST", url, content)
         except Refused as error:
@@ -125,12 +147,13 @@ def _stated(http: Http, url: str) -> object:
 
 # What servers of language models answer, route by route, and the setting that closes each.
 #
-# llama.cpp's routes were tried on its own server; those of vLLM and SGLang are as their
-# documentation has them. `$text` and `$model` in a request stand for a text and the model's name.
+# Those of llama.cpp and vLLM were tried on the servers themselves; vLLM's /pooling and SGLang's
+# are as documented. `$text` and `$model` in a request stand for a text and the model's name.
 # No request changes anything on the server: a slot is asked to be saved under a name that no file
 # can have.
 
 STATES, VECTOR, LOGPROBS, CACHE = "token states", "embedding", "log-probabilities", "cache files"
+TOKEN_ID = "token_id:"  # noqa: S105 - what vLLM writes before the number of a token
 MANY = 1_000_000  # log-probabilities that are asked for: all that there are
 _PROXY = "--api-key, and a proxy in front that lets only the routes through that clients need"
 
@@ -141,8 +164,9 @@ class Route:
 
     `read` takes the answer apart: rows of states, a vector, pairs of token and log-probability;
     None where the answer has no such thing. `enabled` are statuses of a refusal that show that the
-    route is there. `eight_bits` says that the server's arithmetic is coarser than float32,
-    `numbered` that log-probabilities come with the numbers of their tokens.
+    route is there. `arithmetic` names one that is coarser than float32 (models/capture.py),
+    `numbered` says that log-probabilities come with the numbers of their tokens, `chosen` of how
+    many tokens of the client's choice they come at a time, whatever the cap on the likeliest is.
     """
 
     server: str
@@ -152,12 +176,13 @@ class Route:
     read: Callable[[Any], Any]
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
     enabled: tuple[int, ...] = ()
-    eight_bits: bool = False
+    arithmetic: str = ""
     numbered: bool = False
+    chosen: int = 0
 
     @property
     def name(self) -> str:
-        return f"POST {self.path.partition('?')[0]} of {self.server}"
+        return f"POST {re.split('[?#]', self.path)[0]} of {self.server}"
 
     def asked(self, text: str, model: str) -> dict[str, Any]:
         """The request about a text."""
@@ -207,7 +232,13 @@ def _openai_content(answer: Any) -> dict[Any, float]:
             if "id" in entries[0]
             else {entry["token"]: float(entry["logprob"]) for entry in entries}
         )
-    return {token: float(value) for token, value in logprobs["top_logprobs"][0].items()}
+    entries = logprobs["top_logprobs"][0].items()
+    return {_number(token): float(value) for token, value in entries}
+
+
+def _number(token: str) -> int | str:
+    """The number of a token as vLLM writes it when it is asked for numbers; any other text."""
+    return int(token.removeprefix(TOKEN_ID)) if token.startswith(TOKEN_ID) else token
 
 
 def _sglang_rows(answer: Any) -> list[list[float]] | None:
@@ -221,16 +252,20 @@ def _sglang_logprobs(answer: Any) -> dict[int, float]:
     return {int(entry[1]): float(entry[0]) for entry in entries}
 
 
+_NUMBERED = {
+    "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": MANY, "temperature": 0,
+    "return_tokens_as_token_ids": True,
+}  # fmt: skip
 ROUTES = (
     Route(
         "llama.cpp", "/embeddings", STATES, f"Start it with --pooling mean, not none; {_PROXY}.",
-        _llama_rows, {"content": "$text"}, eight_bits=True,
+        _llama_rows, {"content": "$text"}, arithmetic="8-bit blocks",
     ),
     Route(
         "llama.cpp", "/completion", LOGPROBS, f"{_PROXY} and takes n_probs out of requests.",
         lambda answer: _by_id(answer["completion_probabilities"][0]["top_logprobs"]),
         {"prompt": "$text", "n_predict": 1, "n_probs": MANY, "temperature": 0},
-        eight_bits=True, numbered=True,
+        arithmetic="8-bit blocks", numbered=True,
     ),
     Route(
         "llama.cpp", "/slots/0?action=save", CACHE,
@@ -255,14 +290,23 @@ ROUTES = (
         },
     ),
     Route(
-        "vLLM", "/pooling", STATES, f"Its --api-key guards /v1 alone: {_PROXY}.",
+        "vLLM", "/pooling", STATES, f"Its --api-key does not guard this route: {_PROXY}.",
         lambda answer: _rows(answer["data"][0]["data"]),
-        {"model": "$model", "input": "$text", "task": "token_embed"},
+        {"model": "$model", "input": "$text", "task": "token_embed"}, arithmetic="bfloat16",
     ),
     Route(
-        "vLLM", "/invocations", LOGPROBS, f"Its --api-key guards /v1 alone: {_PROXY}.",
-        _openai_content,
-        {"model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": 20, "temperature": 0},
+        "vLLM", "/pooling#embed", VECTOR, f"Its --api-key does not guard this route: {_PROXY}.",
+        lambda answer: [float(number) for number in answer["data"][0]["data"]],
+        {"model": "$model", "input": "$text", "task": "embed"},
+    ),
+    Route(
+        "vLLM", "/v1/completions", LOGPROBS,
+        f"--max-logprobs does not cap logprob_token_ids: {_PROXY} and takes it out of requests.",
+        _openai_content, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
+    ),
+    Route(
+        "vLLM", "/invocations", LOGPROBS, f"Its --api-key does not guard this route: {_PROXY}.",
+        _openai_content, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
     ),
     Route(
         "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",
@@ -270,7 +314,7 @@ ROUTES = (
         {"text": "$text", "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True},
     ),
     Route(
-        "SGLang", "/generate?logprob", LOGPROBS, f"{_PROXY} and caps top_logprobs_num.",
+        "SGLang", "/generate#logprob", LOGPROBS, f"{_PROXY} and caps top_logprobs_num.",
         _sglang_logprobs,
         {
             "text": "$text", "sampling_params": {"max_new_tokens": 1, "temperature": 0},

@@ -32,6 +32,8 @@ def test_the_radius_and_the_bounds_are_the_papers():
     assert result.lowest_bound == pytest.approx(-4 * 3 * R**8)
     assert result.lowest_bound_without_input == pytest.approx(-4 * 3 * without**8)
     assert result.lowest_proved == pytest.approx(-28 * math.sqrt(4 * 3) * R**8)
+    proved = (84 * math.sqrt(4) + 152 * math.sqrt(4 * 3)) * R**10
+    assert result.lipschitz_proved == pytest.approx(proved)
     assert result.gamma == pytest.approx(paper_gamma(problem, R))
 
 
@@ -60,9 +62,10 @@ EXTRAS = (("causal",), ("residual",), ("key_bias",), ("output_bias",))
 def test_the_proved_bound_and_its_gamma_hold_for_every_draw():
     for number in range(60):
         problem, X = drawn(number)
-        result = invert.bounds(problem, X, neighbours=1)
+        result = invert.bounds(problem, X, neighbours=2)
         values = torch.linalg.eigvalsh(invert.hessian(problem, X))
         assert result.proved
+        assert result.lipschitz <= result.lipschitz_proved
         assert result.lowest_proved <= float(values[0])
         definite = replace(problem, gamma=paper_gamma(problem, result.R))
         assert float(torch.linalg.eigvalsh(invert.hessian(definite, X))[0]) > 0
@@ -93,6 +96,36 @@ def test_lemma_4_5_fails_with_a_constant_of_one_although_x_is_inside():
     assert result.lowest == pytest.approx(-2 - 2 * math.sqrt(2))
     assert result.lowest_proved < result.lowest < result.lowest_bound
     assert "Lemma 4.5, -n d R^8 = -2: VIOLATED" in result.summary()
+
+
+def test_lemma_4_4_fails_with_a_constant_of_one():
+    unit, angle = torch.ones(1, 1, dtype=torch.float64), math.radians(100)
+    X = torch.tensor([[math.cos(angle)], [math.sin(angle)]], dtype=torch.float64)
+    problem = invert.Problem(W=-unit, V=unit, B=-torch.ones(2, 1))
+    result = invert.bounds(problem, X)
+    assert pytest.approx(1) == result.R
+    assert result.lipschitz_bound == pytest.approx(8)
+    assert 17 < result.lipschitz < result.lipschitz_proved
+    assert "Lemma 4.4, n^3 d^3 R^10 = 8: VIOLATED" in result.summary()
+
+
+@pytest.mark.parametrize(("n", "d", "R"), [(2, 1, 1.0), (3, 2, 1.0)])
+def test_the_proved_lipschitz_constant_holds_where_a_climb_ends(n, d, R):
+    """At the boundary ‖W‖ = ‖V‖ = ‖X‖ = |b_ij| = R, uphill along random steps."""
+    stream = torch.Generator().manual_seed(n)
+    shapes = ((d, d), (d, d), (n, d), (n, d), (n, d))
+    worst, kept = 0.0, [normal(stream, *shape) for shape in shapes]
+    for number in range(80):
+        size = 3.0 if number < 20 else 0.2
+        tried = [old + size * normal(stream, *old.shape) for old in kept]
+        W, V, X = (R * matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in tried[:3])
+        problem, E = invert.Problem(W=W, V=V, B=R * tried[3].sign()), tried[4] / tried[4].norm()
+        ahead, behind = (invert.hessian(problem, X + step * E) for step in (1e-4, -1e-4))
+        steep = float(torch.linalg.matrix_norm(ahead - behind, 2)) / 2e-4
+        if steep > worst:
+            worst, kept = steep, tried
+    result = invert.bounds(problem, X, R=R, neighbours=1)
+    assert 0.01 * result.lipschitz_proved < worst <= result.lipschitz_proved
 
 
 def test_leaving_x_out_breaks_the_lemma_and_taking_it_in_does_not():

@@ -223,6 +223,7 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
 _ISOLATED = 400.0  # radius of a crossing, in saturation radii per gap: other gates at |z| > 5000
 _PARALLEL = 0.9995  # cosine above which two normals are one line's
 _MIDDLE = 0.18  # a ratio between this and 1 − this lies well inside the transition
+_OPEN = 4.0  # |z| of the slowest gate at the saturation radius: from 1 to 14
 _SCOUTS = 6  # directions that set the step before the others are asked
 
 
@@ -274,6 +275,10 @@ def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
 
 
 def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
+    if len(probe.x) == 1:  # one line, and nothing but its slope to find
+        ends = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+        scale = float(probe(ends, torch.full((2,), FAR * radius)).abs().max())
+        return Lines(_OPEN / radius * ends[:1], torch.full((1,), 0.7).double(), scale)
     circle = best_circle(probe, FAR * radius, stream)
     if circle is None:
         return Lines.none(len(probe.x))

@@ -69,8 +69,8 @@ class Behind:
 
         `owner` (P,) says to which ray a row belongs.
         """
-        if not len(rows):
-            return x.new_empty(len(x), 0)
+        if not (len(x) and len(rows)):
+            return x.new_empty(len(x), len(rows))
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
         for p in range(0, len(rows), size):
@@ -206,7 +206,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
     if k == 0:
         w = torch.randn(rays, d, generator=stream, dtype=torch.float64)
         w = w if avoid is None else w - (w * avoid).sum(1, keepdim=True) * avoid
-        return w / lengths(w).unsqueeze(1)
+        return w / lengths(w).clamp(min=1e-300).unsqueeze(1)
     poor = torch.ones(rays, dtype=torch.bool)
     w = torch.zeros(rays, d, dtype=torch.float64)
     if k < d:

@@ -19,7 +19,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import lengths, random_orthogonal
 from keyhole.extract.gauss_newton import levenberg
@@ -219,7 +219,7 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
 
 # Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot part them, their gate can:
 #
-#     y(δ) = Σ_k σ(c_k gᵀδ)·V_kᵀδ,    k = 1 … K ≤ 3.
+#     y(δ) = Σ_k σ(c_k gᵀδ)·V_kᵀδ,    k = 1 … K ≤ 4.
 #
 # First along one direction e, where `y(te)/t = Σ_k σ(κ_k t)·A_k` has 2K unknowns: slopes from a
 # grid, A by linear least squares, then Levenberg–Marquardt; the smallest K that fits gives the
@@ -228,7 +228,7 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
 #
 # That the factors c_k are the same at every x is an assumption: the judge's fresh queries test it.
 
-MOST = 3  # slopes on a ray
+MOST = 4  # slopes on a ray
 _PROFILE = 48  # answers along one direction
 _GRID = torch.logspace(-1.4, 1.3, 19, dtype=torch.float64)  # slopes relative to the guess
 _STARTS = 10
@@ -262,8 +262,9 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
         if fitted is not None:
             return _with_ray(rays, ray, *fitted)
     raise BadToken(
-        Status.MISMATCH,
-        f"a direction W x whose gate no {MOST} heads explain: more heads, or no attention",
+        Status.NOT_APPLICABLE,
+        f"a direction W x whose gate no {MOST} heads explain: more heads than that have "
+        "proportional W, or it is no attention",
     )
 
 
@@ -397,7 +398,7 @@ def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
     J = torch.cat([_by_others(delta, g, c, V), by_difference], 1)
     sizes = torch.linalg.svdvals(J / torch.linalg.vector_norm(J, dim=0))
     if not float(sizes[-1]) > _SHARP * float(sizes[0]):
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE,
+        raise BadToken(
+            Status.NOT_APPLICABLE,
             f"{count} heads share a direction W x with slopes too close to be separated",
         )

@@ -31,7 +31,7 @@ from keyhole.harden.defences.defence import (
 
 @dataclass(frozen=True)
 class SMART:
-    """`weight` is λ, `radius` ε, `start` σ, `rate` η; the defaults were not tuned here."""
+    """`weight` is λ, `radius` ε, `start` σ, `rate` η; the defaults are as published."""
 
     weight: float = 1.0
     radius: float = 1e-5

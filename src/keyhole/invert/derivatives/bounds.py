@@ -11,18 +11,19 @@ parameter" assumption of its appendix (G.1). A bound on X must be part of it: th
 of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
 well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W‖_F, ‖V‖_F and |b_ij|.
 
-The lemmas give no constants. With 1 for each, Lemma 4.5 fails even with X inside (R = 1, n = 2,
-d = 1 has an eigenvalue of −4.8 against −2), so here is one that is proved. Along E with ‖E‖_F = 1,
-for a row's softmax p of scores s with derivatives s′ and s″, S = XWXᵀ:
+The lemmas give no constants. With 1 for each, both fail even with X inside: at R = 1, n = 2, d = 1
+an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant 17.5 against 8. So here are
+constants that are proved (docs/mathematics.md, "The Hessian of inversion"). With f′, f″, f‴ along a
+direction of length 1,
 
-    ‖S′‖_F ≤ 2R²,  ‖S″‖_F ≤ 2R,   p′ = (diag p − ppᵀ)s′,   ‖diag p − ppᵀ‖ ≤ ½   so  ‖P′‖_F ≤ R²
-    p″ = (diag p − ppᵀ)s″ + p∘((s′ − pᵀs′)² − var s′),   2 var s′ ≤ ‖s′‖²       so  ‖P″‖_F ≤ R + 4R⁴
-    ‖f″‖_F ≤ (‖P″‖_F R + 2‖P′‖_F) R = 4R⁶ + 3R³ ≤ 7R⁶,   ‖f − B‖_F ≤ √n R² + √(nm) R ≤ 2√(nm) R²
+    ‖f − B‖_F ≤ 2√(nm) R²,   ‖f′‖_F ≤ 2√n R⁴,   ‖f″‖_F ≤ 7R⁶,   ‖f‴‖_F ≤ 38R⁸
     L″ = 2‖f′‖² + 2⟨f − B, f″⟩ ≥ −28 √(nm) R⁸
+    |L‴| = |6⟨f′, f″⟩ + 2⟨f − B, f‴⟩| ≤ (84√n + 152√(nm)) R¹⁰ ≤ 236 √(nm) R¹⁰
 
-which is the lemma, with √(nm) for nd. H heads give H times f and f″; a residual connection adds X
-to f − B; a key bias of norm at most R adds a row to S′, ‖S′‖_F ≤ 3√n R², and ‖f″‖_F ≤ 13n R⁶; a
-mask changes nothing. All values are those of the loss without γ, which adds 2γ to every eigenvalue.
+which are the lemmas, with √(nm) for nd and n³d³. H heads give H times f and its
+derivatives; a residual connection adds X to f − B and E to f′; a key bias of norm at most R adds a
+row to S′: ‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and ‖f‴‖_F ≤ 90 n^{3/2} R⁸; a mask
+changes nothing. All values are those of the loss without γ, which adds 2γ to every eigenvalue.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Bounds(Result):
     norms: dict[str, float]  # of what the paper assumes to be at most R
     beyond: tuple[str, ...]  # what the layer has that the paper's does not
     lipschitz_bound: float  # n³d³R¹⁰
+    lipschitz_proved: float  # (84√n + 152√(nm))R¹⁰, with its constant: see above
     lowest_bound: float  # −ndR⁸
-    lowest_proved: float  # −28√(nm)R⁸, with its constant: see above
+    lowest_proved: float  # −28√(nm)R⁸, likewise
     lowest_bound_without_input: float  # −ndR⁸ with that R
     lowest: float  # the eigenvalues of ∇²L(X) lie between
     highest: float
@@ -74,7 +76,7 @@ class Bounds(Result):
 
     @property
     def proved(self) -> bool:
-        """Whether the proof of `lowest_proved` applies: everything is at most R."""
+        """Whether the proofs of both constants apply: everything is at most R."""
         return all(size <= self.R for size in self.norms.values())
 
     @property
@@ -103,6 +105,8 @@ class Bounds(Result):
             f"(of {self.neighbours} neighbours)",
             f"  Lemma 4.4, n^3 d^3 R^10 = {self.lipschitz_bound:.3g}: "
             f"{_kept(self.lipschitz <= self.lipschitz_bound)}",
+            f"  with a proved constant: {self.lipschitz_proved:.3g}: "
+            f"{_kept(self.lipschitz <= self.lipschitz_proved)}{theorem}",
             f"gamma that makes the Hessian positive definite while ‖X‖ ≤ R: {self.gamma:.3g}"
             f"{theorem}",
         ])  # fmt: skip
@@ -143,6 +147,7 @@ def bounds(
         norms=sizes,
         beyond=_beyond(problem),
         lipschitz_bound=unknowns**3 * _power(R, 10),
+        lipschitz_proved=_change(problem, R),
         lowest_bound=-unknowns * _power(R, 8),
         lowest_proved=-_curvature(problem, R),
         lowest_bound_without_input=-unknowns * _power(without, 8),
@@ -187,12 +192,30 @@ def paper_gamma(problem: Problem, R: float) -> float:
     return _curvature(problem, R)
 
 
+def _sizes(problem: Problem) -> tuple[float, float, float, float]:
+    """‖f − B‖, ‖f′‖, ‖f″‖ and ‖f‴‖ at most, times R², R⁴, R⁶ and R⁸."""
+    heads, n, m, residual = problem.heads, problem.length, problem.outputs, problem.residual
+    first, second, third = (2.0, 7.0, 38.0)
+    if problem.key_bias is not None:
+        first, second, third = 2.5, 13.0 * n, 90.0 * n**1.5
+    return (
+        (heads + 1 + residual) * (n * m) ** 0.5,
+        heads * first * n**0.5 + residual,
+        heads * second,
+        heads * third,
+    )
+
+
 def _curvature(problem: Problem, R: float) -> float:
     """No eigenvalue of ∇²L is below minus this while everything is at most R."""
-    heads, n, m = problem.heads, problem.length, problem.outputs
-    second = heads * (7.0 if problem.key_bias is None else 13.0 * n)  # times R⁶
-    off = (heads + 1 + problem.residual) * (n * m) ** 0.5  # times R²
-    return 2 * second * off * _power(R, 8)
+    off, _, second, _ = _sizes(problem)
+    return 2 * off * second * _power(R, 8)
+
+
+def _change(problem: Problem, R: float) -> float:
+    """The Lipschitz constant of ∇²L is at most this while everything is at most R."""
+    off, first, second, third = _sizes(problem)
+    return (6 * first * second + 2 * off * third) * _power(R, 10)
 
 
 def _power(R: float, exponent: int) -> float:

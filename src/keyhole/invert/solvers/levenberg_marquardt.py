@@ -1,7 +1,7 @@
 """Levenberg–Marquardt on the residual: the method for most problems.
 
 Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper adds a constant γ that keeps the
-Hessian definite and moves the minimiser away from the input (its Section 3), the damping
+Hessian definite and moves the minimiser away from the input (its Definition 4.6), the damping
 `μ = α·‖r‖²·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
 and the limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error bound).
 α shrinks after a step that came true and grows after one that did not.

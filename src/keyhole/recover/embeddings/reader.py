@@ -5,9 +5,9 @@ its next-token logits give away (final_state.py). The encoder is run once over a
 attacker has; without one, over the corpus that ships. That gives the odds of each token for a
 vector, n-grams and the nearest lines (counts.py). They guide a search that changes several tokens
 at once, each chosen by what it does alone (sum_search.py). No model is trained. On a GPU all
-vectors are searched at once; on a CPU one by one, with fewer tries each, which reads texts of up to
-about 16 tokens. A last state says most about how a text ends, and a prompt may end anywhere: so for
-last states, beginnings of lines are counted as well as whole lines.
+vectors are searched at once; on a CPU one by one, with fewer tries each, which reads 31 of 50
+texts of 10 to 16 tokens (lab/measured.json). A last state says most about how a text ends, and a
+prompt may end anywhere: so for last states, beginnings of lines are counted as well as whole lines.
 """
 
 from __future__ import annotations

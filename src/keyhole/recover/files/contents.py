@@ -18,7 +18,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError
 from keyhole.models import demo
 from keyhole.models.anatomy import Anatomy
-from keyhole.models.capture import Exposure, capture, eight_bit_activations
+from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import Dump
 from keyhole.recover.files.readings import (
@@ -270,26 +270,28 @@ def _likelihood(seen: Tensor, own: Tensor) -> float:
     return -float(strength.mean(-1).median())
 
 
-def with_served_noise(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
-    """Leaks of one exposure, with the noise stated that a server of 8-bit blocks leaves in it."""
-    noise = served_noise(target, leaks[0])
+def with_served_noise(
+    target: Target, leaks: Sequence[Leak], arithmetic: str = EIGHT_BITS
+) -> list[Leak]:
+    """Leaks of one exposure, with the noise stated that a server's arithmetic leaves in it."""
+    noise = served_noise(target, leaks[0], arithmetic)
     return [replace(leak, noise=noise) for leak in leaks]
 
 
 @torch.no_grad()
-def served_noise(target: Target, leak: Leak) -> float:
-    """The error that a server of quantised weights leaves in such a leak.
+def served_noise(target: Target, leak: Leak, arithmetic: str) -> float:
+    """The error that a server's arithmetic leaves in such a leak.
 
-    The weights are ours, dequantised, but the server rounds what it multiplies. How far that moves
-    an exposure is measured on ordinary texts, before the leak is looked at: the largest error of a
-    position, as a root mean square over its numbers, and a margin. The judge tests the leak against
-    it, as against any noise that was stated.
+    The weights are ours, dequantised, but the server rounds what it computes with. How far that
+    moves an exposure is measured on ordinary texts, before the leak is looked at: the largest error
+    of a position, as a root mean square over its numbers, and a margin. The judge tests the leak
+    against it, as against any noise that was stated.
     """
     largest = 0.0
     for text in demo.TEXTS:
         ids = torch.tensor([target.tokenizer(text)["input_ids"]], device=target.parts.device)
         exact = leak.rows(capture(target.model, leak.exposure, ids=ids))
-        with eight_bit_activations(target.model):
+        with ARITHMETICS[arithmetic](target.model):
             rounded = leak.rows(capture(target.model, leak.exposure, ids=ids))
         largest = max(largest, float((rounded - exact).square().mean(-1).sqrt().max()))
     return _MARGIN * largest
