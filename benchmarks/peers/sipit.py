@@ -1,8 +1,8 @@
 """SipIt and Keyhole on the same hidden states of the same texts: exact texts, seconds.
 
 SipIt (arXiv 2510.15511) is run from its authors' code, which is not part of this repository
-(https://github.com/giorgosnikolaou/SIPIT; measured on the files of the public fork
-https://github.com/pranjayyelkotwar/SIPIT, commit 4f343c8):
+(https://github.com/giorgosnikolaou/SIPIT, or its fork https://github.com/pranjayyelkotwar/SIPIT,
+commit 4f343c8). There is no record yet: it takes a GPU, or hours.
 
     python benchmarks/peers/sipit.py --checkout SIPIT
 
