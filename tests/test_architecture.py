@@ -20,10 +20,11 @@ LAYERS = (  # from the bottom up
     {"version"},
     {"core"},  # errors, files, results, registry, tasks, journal
     {"attention", "configs", "data"},
+    {"target"},  # what TARGET means
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
-    {"target"},  # what TARGET means
+    {"endpoints"},  # the targets that answer, opened
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden"},  # training against them
     {"assess"},  # what an audit means: severities, policies, baselines
