@@ -16,7 +16,9 @@ from keyhole.harden import (
     R3F,
     SMART,
     AttackMasks,
+    Augmented,
     Combined,
+    CreAT,
     FreeLB,
     Plain,
     SAttend,
@@ -26,8 +28,9 @@ from keyhole.harden import (
 )  # fmt: skip
 from keyhole.harden.train import _schedule
 
-ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), AttackMasks(),
-       Combined.strongest(), Stages.plain_first(0.5, AttackMasks())]  # fmt: skip
+ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), CreAT(),
+       Augmented(), AttackMasks(), Combined.strongest(),
+       Stages.plain_first(0.5, AttackMasks())]  # fmt: skip
 
 
 def weights(model):

@@ -44,14 +44,13 @@ class Figure:
     command: str
     commit: str
     machine: str
-    document: str
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
     @property
     def source(self) -> str:
-        return f"{self.document}, {self.command} ({self.machine}; commit {self.commit})"
+        return f"{self.command} ({self.machine}; commit {self.commit})"
 
 
 @cache
@@ -59,7 +58,7 @@ def figures(name: str) -> tuple[Figure, ...]:
     """The measurements under a name, in the order of the file."""
     content = resources.files("keyhole.lab").joinpath("measured.json").read_text("utf-8")
     entries: list[dict[str, Any]] = json.loads(content)[name]
-    about = ("command", "commit", "machine", "document")
+    about = ("command", "commit", "machine")
     return tuple(
         Figure(
             {key: value for key, value in entry.items() if key not in about},
