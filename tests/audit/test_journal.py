@@ -272,10 +272,9 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
             if len(reported) == 2:
                 other = Plan("", "", {}, exposures, {"a": 3.0, "b": 5.0})
                 run.begin("y", other, lambda key: partial(made, key), journal_key="y ")
-                pace = (2 + 1.2) / (1 + 1.2)  # 15% of the 8 that its own weights tell
-                assert run.cost("y", "b") == pytest.approx(5 * pace)
+                told = 0.15 * (51 + 8)
+                assert run.cost("y", "b") == pytest.approx(5 * (2 + told) / (1 + told))
     told = 0.15 * 51
-    pace = (2 + told) / (1 + told)
-    assert reported[0] == pytest.approx(50 * (2 + told * pace) / (1 + told))
+    assert reported[0] == pytest.approx(50 * (2 + told) / (1 + told))
     assert reported[1] == (1, 2)
     assert reported[-2:] == [0.0, (4, 4)]

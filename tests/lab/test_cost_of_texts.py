@@ -6,17 +6,6 @@ import pytest
 
 from keyhole.core.errors import InputError
 from keyhole.lab import cost
-from keyhole.lab.cost import figures
-
-
-@pytest.mark.parametrize("figure", figures("text"))
-def test_a_row_says_what_it_quotes(figure):
-    quoted = " ".join(figure["measured"])
-    assert f"{figure['passes']:,}" in quoted or str(figure["passes"]) in quoted
-    came_back, tried = figure["exact"]
-    assert f"{came_back} of {tried}" in quoted
-    if figure["seconds"] is not None:
-        assert str(figure["seconds"]) in quoted
 
 
 def test_many_texts():

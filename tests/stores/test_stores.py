@@ -14,6 +14,7 @@ import torch
 import made_stores
 from keyhole.core.errors import InputError, MissingExtra
 from keyhole.stores import KINDS, kind_of, open_store
+from keyhole.target import STORES
 
 VECTORS = np.random.default_rng(0).normal(size=(10, 6)).astype(np.float32)
 TEXTS = [f"letter {number}" for number in range(10)]
@@ -206,3 +207,7 @@ def test_a_missing_library_names_its_extra(module, target, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=r"pip install 'keyhole\[stores\]'"):
         opening(target)
+
+
+def test_every_form_of_a_target_has_a_store_that_opens_it():
+    assert [kind.form for kind in KINDS] == list(STORES)

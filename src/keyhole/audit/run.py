@@ -9,7 +9,6 @@ answer is not written down, and made again.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -37,7 +36,7 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
-_TOLD = 0.15  # of all its checks: so much is believed of what their weights say
+_TOLD = 0.15  # of all checks: so many count as done in just the time that their weights say
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
 
 
@@ -247,8 +246,7 @@ def _determined(target: Target, options: AuditOptions) -> Run:
 class Checking:
     """The checks of targets on one runner: what is done, what it gave, how long the rest takes.
 
-    A check takes as many seconds as its weight says, times what others of its target took
-    of theirs.
+    A check takes as many seconds as its weight says, times what those that are done took of theirs.
     """
 
     def __init__(
@@ -259,8 +257,7 @@ class Checking:
         self.plans: dict[str, Plan] = {}
         self._keys: dict[str, str] = {}  # what the journal's keys of a target begin with
         self._made: dict[str, dict[str, tuple[Checked, float]]] = {}
-        self._spent: defaultdict[str, float] = defaultdict(float)  # seconds, by target
-        self._weight: defaultdict[str, float] = defaultdict(float)  # of the checks that are done
+        self._spent = self._weight = 0.0  # seconds of the checks that are done, and their weights
 
     def begin(
         self, name: str, plan: Plan, work: Callable[[str], Callable[[int], Checked]],
@@ -328,25 +325,20 @@ class Checking:
         ahead = [task.key for task in self.runner.left() if task.key[1] is not None]
         if self.plans and isinstance(self._progress, Expecting):
             seconds = sum(self.cost(name, key) for name, key in ahead)
-            seconds += unopened * sum(self._spent.values()) / known
+            seconds += unopened * self._spent / known
             self._progress.expect(seconds / len(self.runner))
         self._progress(self.done, self.total + unopened * self.total // known or None, note)
 
     def cost(self, name: str, key: str) -> float:
         """Its weight in seconds, corrected by what those that are done took of theirs."""
-        weights = self.plans[name].weights
-        told = _TOLD * sum(weights.values())
-        spent, done = self._spent[name] + told * self._pace(told), self._weight[name] + told
-        return weights[key] * (spent / done if done else 1.0)
-
-    def _pace(self, told: float) -> float:
-        """What checks of all targets took of their weights."""
-        return (sum(self._spent.values()) + told) / ((sum(self._weight.values()) + told) or 1.0)
+        told = _TOLD * sum(sum(plan.weights.values()) for plan in self.plans.values())
+        pace = (self._spent + told) / (self._weight + told) if told else 1.0
+        return self.plans[name].weights[key] * pace
 
     def _learn(self, name: str, key: str, checked: Checked, seconds: float) -> None:
         self._made[name][key] = checked, seconds
-        self._spent[name] += seconds
-        self._weight[name] += self.plans[name].weights[key]
+        self._spent += seconds
+        self._weight += self.plans[name].weights[key]
 
 
 def _recalled(record: dict[str, Any]) -> tuple[Checked, float]:

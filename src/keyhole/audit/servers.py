@@ -102,14 +102,8 @@ class ServerTarget(Part):
             passes: float = 0.0,
         ) -> None:  # fmt: skip
             exposure = Exposure(rule, variant, name=name)
-            run = partial(check, exposure, server, *about)
-            made.append(
-                Check(
-                    exposure,
-                    run,
-                    weight=(_ANSWER if rule == _RULES[LOGPROBS] else 0.0) + passes * pace,
-                )
-            )
+            seconds = (_ANSWER if rule == _RULES[LOGPROBS] else 0.0) + passes * pace
+            made.append(Check(exposure, partial(check, exposure, server, *about), weight=seconds))
 
         for route in server.routes:
             add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
@@ -124,14 +118,8 @@ class ServerTarget(Part):
                 add("KH-TEXT-HIDDEN-STATES", "served", route.name, _texts, *about, passes=_READ)
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
-                add(
-                    "KH-TEXT-LOG-PROBABILITIES",
-                    "last-state",
-                    route.name,
-                    _state,
-                    *about,
-                    passes=_SOLVED,
-                )
+                rule = _RULES[LOGPROBS]
+                add(rule, "last-state", route.name, _state, *about, passes=_SOLVED)
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, loaded)
@@ -419,8 +407,6 @@ def last_layer(
 # for that text, the server computes on any vectors that it is sent: what attacks on weights need,
 # and a way past every filter that reads prompts.
 
-_SAME = 0.1  # of a log-probability, besides what bfloat16 does to those of other texts
-
 
 def _following(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A text's ids (1, n), and the model's own log-probabilities of the next token."""
@@ -457,7 +443,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
     except OracleError as error:
         return _skipped(exposure, "probe", str(error), unchecked=True)
     off = float((own.topk(len(given)).values - given).abs().max())
-    allowed = _SAME + _rounded_off(loaded, len(given))
+    allowed = _CLOSE + _rounded_off(loaded, len(given))
     same = off <= allowed
     meaning = (
         "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"

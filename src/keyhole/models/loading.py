@@ -315,7 +315,7 @@ def _gguf_read_once() -> Generator[None]:
         return
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
-    class Reader(gguf.GGUFReader):  # slices of a memmap cost ten times what an array's do
+    class Reader(gguf.GGUFReader):  # a slice of a memmap calls Python, one of an array does not
         data = property(
             lambda self: self.array, lambda self, file: setattr(self, "array", np.asarray(file))
         )

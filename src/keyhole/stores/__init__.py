@@ -1,6 +1,7 @@
 """Vector stores: where sentence embeddings are kept, opened to be read and never written to.
 
-To add a kind of store, write a function that opens it and add one row to KINDS.
+To add a kind of store, write a function that opens it, add one row to KINDS, and its form to STORES
+(target.py), which says what a TARGET is without loading any of this.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from keyhole.harden.defences.defence import (
     answer,
     cross_entropy,
     draw,
-    noise,
     spared,
     table,
     unpadded,
@@ -46,7 +45,8 @@ class Augmented:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        delta = torch.zeros_like(noise(model, batch, stream, normal=True)).requires_grad_(True)
+        width = cast("Tensor", table(model).weight).shape[1]
+        delta = torch.zeros_like(unpadded(model, batch)).repeat(1, 1, width).requires_grad_(True)
         loss = cross_entropy(answer(model, batch, seed, delta), labels)
         (gradient,) = torch.autograd.grad(loss, delta, retain_graph=True)
         yield loss / 2

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from keyhole.harden.defences.defence import (
     Batch,
     answer,
+    ascended,
     cross_entropy,
     draw,
     noise,
@@ -62,10 +63,7 @@ class CreAT:
         scores, states = _states(model, batch, seed, delta)
         near = nn.functional.cosine_similarity(states, clean, dim=-1).mean()
         (gradient,) = torch.autograd.grad(cross_entropy(scores, labels) - self.turn * near, delta)
-        size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-        moved = delta.detach() + self.rate * gradient / size
-        size = moved.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-        return moved * (self.radius / size).clamp(max=1)
+        return ascended(delta, gradient, self.rate, self.radius)
 
 
 def _states(model: nn.Module, batch: Batch, seed: int, delta: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,18 @@ def noise(model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool)
     return (torch.rand(shape, generator=own, device=own.device) * 2 - 1) * free
 
 
+def ascended(delta: Tensor, gradient: Tensor, rate: float, radius: float) -> Tensor:
+    """Π_ε(δ + α g/‖g‖_F), text by text: a step of size `rate` up the gradient, inside `radius`."""
+    size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
+    return inside(delta.detach() + rate * gradient / size, radius)
+
+
+def inside(delta: Tensor, radius: float) -> Tensor:
+    """Each text's perturbation (rows, n, e), shortened to `radius` where it is longer."""
+    size = delta.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
+    return delta * (radius / size).clamp(max=1)
+
+
 def spared(batch: Batch) -> Tensor | None:
     """Where special tokens and padding stand, (rows, n), if the batch says so."""
     return batch[SPECIAL].flatten(0, -2).bool() if SPECIAL in batch else None

@@ -19,8 +19,10 @@ from keyhole.core.errors import InputError
 from keyhole.harden.defences.defence import (
     Batch,
     answer,
+    ascended,
     cross_entropy,
     draw,
+    inside,
     noise,
     positive,
     unpadded,
@@ -50,7 +52,7 @@ class FreeLB:
         seed = draw(stream)
         lengths = unpadded(model, batch).sum(1, keepdim=True).clamp(min=1)
         delta = noise(model, batch, stream, normal=False)
-        delta = self._inside(delta * self.start / (lengths * delta.shape[-1]).sqrt())
+        delta = inside(delta * self.start / (lengths * delta.shape[-1]).sqrt(), self.radius)
         for step in range(self.steps):
             delta.requires_grad_(True)
             yield cross_entropy(answer(model, batch, seed, delta), labels) / self.steps
@@ -61,9 +63,4 @@ class FreeLB:
         gradient = delta.grad
         if gradient is None:
             raise InputError("each loss must be differentiated before the next is computed")
-        size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-        return self._inside(delta.detach() + self.rate * gradient / size)
-
-    def _inside(self, delta: Tensor) -> Tensor:
-        size = delta.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-        return delta * (self.radius / size).clamp(max=1)
+        return ascended(delta, gradient, self.rate, self.radius)
