@@ -294,7 +294,6 @@ def written(folder, family, task):
 
 @pytest.mark.parametrize(("family", "task"), [("t5", "seq2seq"), ("opt", "causal")])
 def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family, task):
-    """What text is read back of is a list of families; flips take all that can be cut."""
     written(tmp_path / "model", family, task)
     view = ("model", "--data", "t.txt", "--json")
     options = (
@@ -315,9 +314,9 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     done = keyhole("audit", *view, "--texts", 2)
     found = json.loads(done.stdout)
     assert done.exit_code == exposed(found), done.stderr
-    assert {row["sought"] for row in found["findings"]} == {"prediction"}
-    (skip,) = found["skips"]
-    assert f"{family} is not a known family" in skip["reason"]
+    assert {row["sought"] for row in found["findings"]} == {"text", "prediction"}
+    ids = {str(Exposure(**row["exposure"])): row["status"] for row in found["findings"]}
+    assert ids["text-hidden-states-layer-1"] == "recovered"
 
 
 def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path):

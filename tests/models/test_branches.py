@@ -7,7 +7,6 @@ import torch
 
 import tiny_models as tiny
 from keyhole.models import Exposure, anatomy, capture
-from keyhole.models.anatomy import unrotate
 from keyhole.models.branches import Branches
 
 
@@ -64,7 +63,7 @@ def test_rotation_is_undone(family):
     model = tiny.model(family)
     parts, places = anatomy(model), torch.arange(6)
     cached = capture(model, Exposure("kv", 0), ids=torch.full((1, 6), 9))["keys"]
-    keys = unrotate(parts, cached, places[None])
+    keys = parts.unrotated(0, cached, places[None])
     if parts.rotary:
         assert torch.allclose(keys, cached[:, :, :1].expand_as(keys), atol=1e-5)
         assert not torch.allclose(cached[:, :, 1:], cached[:, :, :1].expand_as(cached[:, :, 1:]))

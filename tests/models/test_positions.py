@@ -5,7 +5,7 @@ from keyhole.core.errors import InputError
 from keyhole.models.anatomy import fitting, positions
 
 
-@pytest.mark.parametrize(("family", "most"), [("bert", 80), ("roberta", 78), ("gpt2", 80)])
+@pytest.mark.parametrize(("family", "most"), [("bert", 80), ("roberta", 79), ("gpt2", 80)])
 def test_a_text_is_cut_off_where_positions_end(family, most):
     model, words = tiny.model(family), tiny.tokenizer(family == "gpt2")
     assert positions(model) == most

@@ -94,7 +94,8 @@ def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 
 def _leaks(parts: Anatomy) -> list[tuple[Captured, str]]:
     first, middle = Captured("kv", caches(parts)[0]), Captured("hidden", -(-parts.layers // 2))
-    return [*((first, form) for form in FORMS), (middle, "rotated")]
+    shown = not parts.lacks("kv", first.layer + parts.causal)
+    return [*((first, form) for form in FORMS if shown), (middle, "rotated")]
 
 
 def _model(

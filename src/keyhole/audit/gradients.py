@@ -48,6 +48,8 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
         reason = "the model has no head, so no loss: a client would train one"
     elif anatomy(model).layers < 2:
         reason = "texts are put together by the second block, and the model has one"
+    elif not all(each and each.projections for each in anatomy(model).attentions[:2]):
+        reason = "queries, keys and values of the first blocks are not one linear map each"
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
         reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:

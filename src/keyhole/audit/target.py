@@ -110,7 +110,7 @@ class ModelPart(Part):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         try:
             anatomy(self.target.loaded.model)
-        except InputError as error:  # a family whose parts are not known
+        except InputError as error:  # a model that does not read text alone
             skip = Skip(Exposure("KH-TEXT-OTHER"), "none", str(error))
             return [nothing_to_try(skip), *flips.checks(self.name, self.target, seed)]
         families = [texts.checks, gradients.checks, flips.checks]

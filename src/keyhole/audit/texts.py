@@ -92,7 +92,7 @@ class TextTarget:
 
 
 def seconds_of(model: Any) -> float:
-    """What a model takes for 512 tokens, measured now; by its size where its layers are unknown."""
+    """What a model takes for 512 tokens, measured now; by its size where it reads no text alone."""
     try:
         parts = anatomy(model)
     except InputError:
@@ -114,7 +114,13 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
         if row.causal == parts.causal and asked:
             for layer in layers_of(row, target.layers, parts):
                 attack = _attack(entry, row, target)
-                made.append(_made(row, layer, part, entry, attack, target, seed))
+                try:
+                    Captured(row.kind, layer or 0).block(parts)
+                except InputError as error:  # this model does not show it
+                    skip = Skip(replace(row.exposure, layer=layer, part=part), "none", str(error))
+                    made.append(nothing_to_try(skip))
+                else:
+                    made.append(_made(row, layer, part, entry, attack, target, seed))
     return [*made, *map(nothing_to_try, _skips(parts))]
 
 

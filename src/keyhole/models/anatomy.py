@@ -1,12 +1,10 @@
-"""Where each family of models keeps its parts: blocks, projections, embeddings.
-
-Layers are numbered as `output_hidden_states=True` numbers them: 0 is the embeddings, ℓ what block ℓ
-gives, and the last one of a causal model has passed the final norm. A model that uses one block
-many times (ALBERT) has that block many times in `blocks`.
-"""
+"""What a model consists of, as attacks use it; discovery.py finds it out by running the model."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,163 +12,186 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
+from keyhole.models.discovery import Found, Seen, look
+
+NO_LIMIT = sys.maxsize
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A linear map: all of what `module` gives, or those `rows` of it, head after head."""
+
+    module: nn.Module
+    rows: Tensor | None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return self.of(self.module(states))
+
+    def of(self, given: Tensor) -> Tensor:
+        """Its own part (…, out) of what the module gives."""
+        return given if self.rows is None else given[..., self.rows.to(given.device)]
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in)."""
+        weight = cast("Tensor", self.module.weight).detach()
+        outputs_last = weight.mT if isinstance(self.module, nn.Linear) else weight  # or a Conv1D
+        return self.of(outputs_last).mT
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = cast("Tensor | None", self.module.bias)
+        return None if bias is None else self.of(bias.detach())
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
     """One block's attention: the module that returns (output, maps), and its linear maps.
 
-    `fused` says that `query`, `key` and `value` are one projection that gives all three.
+    `projections` are those of queries, keys and values; None where these are no linear maps of the
+    block's input, or not one each.
     """
 
     module: nn.Module
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
     output: nn.Module
-    fused: bool = False
+    projections: tuple[Projection, Projection, Projection] | None
+
+    @property
+    def apart(self) -> tuple[Projection, Projection, Projection]:
+        """Those of queries, keys and values."""
+        if self.projections is None:
+            raise InputError("queries, keys and values are not one linear map each in this model")
+        return self.projections
+
+    @property
+    def query(self) -> Projection:
+        return self.apart[0]
+
+    @property
+    def key(self) -> Projection:
+        return self.apart[1]
+
+    @property
+    def value(self) -> Projection:
+        return self.apart[2]
 
 
-@dataclass(frozen=True, eq=False)
-class Anatomy:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Anatomy(Found):
     """A model's parts in the order in which a text goes through them."""
 
-    family: str
     base: nn.Module
     blocks: tuple[nn.Module, ...]
-    attentions: tuple[Attention, ...]
+    attentions: tuple[Attention | None, ...]
     tokens: nn.Embedding
-    first_norm: nn.Module | None  # what stands between a block's input and its attention
-    heads: int
-    key_heads: int
-    head_dim: int
-    causal: bool
-    rotary: bool
-
-    @property
-    def layers(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def width(self) -> int:
-        return int(cast("Any", self.base.config).hidden_size)
 
     @property
     def table(self) -> Tensor:
-        """The token table, (vocabulary, embedding size)."""
-        return self.tokens.weight.detach()
+        """The embeddings of all tokens, (vocabulary, embedding size), as the model takes them."""
+        weight = self.tokens.weight.detach()
+        if not self.scaled:
+            return weight
+        return self.tokens(torch.arange(len(weight), device=weight.device)).detach()
 
     @property
     def device(self) -> torch.device:
         return self.tokens.weight.device
 
     @property
+    def positions(self) -> tuple[nn.Embedding, int] | None:
+        """The table of positions and the number of the first one; None where there is no table."""
+        if self.places is None:
+            return None
+        return cast("nn.Embedding", self.base.get_submodule(self.places[0])), self.places[1]
+
+    @property
     def max_length(self) -> int:
-        """How many tokens the model's positions allow."""
-        config = cast("Any", self.base.config)
-        most = int(config.max_position_embeddings)
-        return most - 2 if self.family == "roberta" else most  # the first two are for padding
+        """How many tokens the model's positions allow; NO_LIMIT where they allow any number."""
+        if self.positions is not None:
+            return self.positions[0].num_embeddings - self.positions[1]
+        most = getattr(self.base.config, "max_position_embeddings", None)
+        return most if isinstance(most, int) and most > 0 else NO_LIMIT
+
+    @property
+    def first_norm(self) -> nn.Module | None:
+        return self.opening_norm(1)
 
     def opening_norm(self, number: int) -> nn.Module | None:
         """What stands between the input of block `number` (from 1) and its attention."""
-        name = _FAMILIES[self.family].opening_norm
-        return self.blocks[number - 1].get_submodule(name) if name else None
+        seen = self.seen[number - 1] if self.seen else None
+        if seen is None or not seen.opening:
+            return None
+        return self.blocks[number - 1].get_submodule(seen.opening)
 
     def closing_norm(self, layer: int) -> nn.Module | None:
         """The normalisation that hidden states of `layer` come straight out of, if there is one.
 
-        Every block of these encoders ends in one; of the causal models only the whole does.
+        Every block of most encoders ends in one; of most causal models only the whole does.
         """
-        family = _FAMILIES[self.family]
-        if self.causal:
-            last = layer == self.layers and bool(family.final_norm)
-            return self.base.get_submodule(family.final_norm) if last else None
-        if layer == 0:  # ALBERT widens its embeddings after their norm
-            wider = self.family == "albert"
-            return None if wider else self.base.get_submodule("embeddings.LayerNorm")
-        return self.blocks[layer - 1].get_submodule(family.closing_norm)
+        return self.base.get_submodule(self.closing[layer]) if self.closing[layer] else None
+
+    def unrotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (b, heads, n, k) of a cache's layer (from 0) without their positions (b, n)."""
+        rotation = self.rotations[layer]
+        return keys if rotation is None else rotation.undo(self.base, keys, positions)
+
+    def rotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (b, heads, n, k) as a cache's layer (from 0) holds them at positions (b, n)."""
+        rotation = self.rotations[layer]
+        return keys if rotation is None else rotation.turn(self.base, keys, positions)
+
+    def attention(self, number: int) -> Attention:
+        """The attention of block `number` (from 1)."""
+        seen = self.attentions[number - 1] if self.attentions else None
+        if seen is None:
+            raise InputError(self.lacks("attention", number))
+        return seen
+
+    def lacks(self, kind: str, number: int) -> str:
+        """Why block `number` shows no such thing; nothing where it does."""
+        block = f"block {number} of {self.family}"
+        if kind == "kv" and self.causal:
+            return "" if number in self.cached else f"{block} puts no keys and values into a cache"
+        if kind not in ("kv", "maps", "attention"):
+            return ""
+        seen = self.attentions[number - 1] if self.attentions else None
+        if seen is None:
+            return f"no attention was seen in {block}"
+        if kind == "kv" and seen.projections is None:
+            return f"keys and values of {block} are not one linear map each"
+        return f"{block} returns no maps" if kind == "maps" and number not in self.mapped else ""
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The names of the parts: of blocks and tokens in the base model, of the others in a block."""
-
-    blocks: str
-    attention: str
-    query: str
-    key: str
-    value: str
-    output: str
-    tokens: str = "embeddings.word_embeddings"
-    causal: bool = False
-    opening_norm: str = ""
-    closing_norm: str = ""
-    final_norm: str = ""  # in the base model
-
-
-_BERT = _Family(
-    "encoder.layer", "attention.self", "attention.self.query", "attention.self.key",
-    "attention.self.value", "attention.output.dense", closing_norm="output.LayerNorm",
-)  # fmt: skip
-_LLAMA = _Family(
-    "layers", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.o_proj", "embed_tokens", causal=True, opening_norm="input_layernorm",
-    final_norm="norm",
-)  # fmt: skip
-_FAMILIES = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "distilbert": _Family(
-        "transformer.layer", "attention", "attention.q_lin", "attention.k_lin", "attention.v_lin",
-        "attention.out_lin", closing_norm="output_layer_norm",
-    ),
-    "albert": _Family(
-        "encoder.albert_layer_groups", "attention", "attention.query", "attention.key",
-        "attention.value", "attention.dense", closing_norm="full_layer_layer_norm",
-    ),
-    "gpt2": _Family(
-        "h", "attn", "attn.c_attn", "attn.c_attn", "attn.c_attn", "attn.c_proj", "wte",
-        causal=True, opening_norm="ln_1", final_norm="ln_f",
-    ),
-    "llama": _LLAMA,
-    "qwen3": _LLAMA,
-}  # fmt: skip
-_ALIASES = {**{name: name for name in _FAMILIES}, "xlm-roberta": "roberta"}
+_FOUND: weakref.WeakKeyDictionary[nn.Module, Found] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def anatomy(model: nn.Module) -> Anatomy:
     """The parts of a Hugging Face model, with or without a head on top."""
-    config = getattr(model, "config", None)
-    kind = str(getattr(config, "model_type", type(model).__name__))
-    if kind not in _ALIASES:
-        raise InputError(f"{kind} is not a known family: {', '.join(sorted(_ALIASES))} are")
-    base: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
-    names, config = _FAMILIES[_ALIASES[kind]], base.config
-    blocks = tuple(base.get_submodule(names.blocks))
-    if kind == "albert":  # groups of layers, each used several times
-        layers = int(config.num_hidden_layers)
-        used = [blocks[number * len(blocks) // layers] for number in range(layers)]
-        blocks = tuple(layer for group in used for layer in group.albert_layers)
-    heads = int(config.num_attention_heads)
-    return Anatomy(
-        family=_ALIASES[kind],
-        base=base,
-        blocks=blocks,
-        attentions=tuple(_attention(block, names) for block in blocks),
-        tokens=base.get_submodule(names.tokens),
-        first_norm=blocks[0].get_submodule(names.opening_norm) if names.opening_norm else None,
-        heads=heads,
-        key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        causal=names.causal or bool(getattr(config, "is_decoder", False)),
-        rotary=hasattr(base, "rotary_emb"),
-    )
+    whole = cast("Any", model)
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise InputError(f"{type(model).__name__} is not a model of the transformers library")
+    base = getattr(whole, str(getattr(whole, "base_model_prefix", "")), whole)
+    if getattr(base.config, "is_encoder_decoder", False):
+        base = base.get_encoder()
+    with _LOCK:
+        if base not in _FOUND:
+            _FOUND[base] = look(base)
+        found = _FOUND[base]
+    blocks = tuple(base.get_submodule(name) for name in found.names)
+    attentions = tuple(map(_attention, blocks, found.seen))
+    tokens = base.get_input_embeddings()
+    return Anatomy(**vars(found), base=base, blocks=blocks, attentions=attentions, tokens=tokens)
 
 
-def _attention(block: nn.Module, names: _Family) -> Attention:
-    paths = (names.attention, names.query, names.key, names.value, names.output)
-    parts = [block.get_submodule(path) for path in paths]
-    return Attention(*parts, fused=names.query == names.key)
+def _attention(block: nn.Module, seen: Seen | None) -> Attention | None:
+    if seen is None:
+        return None
+    part, projections = block.get_submodule, None
+    if seen.projections is not None:
+        query, key, value = (Projection(part(name), rows) for name, _, rows in seen.projections)
+        projections = (query, key, value)
+    return Attention(part(seen.module), part(seen.output), projections)
 
 
 # How many tokens of a text a model can take in: its positions, or what the caller allows.
@@ -179,10 +200,10 @@ def _attention(block: nn.Module, names: _Family) -> Attention:
 def positions(model: Any) -> int | None:
     """The longest text that the model has positions for; None where it has no such limit."""
     try:
-        return anatomy(model).max_length
-    except (InputError, AttributeError, TypeError):  # a family whose parts are not known here
+        most = anatomy(model).max_length
+    except InputError:  # a model that does not read text alone
         most = getattr(model.config, "max_position_embeddings", None)
-        return most if isinstance(most, int) and most > 0 else None
+    return most if isinstance(most, int) and 0 < most < NO_LIMIT else None
 
 
 def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
@@ -200,29 +221,18 @@ def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
     return allowed
 
 
-# Rotary positions, put on keys and undone. RoFormer, arXiv 2104.09864: a cached key is `R_p k`,
-# with `R_p` a rotation by the position `p` in each plane of two coordinates. So `k = R_pᵀ (R_p k)`.
-# Models that stretch their context multiply the rotation by a factor, which is divided out as well.
+# Norms, found out by running them: N(z) = gain·z + bias for z of mean 0 and mean square 1.
 
 
-def unrotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys (b, heads, n, k) of a KV cache without their positions (b, n)."""
-    if not parts.rotary:
-        return keys
-    cos, sin = _turns(parts, keys, positions)
-    return _turned(keys, cos, -sin) / (cos.square() + sin.square())
-
-
-def rotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys (b, heads, n, k) as a KV cache holds them at positions (b, n)."""
-    return _turned(keys, *_turns(parts, keys, positions)) if parts.rotary else keys
-
-
-def _turns(parts: Anatomy, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cast("Any", parts.base).rotary_emb(keys.new_zeros(1), positions)
-    return cos.unsqueeze(1), sin.unsqueeze(1)
-
-
-def _turned(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = keys.chunk(2, -1)
-    return keys * cos + torch.cat([-second, first], -1) * sin
+def gain_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """What a norm multiplies by and adds, in float64: Gemma's multiply by 1 + weight."""
+    weight = cast("Tensor", norm.weight).detach().double()
+    bias = cast("Tensor | None", getattr(norm, "bias", None))
+    bias = None if bias is None else bias.detach().double()
+    z = torch.ones_like(weight)
+    z[1::2] = -1
+    with torch.no_grad():
+        made = cast("Any", norm)(z.to(cast("Tensor", norm.weight))).double()
+    seen = z * (made if bias is None else made - bias)
+    plain = (seen - weight).norm() <= (seen - weight - 1).norm()
+    return weight if plain else weight + 1, bias

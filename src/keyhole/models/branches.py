@@ -10,13 +10,16 @@ a chain.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keyhole.models.anatomy import anatomy
+from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
+
+_AGREES = 1e-3  # of a state's length: how far arithmetic in another order may be off
 
 
 class _Layer:
@@ -47,16 +50,23 @@ class Branches:
     """What the model remembers of each text's prefix; `expose` tries tokens behind it.
 
     It stands in for the library's cache (`update`, `get_seq_length`, `layers`), nothing more.
-    `starts` (b,) counts the positions of padding before each text.
+    `starts` (b,) counts the positions of padding before each text. A model that takes no such
+    cache, or answers otherwise with it, runs every prefix again (`_again`); so does one whose
+    tokens see no further than a window, once a text is longer.
     """
 
     def __init__(self, model: nn.Module, starts: Tensor) -> None:
         self.model = model
+        self.parts = anatomy(model)
         self.starts = starts
         self.lengths = torch.zeros_like(starts)
-        self.layers = [_Layer() for _ in range(anatomy(model).layers)]
+        self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
         self._prefix = 0  # columns before the chunk
+        self._chunk = starts[:, None]
+        self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
+        self._branches = _takes_branches(self.parts)
+        self._window = getattr(self.parts.base.config, "sliding_window", None) or NO_LIMIT
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -66,31 +76,52 @@ class Branches:
     def get_seq_length(self, *_: Any) -> int:
         return self._prefix
 
-    def expose(self, exposure: Exposure, chain: Tensor, **chunk: Tensor) -> dict[str, Tensor]:
-        """The exposure for a chunk of q tokens behind each prefix: `ids=` or `embeddings=`.
+    def expose(self, exposure: Exposure, chain: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """The exposure for a chunk of q tokens `ids` (b, q) behind each prefix.
 
         `chain` (b,) says whose chunk is a chain; the others' are fans. `accept` must follow.
         """
-        given = next(iter(chunk.values()))
-        size, device = given.shape[1], given.device
+        size, device = ids.shape[1], ids.device
+        depth = torch.where(chain[:, None], torch.arange(size, device=device), 0)
+        # What pads a short chain may lie behind the last position there is; nobody looks at it.
+        last = self.parts.max_length - 1
+        self.positions = ((self.starts + self.lengths)[:, None] + depth).clamp(max=last)
+        self._chunk = ids
+        if self._window < NO_LIMIT:
+            self._branches &= int(self.positions.max()) < self._window
+        if not self._branches:
+            each = zip(self._texts, self.starts.tolist(), chain.tolist(), ids, strict=True)
+            given = [self._again(exposure, *text) for text in each]
+            return {name: torch.stack([text[name] for text in given]) for name in given[0]}
         square = torch.ones(size, size, dtype=torch.bool, device=device)
         inside = torch.where(chain[:, None, None], square.tril(), square.tril().triu())
         columns = torch.arange(self._prefix, device=device)
         prefix = (columns < self.lengths[:, None])[:, None].expand(-1, size, -1)
         sees = torch.cat([prefix, inside], -1)
-        dtype = anatomy(self.model).tokens.weight.dtype
+        dtype = self.parts.tokens.weight.dtype
         mask = torch.zeros(sees.shape, dtype=dtype, device=device)
         mask = mask.masked_fill(~sees, torch.finfo(dtype).min)[:, None]
-        depth = torch.where(chain[:, None], torch.arange(size, device=device), 0)
-        # What pads a short chain may lie behind the last position there is; nobody looks at it.
-        last = anatomy(self.model).max_length - 1
-        self.positions = ((self.starts + self.lengths)[:, None] + depth).clamp(max=last)
         exposed = capture(
-            self.model, exposure, **chunk, mask=mask, position_ids=self.positions,
+            self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
             past_key_values=self,
         )  # fmt: skip
         # A cache holds the prefix as well; only the chunk is asked about.
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
+
+    def _again(
+        self, exposure: Exposure, prefix: Tensor, start: int, chain: bool, chunk: Tensor
+    ) -> dict[str, Tensor]:
+        """The same for one text, its prefix run again: for a chain once, else for each token."""
+        behind = chunk[None] if chain else chunk[:, None]
+        ids = torch.cat([prefix.expand(len(behind), -1), behind], 1)
+        mask = None
+        if start:
+            mask = torch.ones_like(ids)
+            mask[:, :start] = 0
+        given = capture(self.model, exposure, ids=ids, mask=mask)
+        if chain:
+            return {name: tensor[0][..., -len(chunk) :, :] for name, tensor in given.items()}
+        return {name: tensor[..., -1, :].movedim(0, -2) for name, tensor in given.items()}
 
     def accept(self, first: Tensor, counts: Tensor, rows: Tensor) -> None:
         """Keep, for the texts `rows` (r,) that go on, `counts` (r,) tokens from node `first` (r,).
@@ -99,11 +130,40 @@ class Branches:
         """
         before = self.lengths[rows]
         after = before + counts
+        self._texts = [
+            torch.cat([self._texts[row], self._chunk[row, start : start + count]])
+            for row, start, count in torch.stack([rows, first, counts], 1).tolist()
+        ]
         place = torch.arange(int(after.max()), device=rows.device).expand(len(rows), -1)
         new = self._prefix + first[:, None] + place - before[:, None]
         columns = torch.where(place < before[:, None], place, new)
         columns = torch.where(place < after[:, None], columns, torch.zeros_like(place))
-        for layer in self.layers:
+        for layer in self.layers if self._branches else ():
             layer.keep(rows, columns)
         self.lengths, self.starts = after, self.starts[rows]
         self._prefix = columns.shape[1]
+
+
+_TAKES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _takes_branches(parts: Anatomy) -> bool:
+    """Does the model, with a cache that branches, answer as it does to whole texts?"""
+    if parts.base not in _TAKES:
+        _TAKES[parts.base] = True  # so that it is tried
+        ids = torch.arange(len(parts.table), device=parts.device)[-5:]
+        exposure = Exposure("hidden", parts.layers)
+        branches = Branches(parts.base, ids.new_zeros(1))
+        try:
+            branches.expose(exposure, torch.tensor([True], device=ids.device), ids[None, :3])
+            branches.accept(ids.new_zeros(1), ids.new_full((1,), 3), ids.new_zeros(1))
+            fan = branches.expose(exposure, torch.tensor([False], device=ids.device), ids[None, 3:])
+            texts = torch.stack([ids[[0, 1, 2, 3]], ids[[0, 1, 2, 4]]])
+            whole = capture(parts.base, exposure, ids=texts)["values"][:, -1]
+            off = (fan["values"][0] - whole).float().norm() / whole.float().norm()
+            least = max(_AGREES, 4 * torch.finfo(whole.dtype).eps)
+            _TAKES[parts.base] = float(off) <= least
+        except Exception:  # whatever it says about arguments that it does not know
+            _TAKES[parts.base] = False
+    return _TAKES[parts.base]

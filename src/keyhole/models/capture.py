@@ -14,17 +14,18 @@ itself does; an encoder has no cache, and its keys and values count from 1 like 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from keyhole.core.errors import InputError, expect_among, expect_count
-from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.anatomy import Anatomy, Projection, anatomy
+from keyhole.models.discovery import cache_among, maps_among, state_among
+from keyhole.models.hooks import Wanted, eager, hooks
 from keyhole.models.next_token import continued, last_states, unembedding
 
 KINDS = ("hidden", "kv", "maps", "attention", "pooled", "logits")
@@ -82,39 +83,14 @@ class Exposure:
         last = parts.layers - (self.kind == "kv" and parts.causal)
         if not first <= self.layer <= last:
             raise InputError(f"the layer of {self} must be from {first} to {last}")
-        return self.layer + (self.kind == "kv" and parts.causal)
+        number = self.layer + (self.kind == "kv" and parts.causal)
+        if reason := parts.lacks(self.kind, number):
+            raise InputError(f"{self} cannot be had: {reason}")
+        return number
 
 
 class _Stop(Exception):
     """Raised by a hook once everything wanted has been seen; caught by `capture`."""
-
-
-Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]  # what registers, and a hook
-
-
-@contextmanager
-def hooks(*wanted: Wanted) -> Generator[None]:
-    """Register hooks for the length of a block: `hooks((module.register_forward_hook, f), …)`."""
-    handles: list[RemovableHandle] = []
-    try:
-        for register, hook in wanted:
-            handles.append(register(hook))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def attention_as(parts: Anatomy, implementation: str | None) -> Generator[None]:
-    """Run with another implementation of attention (maps exist only in the eager one)."""
-    config = cast("Any", parts.base.config)
-    before = config._attn_implementation
-    config._attn_implementation = implementation or before
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def capture(
@@ -135,7 +111,6 @@ def capture(
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
-    implementation = "eager" if exposure.kind == "maps" else None
     wanted = _hooks(parts, exposure, tensors)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
     if exposure.steps > 1:
@@ -144,10 +119,15 @@ def capture(
         given = {"inputs_embeds": words}
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
         inputs["use_cache"] = True
-    with hooks(*wanted), attention_as(parts, implementation), suppress(_Stop):
+    if exposure.kind == "maps":
+        inputs["output_attentions"] = True
+    if exposure.kind == "hidden" and not _stops(parts, exposure.layer):
+        inputs["output_hidden_states"] = True
+    implementation = eager(parts.base) if exposure.kind == "maps" else nullcontext()
+    with hooks(*wanted), implementation, suppress(_Stop):
         parts.base(**given, attention_mask=mask, **inputs)
-    if exposure.kind == "pooled":
-        tensors["values"] = pool(parts, exposure, tensors.pop("states"), mask)
+    if exposure.kind == "pooled" and exposure.pooling != "pooler":
+        tensors["values"] = pool(exposure, tensors.pop("states"), mask)
     if exposure.kind == "logits":
         states = last_states(tensors.pop("states"), mask, exposure.steps)
         logits = unembedding(model)(states)
@@ -163,10 +143,9 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
     """What to register so that `tensors` fills up and the forward pass ends there."""
     number = exposure.block(parts)
     if exposure.kind == "hidden":
-        return _hidden(parts, number, tensors, "values")
+        return _hidden(parts, number, tensors)
     if exposure.kind in ("pooled", "logits"):
-        return _hidden(parts, parts.layers, tensors, "states")
-    attention = parts.attentions[number - 1]
+        return _returned(parts, exposure, tensors)
     # One block may serve several layers: its number is how often blocks have been entered.
     entered = [0]
 
@@ -186,27 +165,49 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
         return hook
 
     if exposure.kind == "attention":
-        hook = take(lambda output: output)
-        return [*counting, (attention.output.register_forward_hook, hook)]
+        output = parts.attention(number).output
+        return [*counting, (output.register_forward_hook, take(lambda output: output))]
     if exposure.kind == "maps":
-        hook = take(lambda output: output[1])
-        return [*counting, (attention.module.register_forward_hook, hook)]
+        module = parts.attention(number).module
+        maps = take(lambda output: cast("Tensor", maps_among(output)))
+        return [*counting, (module.register_forward_hook, maps)]
     return [*counting, *_key_values(parts, number, tensors, entered)]
 
 
-def _hidden(parts: Anatomy, number: int, tensors: dict[str, Tensor], name: str) -> list[Wanted]:
+def _stops(parts: Anatomy, layer: int) -> bool:
+    """Are these states the input of a block, or what the model returns in the end?"""
+    return bool(parts.blocks) and (layer < parts.layers or parts.tied)
+
+
+def _returned(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
+    """What the base model returns: the last states, or what its pooler makes of them."""
+
+    def take(_m: nn.Module, _i: Any, output: Any) -> None:
+        if exposure.pooling != "pooler":
+            tensors["states"] = output.last_hidden_state
+        elif getattr(output, "pooler_output", None) is None:
+            name = type(parts.base).__name__
+            raise InputError(f"{name} has no pooler: choose another pooling")
+        else:
+            tensors["values"] = output.pooler_output
+
+    return [(parts.base.register_forward_hook, take)]
+
+
+def _hidden(parts: Anatomy, number: int, tensors: dict[str, Tensor]) -> list[Wanted]:
     """Hidden states: the input of block ℓ+1, or what the base model returns after the last."""
-    if number == parts.layers:
+    if number == parts.layers or not _stops(parts, number):
 
         def take_last(_m: nn.Module, _i: Any, output: Any) -> None:
-            tensors[name] = output.last_hidden_state
+            states = output.hidden_states
+            tensors["values"] = output.last_hidden_state if states is None else states[number]
 
         return [(parts.base.register_forward_hook, take_last)]
     entered = [0]
 
     def take(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if entered[0] == number:
-            tensors[name] = args[0] if args else kwargs["hidden_states"]
+            tensors["values"] = cast("Tensor", state_among(args, kwargs))
             raise _Stop
         entered[0] += 1
 
@@ -220,37 +221,37 @@ def _key_values(
     parts: Anatomy, number: int, tensors: dict[str, Tensor], entered: list[int]
 ) -> list[Wanted]:
     """Keys and values: from the cache of a causal model, from the projections of an encoder."""
-    attention = parts.attentions[number - 1]
-
-    def split(states: Tensor) -> Tensor:
-        return states.unflatten(-1, (parts.key_heads, parts.head_dim)).transpose(1, 2)
 
     if parts.causal:
+        seen = parts.attentions[number - 1]
+        module = parts.blocks[number - 1] if seen is None else seen.module
 
-        def take_cache(_m: nn.Module, _a: Any, kwargs: dict[str, Any], _o: Any) -> None:
+        def take_cache(_m: nn.Module, args: Any, kwargs: dict[str, Any], _o: Any) -> None:
             if entered[0] == number:
-                layer = kwargs["past_key_values"].layers[number - 1]
+                layer = cache_among(args, kwargs).layers[number - 1]
                 tensors["keys"], tensors["values"] = layer.keys, layer.values
                 raise _Stop
 
-        return [(partial(attention.module.register_forward_hook, with_kwargs=True), take_cache)]
+        return [(partial(module.register_forward_hook, with_kwargs=True), take_cache)]
 
-    def take(name: str) -> Callable[..., None]:
+    def take(name: str, projection: Projection) -> Callable[..., None]:
         def hook(_m: nn.Module, _i: Any, output: Tensor) -> None:
             if entered[0] == number:
-                tensors[name] = split(output)
+                heads = projection.of(output).unflatten(-1, (parts.key_heads, parts.head_dim))
+                tensors[name] = heads.transpose(1, 2)
                 if len(tensors) == 2:
                     raise _Stop
 
         return hook
 
+    _, key, value = parts.attention(number).apart
     return [
-        (attention.key.register_forward_hook, take("keys")),
-        (attention.value.register_forward_hook, take("values")),
+        (key.module.register_forward_hook, take("keys", key)),
+        (value.module.register_forward_hook, take("values", value)),
     ]
 
 
-def pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
+def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for a text, as sentence-transformers makes it."""
     if exposure.pooling == "last":
         rows = last_states(states, mask, exposure.steps)
@@ -259,25 +260,14 @@ def pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "cls":
         pooled = states[:, 0]
-    elif exposure.pooling == "pooler":
-        pooled = _pooler(parts, states)
     elif exposure.pooling == "max":
         pooled = states.masked_fill(weights.unsqueeze(-1) == 0, -torch.inf).amax(1)
     else:
         total = weights.sum(1, keepdim=True).clamp(min=1)
         pooled = (states * weights.unsqueeze(-1)).sum(1) / total
-    if exposure.normalised and exposure.pooling != "pooler":
+    if exposure.normalised:
         pooled = nn.functional.normalize(pooled, dim=-1)
     return pooled
-
-
-def _pooler(parts: Anatomy, states: Tensor) -> Tensor:
-    base = cast("Any", parts.base)
-    if getattr(base, "pooler", None) is None:
-        raise InputError(f"{type(parts.base).__name__} has no pooler: choose another pooling")
-    if parts.family == "albert":
-        return base.pooler_activation(base.pooler(states[:, 0]))
-    return base.pooler(states)
 
 
 # Arithmetic that is coarser than float32: how far it moves what a model exposes.

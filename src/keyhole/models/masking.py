@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
-from keyhole.models.capture import hooks
+from keyhole.models.hooks import configurations, hooks
 from keyhole.models.loading import transformers
 
 __all__ = ["Rewrite", "Site", "Sites", "Untouched", "rewriting", "sites_of"]
@@ -352,7 +352,7 @@ class _Setting:
     """Our implementation in every configuration of the model; what was there before returns."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.before = [(config, config._attn_implementation) for config in _configurations(model)]
+        self.before = [(config, config._attn_implementation) for config in configurations(model)]
 
     def put_ours(self) -> None:
         for config, _ in self.before:
@@ -368,23 +368,3 @@ class _Setting:
 
     def __exit__(self, *_: object) -> None:
         self.put_back()
-
-
-def _configurations(model: nn.Module) -> list[Any]:
-    """All of them once, each before those inside it."""
-    configurations: dict[int, Any] = {}
-
-    def visit(config: Any) -> Iterator[Any]:
-        yield config
-        for key in config.sub_configs:
-            if getattr(config, key, None) is not None:
-                yield from visit(getattr(config, key))
-
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            for inner in visit(config):
-                # Again at the end: inside one and outside another, it must be restored last.
-                configurations.pop(id(inner), None)
-                configurations[id(inner)] = inner
-    return list(configurations.values())

@@ -7,16 +7,18 @@ weights are in. So the weights are taken, in float64, and folded as oracle/sub_l
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
-from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.anatomy import Anatomy, Projection, anatomy, gain_and_bias
+from keyhole.models.capture import Exposure, capture
 from keyhole.oracle.sub_layer import SubLayer
 
-_FAMILIES = ("bert", "roberta", "llama")
+_AGREES = 1e-3  # of the largest number: how far float32 may be from float64
 
 
 def sub_layer(
@@ -25,66 +27,80 @@ def sub_layer(
     """The attention of block `layer`, counted from 0, with the norm in front where there is one.
 
     Without a residual it is the attention alone: self-attention and the output projection behind.
+    It is held against what the model itself gives: one that adds something else is refused.
     """
     parts = anatomy(model)
-    if parts.family not in _FAMILIES:
-        raise InputError(f"{parts.family} is not supported: {', '.join(_FAMILIES)} are")
     if not 0 <= layer < parts.layers:
         raise InputError(f"the layer must be from 0 to {parts.layers - 1}, not {layer}")
-    attention = parts.attentions[layer]
-    if parts.rotary and _bias(attention.key) is not None:
+    attention = parts.attention(layer + 1)
+    query, key, value = attention.apart
+    if parts.rotary and key.bias is not None:
         raise InputError("rotary positions are read where keys have no bias, and these have one")
-    norm = cast("Any", parts.opening_norm(layer + 1))
-    gain = torch.ones(parts.width) if norm is None else norm.weight
+    norm = parts.opening_norm(layer + 1)
+    gain = torch.ones(parts.width) if norm is None else gain_and_bias(norm)[0]
     scale = 1 / math.sqrt(parts.head_dim)
     H, G = parts.heads, parts.key_heads
-    V, output = _split(attention.value, G, gain), _weight(attention.output)
-    O = output.mT.reshape(H, parts.head_dim, -1).contiguous()  # noqa: E741
-    queries = _rows(_bias(attention.query), H, parts.head_dim)
-    values = _rows(_bias(attention.value), G, parts.head_dim).repeat_interleave(H // G, 0)
-    outputs = _bias(attention.output)
+    V, output = _split(value, G, gain), Projection(attention.output, None)
+    O = _double(output.weight).mT.reshape(H, parts.head_dim, -1).contiguous()  # noqa: E741
+    queries = _rows(query.bias, H, parts.head_dim)
+    values = _rows(value.bias, G, parts.head_dim).repeat_interleave(H // G, 0)
     b = torch.einsum("hk,hkm->m", values, O)
-    return SubLayer(
-        Q=_split(attention.query, H, gain) * scale,
+    made = SubLayer(
+        Q=_split(query, H, gain) * scale,
         q=queries * scale,
-        K=_split(attention.key, G, gain),
+        K=_split(key, G, gain),
         V=V,
         O=O,
-        b=b if outputs is None else b + outputs,
+        b=b if output.bias is None else b + _double(output.bias),
         frequencies=_frequencies(parts),
-        epsilon=None if norm is None else float(norm.variance_epsilon),
+        epsilon=None if norm is None else _epsilon(norm),
         residual=residual,
         every_token=every_token,
         causal=parts.causal,
     )
+    if not _agrees(model, parts, layer, replace(made, residual=False, every_token=True)):
+        raise InputError(f"the attention of {parts.family} adds something that is not read here")
+    return made
 
 
-def _weight(linear: nn.Module) -> Tensor:
-    return cast("Any", linear).weight.detach().to("cpu", torch.float64)
+@torch.no_grad()
+def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer) -> bool:
+    """Does it give for some tokens what the model itself does?"""
+    ids = torch.arange(1, min(9, len(parts.table)), device=parts.device)[None]
+    given = capture(model, Exposure("hidden", layer), ids=ids)["values"]
+    wanted = _double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
+    off = made(_double(given)) - wanted
+    return float(off.abs().max()) <= _AGREES * float(wanted.abs().max())
 
 
-def _bias(linear: nn.Module) -> Tensor | None:
-    bias = cast("Any", linear).bias
-    return None if bias is None else bias.detach().to("cpu", torch.float64)
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)
 
 
-def _split(linear: nn.Module, heads: int, gain: Tensor) -> Tensor:
+def _split(projection: Projection, heads: int, gain: Tensor) -> Tensor:
     """The weight of each head, (heads, d, k), behind a norm with that gain."""
-    weight = _weight(linear) * gain.detach().to("cpu", torch.float64)
+    weight = _double(projection.weight) * _double(gain)
     return weight.unflatten(0, (heads, -1)).mT.contiguous()
 
 
 def _rows(bias: Tensor | None, heads: int, k: int) -> Tensor:
-    return torch.zeros(heads, k, dtype=torch.float64) if bias is None else bias.view(heads, k)
+    if bias is None:
+        return torch.zeros(heads, k, dtype=torch.float64)
+    return _double(bias).view(heads, k)
+
+
+def _epsilon(norm: nn.Module) -> float:
+    """Of an RMS norm, under either of its names."""
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 
 def _frequencies(parts: Anatomy) -> Tensor:
     if not parts.rotary:
         return torch.zeros(parts.key_heads, 0, dtype=torch.float64)
-    config = cast("Any", parts.base.config)
-    kind = config.rope_parameters["rope_type"]
+    settings = cast("Any", parts.base.config).rope_parameters
+    kind = settings.get("rope_type")
     if kind != "default":
         raise InputError(f"rotary positions of the kind {kind} are not supported: default is")
     planes = torch.arange(0, parts.head_dim, 2, dtype=torch.float64) / parts.head_dim
-    turns = float(config.rope_parameters["rope_theta"]) ** -planes
+    turns = float(settings["rope_theta"]) ** -planes
     return turns.repeat(parts.key_heads, 1)

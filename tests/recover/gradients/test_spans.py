@@ -8,7 +8,8 @@ import torch
 
 import reference
 import tiny_models as tiny
-from keyhole.models.capture import Exposure, capture, hooks
+from keyhole.models.capture import Exposure, capture
+from keyhole.models.hooks import hooks
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.span import first_inputs, span_of
 from keyhole.recover.gradients.texts import contexts_of

@@ -185,7 +185,7 @@ class Encoder:
             some = texts[rows]
             ids, mask = self.framed(some)
             states = self._states(ids, mask)
-            pooled = pool(self.target.parts, self.exposure, states, mask)
+            pooled = pool(self.exposure, states, mask)
             if self.exposure.steps > 1:
                 pooled = capture(self._fast, self.exposure, ids=ids, mask=mask)["values"]
             vectors.append(self.directions(pooled))

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
-from keyhole.models.anatomy import Anatomy, rotate
+from keyhole.models.anatomy import Anatomy
 from keyhole.models.capture import Exposure
 
 MASKS = ("attention_mask", "mask")
@@ -344,11 +344,14 @@ def _of_module(name: str, parts: Anatomy) -> Slot | None:
     if module is getattr(parts.base, "embeddings", None):
         return Slot("hidden", 0)
     for index, attention in enumerate(parts.attentions):
-        names = {id(attention.output): ("attention", "values")}
-        if not attention.fused:
-            names |= {id(attention.key): ("kv", "raw"), id(attention.value): ("kv", "rows")}
-        if id(module) in names:
-            return _slot(*names[id(module)], index + 1, parts)
+        if attention is None:
+            continue
+        names = {attention.output: ("attention", "values")}
+        whole = [each for each in attention.projections or () if each.rows is None]
+        if len(whole) == 3:  # and not one map that gives all three
+            names |= {whole[1].module: ("kv", "raw"), whole[2].module: ("kv", "rows")}
+        if module in names:
+            return _slot(*names[module], index + 1, parts)
     return None
 
 
@@ -400,9 +403,10 @@ def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
     if slot.kind == "hidden":
         norm = parts.closing_norm(parts.layers)
         return whole if norm is None else norm(whole.float().to(parts.device)).cpu()
-    module = cast("Any", parts.attentions[slot.layer - (not parts.causal)].module)
+    number = slot.layer + parts.causal
+    module = cast("Any", parts.attention(number).module)
     keys = whole.float().to(parts.device)
     norm = getattr(module, "k_norm", None)  # Qwen3 normalises keys, head by head
     keys = keys if norm is None else norm(keys)
     positions = torch.arange(keys.shape[-2], device=keys.device)[None]
-    return rotate(parts, keys, positions).cpu()
+    return parts.rotated(number - 1, keys, positions).cpu()

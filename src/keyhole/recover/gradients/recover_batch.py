@@ -21,8 +21,8 @@ from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import hooks
 from keyhole.models.demo import folder_of, open_model
+from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
@@ -31,7 +31,6 @@ from keyhole.recover.gradients.span import (
     Span,
     first_inputs,
     inputs_last,
-    position_table,
     span_of,
     tokens_in,
 )
@@ -120,8 +119,8 @@ class _Leaked:
 
     def inputs(self, number: int) -> list[nn.Module]:
         """The maps that block `number` (from 1) applies to its input, each once."""
-        attention = self.target.parts.attentions[number - 1]
-        return list(dict.fromkeys((attention.query, attention.key, attention.value)))
+        projections = self.target.parts.attention(number).apart
+        return list(dict.fromkeys(each.module for each in projections))
 
     def rows(self, maps: Sequence[nn.Module]) -> Tensor:
         """The gradients (outputs, inputs) of maps of the same inputs, one under the other."""
@@ -223,7 +222,7 @@ def _check(target: Target, update: Update) -> None:
 def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
     """Tokens that may stand at each position; tables grow until texts end before they do."""
     parts, known = leaked.target.parts, None
-    table = position_table(parts)
+    table = parts.positions
     if table is not None:  # its own gradient may show how long the longest text is
         places = leaked.used(table[0])
         known = None if places is None else int(places[table[1] :].sum()) or None
@@ -252,10 +251,13 @@ def _texts(
         # Rows of one text are independent: no text is longer than the span has dimensions.
         prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.max_length))
         return [(ids, True) for ids in prefixes][:count]
-    values = leaked.rows([parts.attentions[0].value])
+    first = parts.attention(1)
+    if parts.key_heads != parts.heads:
+        raise Unsuccessful(Status.NOT_APPLICABLE, "heads of this encoder share their keys")
+    values = first.value.of(leaked.rows([first.value.module]).mT).mT
     rows = leaked.rows(leaked.inputs(1))
     places = places_of(rows, values, parts.heads, inputs, every, len(tokens))
-    directions = leaked.span([parts.attentions[0].output]).some_directions(_DIRECTIONS)
+    directions = leaked.span([first.output]).some_directions(_DIRECTIONS)
     contexts = contexts_of(parts, inputs, every, len(tokens), directions)
     read = EncoderTexts(target, span, contexts, tokens, places, count, search)
     return [(text.ids, text.fits) for text in read if text.ids]

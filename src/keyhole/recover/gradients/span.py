@@ -16,7 +16,7 @@ The first attention's input for token v at position p is a norm of the sum of tw
 
 with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm), ŵ and û the
 same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens at all
-positions follow from two small tables, without running the model. Rotary models have no û.
+positions follow from two small tables, without running the model on each. Rotary models have no û.
 
 A token v at position p is in the batch only if x(v, p) lies in the span of the first attention's
 gradient. All tokens are tried at all positions, along a few random directions of the span's
@@ -33,8 +33,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError
-from keyhole.models.anatomy import Anatomy
+from keyhole.core import Status, Unsuccessful
+from keyhole.models.anatomy import Anatomy, gain_and_bias
+from keyhole.models.capture import Exposure, capture
 
 _FLOAT32 = 3e-7  # of the largest singular value: what adding up in float32 leaves
 _ABOVE = 1.1  # of the lower bound: what counts as a direction of the span
@@ -44,6 +45,7 @@ _SHARP = 1e-3  # a tolerance that nothing else meets by chance
 _TIGHT = 1e-4  # of a row's length: how far from the span it may be in float32
 _DIRECTIONS = 16  # random ones that nearly all tokens are told apart by
 _SOME = 1000  # tokens whose inputs say how long one is; after a norm all are nearly as long
+_SOME_PLACES = 8  # positions at which the tables are held against the model
 _WIDE = 4.0  # times the tolerance that those may err by
 
 
@@ -139,16 +141,21 @@ class FirstInputs:
 
 def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     """The tables of a model, for texts of up to so many tokens."""
+    other = Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"the first attention of {parts.family} takes something else than a norm of embeddings",
+    )
     norm, places = _first_norm(parts), _positions(parts, positions)
+    if norm is None or parts.table.shape[1] != places.shape[1]:
+        raise other
     words = parts.table.double()
     centred = isinstance(norm, nn.LayerNorm)
     if centred:
         words = words - words.mean(-1, keepdim=True)
         places = places - places.mean(-1, keepdim=True)
     size = words.shape[1]
-    weight = cast("Any", norm).weight.detach().double()
-    bias = getattr(norm, "bias", None)
-    offset = torch.zeros_like(weight) if bias is None else bias.detach().double()
+    weight, bias = gain_and_bias(norm)
+    offset = torch.zeros_like(weight) if bias is None else bias
     made, put = words * weight, places * weight
     onward = getattr(cast("Any", parts.base), "encoder", None)
     onward = getattr(onward, "embedding_hidden_mapping_in", None)
@@ -157,10 +164,13 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         made, put = made @ wider, put @ wider
         offset = offset @ wider + onward.bias.detach().double()
     epsilon = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", 0.0)
-    return FirstInputs(
-        made, None if parts.rotary else put, offset, words.square().sum(-1) / size,
+    found = FirstInputs(
+        made, None if parts.positions is None else put, offset, words.square().sum(-1) / size,
         places.square().sum(-1) / size, words @ places.mT / size, float(epsilon),
     )  # fmt: skip
+    if not _are_its_own(parts, found):
+        raise other
+    return found
 
 
 def second_inputs(parts: Anatomy, states: Tensor) -> Tensor:
@@ -169,40 +179,37 @@ def second_inputs(parts: Anatomy, states: Tensor) -> Tensor:
     return states if norm is None else norm(states)
 
 
-def _first_norm(parts: Anatomy) -> nn.Module:
-    if parts.first_norm is not None:
-        return parts.first_norm
-    try:
-        return parts.base.get_submodule("embeddings.LayerNorm")
-    except AttributeError as error:
-        raise InputError(
-            f"the embeddings of {parts.family} do not end in a LayerNorm, which this attack needs"
-        ) from error
-
-
-def position_table(parts: Anatomy) -> tuple[nn.Embedding, int] | None:
-    """The embeddings of positions and the number of the first one; None where there are none."""
-    base = cast("Any", parts.base)
-    if parts.rotary:
-        return None
-    if parts.family == "gpt2":
-        return base.wpe, 0
-    table = base.embeddings.position_embeddings
-    # RoBERTa counts from behind the token that pads.
-    return table, int(base.embeddings.padding_idx) + 1 if parts.family == "roberta" else 0
+def _first_norm(parts: Anatomy) -> nn.Module | None:
+    """What the embeddings of token and position go through, added up."""
+    norm = parts.first_norm or parts.closing_norm(0)
+    if norm is None:  # ALBERT widens its embeddings after their norm
+        norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
+    return norm
 
 
 def _positions(parts: Anatomy, count: int) -> Tensor:
     """What is added to the embedding of a token at each position, (n, e)."""
-    known = position_table(parts)
-    if known is None:
+    if parts.positions is None:
         return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
-    table, first = known
+    table, first = parts.positions
     count = min(count, parts.max_length)
     places = table.weight.detach()[first : first + count].double()
     inside = getattr(cast("Any", parts.base), "embeddings", None)
     types = getattr(inside, "token_type_embeddings", None)
     return places if types is None else places + types.weight.detach()[0].double()
+
+
+@torch.no_grad()
+def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
+    """Do the tables give what the first attention takes for some tokens?"""
+    count = _SOME_PLACES if inputs.places is None else min(_SOME_PLACES, inputs.positions)
+    ids = torch.arange(len(parts.table), device=parts.device)[-count:]
+    given = capture(parts.base, Exposure("hidden", 0), ids=ids[None])["values"][0]
+    given = given if parts.first_norm is None else parts.first_norm(given)
+    places = range(count) if inputs.places is not None else [0] * count
+    rows = [inputs.at(token[None], place) for place, token in zip(places, ids, strict=True)]
+    off = torch.cat(rows) - given.double()
+    return float(off.norm()) <= _TIGHT * float(given.norm())
 
 
 def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:

@@ -18,14 +18,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.models.anatomy import Anatomy
+from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
@@ -306,20 +305,20 @@ def contexts_of(
     parts: Anatomy, inputs: FirstInputs, tokens: Tensor, count: int, directions: Tensor
 ) -> Contexts:
     """The tables of tokens (t,) at the first `count` positions, along directions (d, r)."""
-    attention = parts.attentions[0]
+    query, key, value = parts.attention(1).apart
     rows = torch.stack([inputs.at(tokens, place) for place in range(count)], 1)
 
-    def mapped(module: Any) -> Tensor:
-        weight = module.weight.detach().double()
-        given = rows @ weight.mT + module.bias.detach().double()
+    def mapped(projection: Projection) -> Tensor:
+        given = rows @ projection.weight.double().mT
+        given = given if projection.bias is None else given + projection.bias.double()
         return given.unflatten(-1, (parts.heads, parts.head_dim))
 
-    values = mapped(cast("Any", attention.value))
+    values = mapped(value)
     along = directions.double().unflatten(0, (parts.heads, parts.head_dim))
     scale = values.square().sum((-1, -2)).mean().sqrt()  # so that distances are relative ones
     values = torch.einsum("tnhk,hkr->tnhr", values, along) / scale
-    queries = mapped(cast("Any", attention.query)) / parts.head_dim**0.5
-    return Contexts(queries.float(), mapped(cast("Any", attention.key)).float(), values.float())
+    queries = mapped(query) / parts.head_dim**0.5
+    return Contexts(queries.float(), mapped(key).float(), values.float())
 
 
 # Where tokens stand: the gradient's sums over each token and over each position.

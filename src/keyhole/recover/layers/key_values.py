@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +52,12 @@ class CachedKeys:
         parts = target.parts
         number = texts[0].exposure.block(parts)
         first = number == 1
-        if parts.causal and (parts.rotary or not first):
+        seen = parts.attentions[0] if parts.attentions else None
+        closed = first and seen is not None and seen.projections is not None
+        if parts.causal and (parts.rotary or not closed):
             yield from self.decoder(target, leaks)
             return
-        if not first:
+        if not closed:
             yield from self.encoder(target, leaks)
             return
         yield from _look_up(target, [attention_inputs(target, leak, number) for leak in texts])
@@ -76,21 +77,11 @@ def attention_inputs(target: Target, leak: KeyValues, number: int) -> Tensor:
 
 def _stacked(target: Target, number: int) -> tuple[Tensor, Tensor]:
     """`[W_K W_V]ᵀ` (2·heads·size, d) and `[b_K b_V]` in float64."""
-    attention = target.parts.attentions[number - 1]
-    maps = [_affine(attention.key), _affine(attention.value)]
-    if attention.fused:  # one map gives queries, keys and values
-        weight, bias = maps[0]
-        third = len(weight) // 3
-        maps = [(weight[cut:][:third], bias[cut:][:third]) for cut in (third, 2 * third)]
-    weight, bias = (torch.cat(list(pair)).double() for pair in zip(*maps, strict=True))
-    return weight, bias
-
-
-def _affine(module: nn.Module) -> tuple[Tensor, Tensor]:
-    linear = cast("Any", module)
-    weight = linear.weight if isinstance(module, nn.Linear) else linear.weight.mT  # GPT-2's Conv1D
-    bias = linear.bias if linear.bias is not None else weight.new_zeros(len(weight))
-    return weight.detach(), bias.detach()
+    maps = target.parts.attention(number).apart[1:]
+    weight = torch.cat([each.weight for each in maps]).double()
+    biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias
+              for each in maps]  # fmt: skip
+    return weight, torch.cat(biases).double()
 
 
 @torch.no_grad()

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from keyhole.models.anatomy import Anatomy
+from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.recover.leaks import AttentionMaps
 
 # What the model's own arithmetic leaves in a score, measured on float32 maps: a few 1e-6.
@@ -99,13 +98,13 @@ class Anchors:
     @classmethod
     def of(cls, parts: Anatomy, layer: int, states: Tensor, places: Sequence[int]) -> Anchors:
         """Anchors at `places`, from the hidden states (n, d) below block `layer`."""
-        attention, size = parts.attentions[layer - 1], parts.head_dim
+        (query, key, _), size = parts.attention(layer).apart, parts.head_dim
         where = torch.tensor(list(places), device=states.device)
         scale = size**-0.5
-        q = attention.query(states[where]).unflatten(-1, (-1, size)) * scale
-        k = attention.key(states[where]).unflatten(-1, (-1, size))
-        to_query, q_bias = _by_head(attention.query, size)
-        to_key, k_bias = _by_head(attention.key, size)
+        q = query(states[where]).unflatten(-1, (-1, size)) * scale
+        k = key(states[where]).unflatten(-1, (-1, size))
+        to_query, q_bias = _by_head(query, size)
+        to_key, k_bias = _by_head(key, size)
         return cls(
             places=where,
             as_key=torch.einsum("ahk,hkd->dha", q, to_key),
@@ -123,8 +122,8 @@ class Anchors:
         return as_key, as_query
 
 
-def _by_head(projection: Any, size: int) -> tuple[Tensor, Tensor]:
-    weight, bias = cast("Tensor", projection.weight), cast("Tensor | None", projection.bias)
+def _by_head(projection: Projection, size: int) -> tuple[Tensor, Tensor]:
+    weight, bias = projection.weight, projection.bias
     by_head = weight.unflatten(0, (-1, size))
     offset = torch.zeros_like(weight[:, 0]) if bias is None else bias
     return by_head, offset.unflatten(0, (-1, size))

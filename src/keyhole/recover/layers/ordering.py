@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
-from keyhole.models.anatomy import unrotate
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import rows_of
@@ -134,7 +133,8 @@ def contents(
 ) -> Tensor:
     """What leaked as rows (b, n, f) for tokens at `positions` (b, n), rotary positions undone."""
     if exposure.kind == "kv":
-        tensors = {**tensors, "keys": unrotate(target.parts, tensors["keys"], positions)}
+        keys = target.parts.unrotated(exposure.layer, tensors["keys"], positions)
+        tensors = {**tensors, "keys": keys}
     return rows_of(tensors)
 
 

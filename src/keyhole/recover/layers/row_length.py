@@ -30,6 +30,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from keyhole.models.anatomy import gain_and_bias
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import HiddenStates, Leak
@@ -41,9 +42,8 @@ _TWICE = 2.0  # rounding errs in the length as well as in each number
 
 def row_lengths(rows: Tensor, norm: nn.Module) -> Tensor:
     """The s (…,) for which s·u could have come out of `norm`, for rows u (…, d); NaN for none."""
-    gain = cast("Tensor", norm.weight).detach().double()
-    bias = cast("Tensor | None", getattr(norm, "bias", None))
-    shift = torch.zeros_like(gain) if bias is None else bias.detach().double()
+    gain, bias = gain_and_bias(norm)
+    shift = torch.zeros_like(gain) if bias is None else bias
     u = rows.double()
     a = (u / gain).square().mean(-1)
     b = (u / gain * (shift / gain)).mean(-1)

@@ -1,0 +1,162 @@
+"""Text read back of every architecture that transformers makes, tiny, with random weights.
+
+Every model type of `AutoModel` whose configuration has a vocabulary and no other model inside is
+made with small sizes. Those that answer token ids alone are read: a text of eight tokens from the
+hidden states of layer 1 and of the last layer, and from the keys and values that a causal model
+keeps of its first and its last layer. A text counts as read where it is exact and verified.
+
+`--models` takes some of them, `--scale` another size of weights (a standard deviation).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from keyhole.core.errors import InputError
+from keyhole.models import Exposure, anatomy
+from keyhole.recover.run import recover_text
+from keyhole.recover.simulate import leak_of
+from show import Row, every, itemised, main
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+import tiny_models
+
+_LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
+_QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "t5"]
+_WIDTH, _LAYERS, _HEADS, _INNER, _POSITIONS = 32, 3, 4, 64, 80
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size",
+         "word_embed_proj_dim", "projection_dim", "dim_model", "embedding_dim", "d_embed",
+         "lru_width", "hidden_dim_size", "key_size"), _WIDTH),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
+         "decoder_layers", "num_decoder_layers", "num_encoder_layers"), _LAYERS),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+         "decoder_attention_heads", "num_encoder_attention_heads",
+         "num_decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "dim_head", "attention_head_size"), _WIDTH // _HEADS),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
+         "n_inner", "d_inner", "dim_ff", "dff", "moe_intermediate_size", "ffn_hidden_size",
+         "shared_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
+         "feed_forward_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
+        _INNER),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "max_encoder_position_embeddings",
+         "max_2d_position_embeddings", "max_sequence_length"), _POSITIONS),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    "vocab_size": tiny_models.SHAPE["vocab_size"], "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2, "decoder_start_token_id": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "sliding_window": 64,
+    "type_vocab_size": 2,
+}  # fmt: skip
+_ODD: dict[str, dict[str, Any]] = {}  # what else a few of them need
+
+
+def run(quick: bool, models: list[str] | None = None, scale: float = 0.12) -> Iterator[Row]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    chosen = models or (_QUICK if quick else list(MODEL_MAPPING_NAMES))
+    tally: dict[str, list[bool]] = {}
+    unmade: list[dict[str, str]] = []
+    for name in chosen:
+        try:
+            model = made(name, scale)
+            parts = anatomy(model)
+        except (InputError, Unmade) as error:
+            unmade.append({"model": name, "reason": str(error)})
+            continue
+        items = list(_read(model, parts.causal))
+        for item in items:
+            kind = item["exposure"].split(":")[0]
+            tally.setdefault(kind, []).append(item["read"])
+        failed = [f"{item['exposure']}: {item['reason']}" for item in items if not item["read"]]
+        row = every(name, len(items) - len(failed), len(items), "; ".join(failed))
+        yield itemised(row, items)
+    for kind, read in tally.items():
+        yield Row(f"{kind} of all", f"{sum(read)} of {len(read)}")
+    yield itemised(
+        Row("other architectures, not made or not of token ids", str(len(unmade))), unmade
+    )
+
+
+class Unmade(Exception):
+    """Why an architecture is not tried."""
+
+
+def made(name: str, scale: float, seed: int = 0) -> Any:
+    """A tiny model of that type with random weights, in eval."""
+    known = transformers.CONFIG_MAPPING[name]
+    fields: dict[str, Any] = known.__dataclass_fields__
+    if getattr(known, "sub_configs", None) or "vocab_size" not in fields:
+        raise Unmade("has other models inside, or no vocabulary")
+    sizes = {field: size for field, size in _SIZES.items() if field in fields}
+    try:
+        config = known(**{**sizes, **_ODD.get(name, {})})
+        with torch.device("meta"):
+            outline = transformers.AutoModel.from_config(config)
+        count = sum(weight.numel() for weight in outline.parameters())
+        model = _filled(config, scale, seed) if count <= _LARGEST else None
+    except Exception as error:  # whatever a configuration of other sizes provokes
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Unmade(f"{type(error).__name__}: {line}") from error
+    if model is None:
+        raise Unmade(f"is large with small sizes: {count:,} parameters")
+    return model
+
+
+def _filled(config: Any, scale: float, seed: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModel.from_config(config)
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=scale)
+    return model.eval().requires_grad_(False)
+
+
+def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
+    parts, tokenizer = anatomy(model), tiny_models.tokenizer(causal)
+    stream = torch.Generator().manual_seed(1)
+    count = 8 - len(tokenizer("")["input_ids"])
+    numbers = torch.randint(len(tiny_models.WORDS), (count,), generator=stream).tolist()
+    text = " ".join(tiny_models.WORDS[number] for number in numbers)
+    exposures = [Exposure("hidden", layer) for layer in sorted({1, parts.layers})]
+    if causal:
+        exposures += [Exposure("kv", layer) for layer in sorted({0, parts.layers - 1})]
+    for exposure in exposures:
+        started, item = time.perf_counter(), {"model": parts.family, "exposure": str(exposure)}
+        try:
+            leak = leak_of(model, tokenizer, text, exposure)
+            found = recover_text(model, tokenizer, leak)
+            exact = found.ids == tokenizer(text)["input_ids"]
+            outcome = {
+                "read": exact and found.verified, "exact": exact, "verified": found.verified,
+                "status": str(found.status), "reason": found.reason, "passes": found.passes,
+            }  # fmt: skip
+        except InputError as error:
+            outcome = {"read": False, "status": "not shown", "reason": str(error)}
+        except Exception as error:  # ours to mend: named, so that the others are read all the same
+            outcome = {"read": False, "status": type(error).__name__, "reason": str(error)[:300]}
+        yield {**item, **outcome, "seconds": round(time.perf_counter() - started, 3)}
+
+
+if __name__ == "__main__":
+    main(run)
