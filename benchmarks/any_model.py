@@ -31,6 +31,7 @@ from show import Row, every, itemised, main
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import tiny_models
 
+NOT_SHOWN = "not shown"  # a cache, of a model that keeps none
 _LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
 _QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "t5"]
 _WIDTH, _LAYERS, _HEADS, _INNER, _POSITIONS = 32, 3, 4, 64, 80
@@ -84,11 +85,11 @@ def run(quick: bool, models: list[str] | None = None, scale: float = 0.12) -> It
             unmade.append({"model": name, "reason": str(error)})
             continue
         items = list(_read(model, parts.causal))
-        for item in items:
-            kind = item["exposure"].split(":")[0]
-            tally.setdefault(kind, []).append(item["read"])
-        failed = [f"{item['exposure']}: {item['reason']}" for item in items if not item["read"]]
-        row = every(name, len(items) - len(failed), len(items), "; ".join(failed))
+        shown = [item for item in items if item["status"] != NOT_SHOWN]
+        for item in shown:
+            tally.setdefault(item["exposure"].split(":")[0], []).append(item["read"])
+        reasons = [f"{item['exposure']}: {item['reason']}" for item in items if not item["read"]]
+        row = every(name, sum(item["read"] for item in shown), len(shown), "; ".join(reasons))
         yield itemised(row, items)
     for kind, read in tally.items():
         yield Row(f"{kind} of all", f"{sum(read)} of {len(read)}")
@@ -152,7 +153,7 @@ def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
                 "status": str(found.status), "reason": found.reason, "passes": found.passes,
             }  # fmt: skip
         except InputError as error:
-            outcome = {"read": False, "status": "not shown", "reason": str(error)}
+            outcome = {"read": False, "status": NOT_SHOWN, "reason": str(error)}
         except Exception as error:  # ours to mend: named, so that the others are read all the same
             outcome = {"read": False, "status": type(error).__name__, "reason": str(error)[:300]}
         yield {**item, **outcome, "seconds": round(time.perf_counter() - started, 3)}

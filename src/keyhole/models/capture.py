@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.models.anatomy import Anatomy, Projection, anatomy
 from keyhole.models.discovery import cache_among, maps_among, state_among
-from keyhole.models.hooks import Wanted, eager, hooks
+from keyhole.models.hooks import Wanted, eager, hooks, unhooked
 from keyhole.models.next_token import continued, last_states, unembedding
 
 KINDS = ("hidden", "kv", "maps", "attention", "pooled", "logits")
@@ -123,8 +123,13 @@ def capture(
         inputs["output_attentions"] = True
     if exposure.kind == "hidden" and not _stops(parts, exposure.layer):
         inputs["output_hidden_states"] = True
-    implementation = eager(parts.base) if exposure.kind == "maps" else nullcontext()
-    with hooks(*wanted), implementation, suppress(_Stop):
+    asked = "output_attentions" in inputs or "output_hidden_states" in inputs
+    with (
+        hooks(*wanted),
+        eager(parts.base) if exposure.kind == "maps" else nullcontext(),
+        unhooked(parts.base) if asked else nullcontext(),
+        suppress(_Stop),
+    ):
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled" and exposure.pooling != "pooler":
         tensors["values"] = pool(exposure, tensors.pop("states"), mask)

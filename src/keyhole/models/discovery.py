@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, first_line
-from keyhole.models.hooks import Wanted, eager, hooks
+from keyhole.models.hooks import Wanted, eager, hooks, unhooked
 from keyhole.models.rotary import Rotation, turn_of, ways_to_undo
 
 _LENGTH = 6  # tokens of the texts that are run
@@ -92,7 +92,7 @@ def _undisturbed(base: nn.Module) -> Generator[None]:
     modes = {part: part.training for part in base.modules()}
     gpus = {weight.device for weight in base.parameters() if weight.is_cuda}
     random = torch.random.fork_rng(devices=sorted(gpus, key=str))
-    with torch.inference_mode(False), torch.no_grad(), random, eager(base):
+    with torch.inference_mode(False), torch.no_grad(), random, eager(base), unhooked(base):
         try:
             base.eval()
             yield
@@ -211,8 +211,8 @@ def _shown(base: nn.Module) -> Found | None:
             raise InputError(
                 f"{family} gives no hidden states of token ids alone: {first_line(error)}"
             ) from error
-        if any(state.shape[:2] != text.shape for state in states):
-            raise InputError(f"{family} does not give a hidden state for each token")
+        if any(state.shape[:-1] != text.shape for state in states):
+            raise InputError(f"{family} does not give one hidden state for each token")
         if not _moved(states[-1][:, -1], later[:, -1], _MOVED) or not later.isfinite().all():
             return None
         blocks = _blocks(calls, states)

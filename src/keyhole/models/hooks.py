@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+_ASKED = "_output_capturing_hooks_installed"  # the library's own mark
 Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]  # what registers, and a hook
 
 
@@ -56,3 +57,18 @@ def eager(base: nn.Module) -> Generator[None]:
     finally:
         for config, implementation in before:
             config._attn_implementation = implementation
+
+
+@contextmanager
+def unhooked(base: nn.Module) -> Generator[None]:
+    """Takes off what the library itself puts on a model that is asked for states or maps."""
+    modules = list(base.modules())
+    before = [(set(module._forward_hooks), vars(module).get(_ASKED)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, (kept, asked) in zip(modules, before, strict=True):
+            for key in set(module._forward_hooks) - kept:
+                del module._forward_hooks[key]
+            if not asked:
+                vars(module).pop(_ASKED, None)
