@@ -31,6 +31,7 @@ from show import Row, every, itemised, main
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import tiny_models
 
+ALL = list(MODEL_MAPPING_NAMES)
 NOT_SHOWN = "not shown"  # a cache, of a model that keeps none
 _LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
 _QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "t5"]
@@ -66,21 +67,26 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2, "decoder_start_token_id": 2,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 8, "sliding_window": 64,
-    "type_vocab_size": 2,
+    "type_vocab_size": 2, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+    "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 8, "state_size": 16, "ssm_state_size": 16, "chunk_size": 16, "n_groups": 1,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 _ODD: dict[str, dict[str, Any]] = {}  # what else a few of them need
 
 
-def run(quick: bool, models: list[str] | None = None, scale: float = 0.12) -> Iterator[Row]:
+def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[Row]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    chosen = models or (_QUICK if quick else list(MODEL_MAPPING_NAMES))
     tally: dict[str, list[bool]] = {}
     unmade: list[dict[str, str]] = []
-    for name in chosen:
+    for name in _QUICK if quick else models:
         try:
             model = made(name, scale)
             parts = anatomy(model)
+            if parts.blocks and not any(parts.attentions):
+                raise Unmade("no self-attention was seen")
         except (InputError, Unmade) as error:
             unmade.append({"model": name, "reason": str(error)})
             continue

@@ -130,7 +130,7 @@ def capture(
         unhooked(parts.base) if asked else nullcontext(),
         suppress(_Stop),
     ):
-        parts.base(**given, attention_mask=mask, **inputs)
+        parts.base(**given, attention_mask=mask, return_dict=True, **inputs)
     if exposure.kind == "pooled" and exposure.pooling != "pooler":
         tensors["values"] = pool(exposure, tensors.pop("states"), mask)
     if exposure.kind == "logits":

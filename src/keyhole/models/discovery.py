@@ -23,9 +23,10 @@ is read. What a model does not show is missing, and `lacks` says why; the rest i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -61,10 +62,10 @@ class Seen:
 class Found:
     """What is remembered of a model: names and numbers, no module, so that it may be forgotten.
 
-    `closing` has for each layer the norm that its states come out of, or nothing. `cached` and
-    `mapped` are the numbers of blocks (from 1) that fill a cache and that return maps. `tied` says
-    that the last hidden state is what the model returns, `scaled` that the token table's rows are
-    multiplied by something.
+    `closing` has for each layer the norm that its states come out of, or nothing. `cached` has for
+    blocks that fill a cache, by their numbers from 1, the shapes of keys and values; `mapped` are
+    the numbers of those that return maps. `tied` says that the last hidden state is what the model
+    returns, `scaled` that the token table's rows are multiplied by something.
     """
 
     family: str  # as its configuration calls it, for messages
@@ -81,7 +82,7 @@ class Found:
     seen: tuple[Seen | None, ...]
     closing: tuple[str, ...]
     places: tuple[str, int] | None  # the table of positions, and the number of the first one
-    cached: frozenset[int]
+    cached: Mapping[int, tuple[torch.Size, torch.Size]]
     mapped: frozenset[int]
     rotations: tuple[Rotation | None, ...]
 
@@ -170,8 +171,7 @@ def _run(base: nn.Module, ids: Tensor, **options: Any) -> tuple[Any, list[_Call]
             def note(m: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                 calls.append(_Call(name, m, args, kwargs, output))
 
-            register = module.register_forward_hook
-            wanted.append((lambda hook, add=register: add(hook, with_kwargs=True), note))
+            wanted.append((partial(module.register_forward_hook, with_kwargs=True), note))
     with hooks(*wanted):
         given = base(input_ids=ids, output_hidden_states=True, return_dict=True, **options)
     return given, calls
@@ -234,7 +234,7 @@ def _shown(base: nn.Module) -> Found | None:
             seen=tuple(seen),
             closing=tuple(_closing(calls, state) for state in states),
             places=_places(calls),
-            cached=frozenset(),
+            cached={},
             mapped=frozenset(number for number, each in enumerate(maps, 1) if each is not None),
             rotations=(None,) * len(blocks),
         )
@@ -341,6 +341,8 @@ def _seen(block: _Call, inside: list[_Call]) -> Seen | None:
     values = {name: other for name, (_, other) in _mixing(block, maps, torch.zeros_like)[1].items()}
     keys = {name: other & ~values[name] for name, (_, other) in plain.items()}
     queries = {name: own & ~keys[name] & ~values[name] for name, (own, _) in plain.items()}
+    if not any(bool(rows.any()) for rows in keys.values()):  # positions are mixed without a softmax
+        return None
     sources = [name for name, (own, other) in plain.items() if bool((own | other).any())]
     found = Seen(_parent(sources), output)
     three = (queries, keys, values)
@@ -405,7 +407,7 @@ def _mixing(
         slopes = torch.autograd.grad(
             (row * weights).sum(), list(given.values()), retain_graph=True, allow_unused=True
         )
-        for name, slope in zip(given, slopes, strict=True):
+        for name, slope in zip(given, cast("tuple[Tensor | None, ...]", slopes), strict=True):
             used = torch.zeros_like(given[name]) if slope is None else slope
             used = used.flatten(0, -2) != 0
             found[name] = (used[-1].cpu(), used[:-1].any(0).cpu())
@@ -471,10 +473,13 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
     handed = {call.name for call in calls if cache_among(call.args, call.kwargs) is not None}
     layers = getattr(getattr(given, "past_key_values", None), "layers", ())
     keys: dict[int, Tensor] = {}
+    sizes: dict[int, tuple[torch.Size, torch.Size]] = {}
     for number, (name, layer) in enumerate(zip(found.names, layers, strict=False), 1):
-        each = getattr(layer, "keys", None)
-        if isinstance(each, Tensor) and each.ndim == 4 and name in handed:
-            keys[number] = each
+        each, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not isinstance(each, Tensor) or not isinstance(values, Tensor) or name not in handed:
+            continue
+        if each.ndim == values.ndim == 4 and each.shape[2] == _LENGTH:
+            keys[number], sizes[number] = each, (each.shape, values.shape)
     if not found.causal or not keys:
         return replace(found, rotary=still and bool(turns))
     first = keys[min(keys)]
@@ -488,7 +493,7 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
             rotations[number - 1] = known
     return replace(
         found,
-        cached=frozenset(keys),
+        cached=sizes,
         rotary=still and _differ(first),
         key_heads=first.shape[1],
         head_dim=first.shape[-1],

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-_ASKED = "_output_capturing_hooks_installed"  # the library's own mark
+_HOOKS = "_forward_hooks"  # where torch keeps them
+_ASKED = "_output_capturing_hooks_installed"  # the mark of transformers
 Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]  # what registers, and a hook
 
 
@@ -62,13 +63,13 @@ def eager(base: nn.Module) -> Generator[None]:
 @contextmanager
 def unhooked(base: nn.Module) -> Generator[None]:
     """Takes off what the library itself puts on a model that is asked for states or maps."""
-    modules = list(base.modules())
-    before = [(set(module._forward_hooks), vars(module).get(_ASKED)) for module in modules]
+    inside = [vars(module) for module in base.modules()]
+    before = [(set(each[_HOOKS]), each.get(_ASKED)) for each in inside]
     try:
         yield
     finally:
-        for module, (kept, asked) in zip(modules, before, strict=True):
-            for key in set(module._forward_hooks) - kept:
-                del module._forward_hooks[key]
+        for each, (kept, asked) in zip(inside, before, strict=True):
+            for key in set(each[_HOOKS]) - kept:
+                del each[_HOOKS][key]
             if not asked:
-                vars(module).pop(_ASKED, None)
+                each.pop(_ASKED, None)

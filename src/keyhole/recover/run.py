@@ -449,7 +449,7 @@ def _check_shapes(target: Target, leak: Leak) -> None:
     width = leak.exposure.width or parts.width
     if width > parts.width:
         raise InputError(f"the rows have {width} numbers, and the model is {parts.width} wide")
-    expected = {
+    of_kind = {
         "hidden": (length, width),
         "attention": (length, parts.width),
         "kv": (parts.key_heads, length, parts.head_dim),
@@ -457,7 +457,13 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "pooled": (width,),
         "logits": (leak.exposure.steps, target.vocabulary),
     }[leak.kind]
+    kept = parts.cached.get(leak.exposure.block(parts)) if leak.kind == "kv" else None
+    names = ("keys", "values") if kept else ()
+    cached = {
+        name: (size[1], length, size[3]) for name, size in zip(names, kept or (), strict=True)
+    }
     for name, tensor in leak.tensors.items():
+        expected = cached.get(name, of_kind)
         if tuple(tensor.shape) != expected:
             raise InputError(
                 f"expected {name} of {leak.exposure} with shape {expected}, "
