@@ -109,7 +109,9 @@ def classifiers(
 def tiny() -> Loaded:
     """Words of letters: others are never replaced."""
     loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-    return replace(loaded, tokenizer=subjects._words([*subjects.SPECIAL, *_LETTERS], framed=True))
+    return replace(
+        loaded, tokenizer=subjects.word_tokenizer([*subjects.SPECIAL, *_LETTERS], framed=True)
+    )
 
 
 def with_a_word(number: int) -> Example:
