@@ -66,7 +66,9 @@ def run(
 ) -> Iterator[Row]:
     trained.expect_known("rankings", rankings, RANKINGS)
     if options.join:
-        yield from table(trained.joined(options.join))
+        runs = trained.joined(options.join)
+        yield from trained.kept(runs)
+        yield from table(runs)
         return
     if quick:
         models, cosine = [], 0.1
