@@ -185,6 +185,7 @@ def test_none_right_is_not_a_clean_bill():
     ]
     found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
+    assert found.reason == "the model gets none of 2 right"
     assert words.outcome(found) == "could not check"
 
 
