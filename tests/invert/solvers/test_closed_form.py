@@ -186,7 +186,7 @@ def test_the_method_is_named_without_its_numbers():
 
 
 def test_conjugate_gradients_where_no_factorisation_is_affordable():
-    problem, X, maps = plant(91, 91, heads=2, residual=True, v=0.05)
+    problem, X, maps = plant(91, 91, heads=2, residual=True, v=0.1)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.RECOVERED
     assert "not looked at" in result.reason
