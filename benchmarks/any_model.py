@@ -85,10 +85,14 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
         try:
             model = made(name, scale)
             parts = anatomy(model)
-            if parts.blocks and not any(parts.attentions):
-                raise Unmade("no self-attention was seen")
         except (InputError, Unmade) as error:
             unmade.append({"model": name, "reason": str(error)})
+            continue
+        except Exception as error:  # ours to mend
+            yield every(name, 0, 1, f"{type(error).__name__}: {error}")
+            continue
+        if parts.blocks and not any(parts.attentions):
+            unmade.append({"model": name, "reason": "no self-attention was seen"})
             continue
         items = list(_read(model, parts.causal))
         shown = [item for item in items if item["status"] != NOT_SHOWN]

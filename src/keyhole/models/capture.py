@@ -228,16 +228,18 @@ def _key_values(
     """Keys and values: from the cache of a causal model, from the projections of an encoder."""
 
     if parts.causal:
-        seen = parts.attentions[number - 1]
-        module = parts.blocks[number - 1] if seen is None else seen.module
+        block, seen = parts.blocks[number - 1], parts.attentions[number - 1]
 
         def take_cache(_m: nn.Module, args: Any, kwargs: dict[str, Any], _o: Any) -> None:
-            if entered[0] == number:
-                layer = cache_among(args, kwargs).layers[number - 1]
+            cache = cache_among(args, kwargs) if entered[0] == number else None
+            if cache is not None and cache.layers[number - 1].keys is not None:
+                layer = cache.layers[number - 1]
                 tensors["keys"], tensors["values"] = layer.keys, layer.values
                 raise _Stop
 
-        return [(partial(module.register_forward_hook, with_kwargs=True), take_cache)]
+        modules = (block,) if seen is None else (seen.module, block)
+        return [(partial(each.register_forward_hook, with_kwargs=True), take_cache)
+                for each in modules]  # fmt: skip
 
     def take(name: str, projection: Projection) -> Callable[..., None]:
         def hook(_m: nn.Module, _i: Any, output: Tensor) -> None:

@@ -201,6 +201,7 @@ def _shown(base: nn.Module) -> Found | None:
         try:
             tokens = cast("Any", base).get_input_embeddings()
             text, other = _texts(base, tokens.weight)
+            scaled = not torch.equal(tokens(text), tokens.weight[text])
             try:
                 given, calls = _run(base, text, output_attentions=True, use_cache=False)
             except Exception:  # a model that knows no such words
@@ -228,7 +229,7 @@ def _shown(base: nn.Module) -> Found | None:
             **_heads(base, states[-1].shape[-1], blocks, seen, maps),
             causal=causal,
             rotary=False,
-            scaled=not torch.equal(tokens(text), tokens.weight[text]),
+            scaled=scaled,
             tied=_same(states[-1], getattr(given, "last_hidden_state", None)),
             names=tuple(call.name for call, _ in blocks),
             seen=tuple(seen),
