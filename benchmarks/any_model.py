@@ -11,6 +11,7 @@ keeps of its first and its last layer. A text counts as read where it is exact a
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 import warnings
@@ -34,6 +35,7 @@ import tiny_models
 ALL = list(MODEL_MAPPING_NAMES)
 NOT_SHOWN = "not shown"  # a cache, of a model that keeps none
 _LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
+_SECONDS = 60  # for each leak
 _QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "t5"]
 _WIDTH, _LAYERS, _HEADS, _INNER, _POSITIONS = 32, 3, 4, 64, 80
 _SIZES: dict[str, Any] = {
@@ -78,6 +80,7 @@ _ODD: dict[str, dict[str, Any]] = {}  # what else a few of them need
 
 def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[Row]:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _late)
     logging.disable(logging.WARNING)
     tally: dict[str, list[bool]] = {}
     unmade: list[dict[str, str]] = []
@@ -106,6 +109,10 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
     yield itemised(
         Row("other architectures, not made or not of token ids", str(len(unmade))), unmade
     )
+
+
+def _late(*_: object) -> None:
+    raise TimeoutError(f"not read within {_SECONDS} s")
 
 
 class Unmade(Exception):
@@ -154,6 +161,7 @@ def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
         exposures += [Exposure("kv", layer) for layer in sorted({0, parts.layers - 1})]
     for exposure in exposures:
         started, item = time.perf_counter(), {"model": parts.family, "exposure": str(exposure)}
+        signal.alarm(_SECONDS)
         try:
             leak = leak_of(model, tokenizer, text, exposure)
             found = recover_text(model, tokenizer, leak)
@@ -166,6 +174,8 @@ def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
             outcome = {"read": False, "status": NOT_SHOWN, "reason": str(error)}
         except Exception as error:  # ours to mend: named, so that the others are read all the same
             outcome = {"read": False, "status": type(error).__name__, "reason": str(error)[:300]}
+        finally:
+            signal.alarm(0)
         yield {**item, **outcome, "seconds": round(time.perf_counter() - started, 3)}
 
 

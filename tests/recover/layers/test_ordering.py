@@ -27,8 +27,9 @@ def opened(runs):
     def count(module, given, output):
         runs[0] += given[0].numel()
 
+    target = Target.of(model, tiny.tokenizer(causal=True))
     model.get_input_embeddings().register_forward_hook(count)
-    return Target.of(model, tiny.tokenizer(causal=True))
+    return target
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ anchors too, which measures each position 2nH times instead of 3H and settles wh
 open.
 
 Deeper layers have no closed form: the states below them depend on the whole text. They go through
-token_search.py, on the scores `q·k` that the maps give away.
+token_search.py, on the scores `q·k` that the maps give away. So do the first maps of models that
+add relative positions to their scores.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.leaks import AttentionMaps, Leak
 
 _EMBEDDINGS = Exposure("hidden", 0)
+_AGREES = 1e-3  # of a probability
 _NUMBERS = 2**24  # of hidden states held at a time
 
 
@@ -53,7 +55,7 @@ class EncoderMaps:
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         maps = [cast("AttentionMaps", leak) for leak in leaks]
-        if maps[0].layer > 1:
+        if maps[0].layer > 1 or not _is_plain(target):
             yield from self.deeper.each(target, leaks)
             return
         before, after = target.frame()
@@ -113,6 +115,22 @@ class EncoderMaps:
                 break
             ids = nearest
         return Proposal(ids.tolist(), note="closed form")
+
+
+@torch.no_grad()
+def _is_plain(target: Target) -> bool:
+    """Are the first maps softmax(QKᵀ/√k) of the embeddings, and nothing else?"""
+    projections, size = target.parts.attention(1).projections, target.parts.head_dim
+    if projections is None or target.parts.key_heads != target.parts.heads:
+        return False
+    ids = torch.arange(target.vocabulary, device=target.parts.device)[None, -8:]
+    q, k = (
+        projection(_embedded(target, ids)).unflatten(-1, (-1, size)).transpose(1, 2)
+        for projection in projections[:2]
+    )
+    expected = (q @ k.mT / size**0.5).softmax(-1)
+    given = capture(target.model, Exposure("maps", 1), embeddings=target.parts.tokens(ids))
+    return bool(torch.allclose(given["values"], expected, atol=_AGREES))
 
 
 def _asked(anchors: Anchors, length: int) -> int:

@@ -133,8 +133,8 @@ class Fit:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left that a search could improve on."""
-        return bool(self.good.all())
+        """Nothing is left that a search could improve on: not even noise that nobody vouches for."""
+        return bool(self.good.all()) and (self.proven or self.level <= _CLAIMED)
 
     @property
     def whole(self) -> bool:
