@@ -75,7 +75,44 @@ _SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }  # fmt: skip
-_ODD: dict[str, dict[str, Any]] = {}  # what else a few of them need
+_UNGROUPED = {"num_key_value_heads": _HEADS}
+_MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_PLANES = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]
+    }
+}  # fmt: skip
+_ODD: dict[str, dict[str, Any]] = {  # what else a few of them need
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+         "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu",
+         "esmc"), _UNGROUPED),
+    **dict.fromkeys(
+        ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _MIXED),
+    "bailing_hybrid": {**_MIXED, **_UNGROUPED},
+    "kimi_linear": {**_MIXED, **_UNGROUPED},
+    **dict.fromkeys(
+        ("glm4v_text", "glm_image_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text"),
+        _PLANES),
+    "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 4},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                     "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 200,
+                     "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * _LAYERS},
+    "gemma4_text": {"vocab_size_per_layer_input": 200, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global"], _LAYERS]]},
+    "gptj": {"rotary_dim": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "led": {"attention_window": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "lilt": {"hidden_size": 48},
+    "longformer": {"attention_window": 8},
+    "luke": {"entity_vocab_size": 10, "entity_emb_size": 32},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 10]},
+    "roc_bert": {"pronunciation_vocab_size": 10, "shape_vocab_size": 10},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[Row]:

@@ -284,7 +284,7 @@ def _closing(calls: list[_Call], state: Tensor) -> str:
         given = call.state
         if given is None or given.dtype != state.dtype or _same(given, state):
             continue
-        if call.leaf and _same(call.gives, state):
+        if call.leaf and len(call.args) == 1 and not call.kwargs and _same(call.gives, state):
             once, again = (cast("Any", call.module)(scale * given) for scale in (10, 30))
             if not _moved(once, again, _FORGETS):
                 return call.name
