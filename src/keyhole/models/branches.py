@@ -89,10 +89,19 @@ class Branches:
         self._chunk = ids
         if self._window < NO_LIMIT:
             self._branches &= int(self.positions.max()) < self._window
-        if not self._branches:
-            each = zip(self._texts, self.starts.tolist(), chain.tolist(), ids, strict=True)
-            given = [self._again(exposure, *text) for text in each]
-            return {name: torch.stack([text[name] for text in given]) for name in given[0]}
+        if self._branches:
+            try:
+                return self._behind_cache(exposure, chain, ids)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # GPT-Neo's own mask ends with its positions
+                self._branches = False
+        each = zip(self._texts, self.starts.tolist(), chain.tolist(), ids, strict=True)
+        given = [self._again(exposure, *text) for text in each]
+        return {name: torch.stack([text[name] for text in given]) for name in given[0]}
+
+    def _behind_cache(self, exposure: Exposure, chain: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        size, device = ids.shape[1], ids.device
         square = torch.ones(size, size, dtype=torch.bool, device=device)
         inside = torch.where(chain[:, None, None], square.tril(), square.tril().triu())
         columns = torch.arange(self._prefix, device=device)

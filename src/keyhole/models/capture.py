@@ -113,6 +113,10 @@ def capture(
     tensors: dict[str, Tensor] = {}
     wanted = _hooks(parts, exposure, tensors)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
+    if embeddings is not None and not parts.embeds:  # in place of what its own table gives
+        stand_in = torch.full(embeddings.shape[:2], parts.ordinary, device=embeddings.device)
+        given = {"input_ids": stand_in}
+        wanted.append((parts.tokens.register_forward_hook, lambda *_: embeddings))
     if exposure.steps > 1:
         words = parts.tokens(ids) if embeddings is None else embeddings
         words, mask = continued(model, words, mask, exposure.steps)

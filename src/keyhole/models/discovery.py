@@ -65,7 +65,8 @@ class Found:
     `closing` has for each layer the norm that its states come out of, or nothing. `cached` has for
     blocks that fill a cache, by their numbers from 1, the shapes of keys and values; `mapped` are
     the numbers of those that return maps. `tied` says that the last hidden state is what the model
-    returns, `scaled` that the token table's rows are multiplied by something.
+    returns, `scaled` that the token table's rows are multiplied by something, `embeds` that the
+    model takes embeddings for ids. `ordinary` is a token that stands for nothing special.
     """
 
     family: str  # as its configuration calls it, for messages
@@ -78,6 +79,8 @@ class Found:
     rotary: bool
     scaled: bool
     tied: bool
+    embeds: bool
+    ordinary: int
     names: tuple[str, ...]
     seen: tuple[Seen | None, ...]
     closing: tuple[str, ...]
@@ -231,6 +234,8 @@ def _shown(base: nn.Module) -> Found | None:
             rotary=False,
             scaled=scaled,
             tied=_same(states[-1], getattr(given, "last_hidden_state", None)),
+            embeds=_embeds(base, tokens(text), states),
+            ordinary=int(text[0, 0]),
             names=tuple(call.name for call, _ in blocks),
             seen=tuple(seen),
             closing=tuple(_closing(calls, state) for state in states),
@@ -240,6 +245,15 @@ def _shown(base: nn.Module) -> Found | None:
             rotations=(None,) * len(blocks),
         )
         return _with_keys(base, found, text[:, :1].expand_as(text))
+
+
+def _embeds(base: nn.Module, words: Tensor, states: list[Tensor]) -> bool:
+    """Does the model give for the embeddings of a text what it gives for its ids?"""
+    try:
+        given = base(inputs_embeds=words, output_hidden_states=True, return_dict=True)
+    except Exception:  # a model that knows no such word
+        return False
+    return not _moved(given.hidden_states[-1], states[-1], _TURNED)
 
 
 def _texts(base: nn.Module, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ class Fit:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left that a search could improve on: not even noise that nobody vouches for."""
+        """Nothing is left that a search could improve on, nor noise that nobody vouches for."""
         return bool(self.good.all()) and (self.proven or self.level <= _CLAIMED)
 
     @property
