@@ -73,7 +73,7 @@ _SIZES: dict[str, Any] = {
     "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "state_size": 16, "ssm_state_size": 16, "chunk_size": 16, "n_groups": 1,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
 }  # fmt: skip
 _UNGROUPED = {"num_key_value_heads": _HEADS}
 _MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}

@@ -162,12 +162,14 @@ class Anatomy(Found):
         return f"{block} returns no maps" if kind == "maps" and number not in self.mapped else ""
 
 
-_FOUND: weakref.WeakKeyDictionary[nn.Module, Found] = weakref.WeakKeyDictionary()
+_Known = tuple[Found, tuple[nn.Module, ...], tuple[Attention | None, ...]]
+# Of parts of a model, not of the model itself: it may be forgotten.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """The parts of a Hugging Face model, with or without a head on top."""
+    """The parts of a Hugging Face model, with or without a head on top; looked for once."""
     whole = cast("Any", model)
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise InputError(f"{type(model).__name__} is not a model of the transformers library")
@@ -175,11 +177,11 @@ def anatomy(model: nn.Module) -> Anatomy:
     if getattr(base.config, "is_encoder_decoder", False):
         base = base.get_encoder()
     with _LOCK:
-        if base not in _FOUND:
-            _FOUND[base] = look(base)
-        found = _FOUND[base]
-    blocks = tuple(base.get_submodule(name) for name in found.names)
-    attentions = tuple(map(_attention, blocks, found.seen))
+        if base not in _KNOWN:
+            found = look(base)
+            made = tuple(base.get_submodule(name) for name in found.names)
+            _KNOWN[base] = (found, made, tuple(map(_attention, made, found.seen)))
+        found, blocks, attentions = _KNOWN[base]
     tokens = base.get_input_embeddings()
     return Anatomy(**vars(found), base=base, blocks=blocks, attentions=attentions, tokens=tokens)
 

@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Found:
-    """What is remembered of a model: names and numbers, no module, so that it may be forgotten.
+    """What a model shows, as names and numbers.
 
     `closing` has for each layer the norm that its states come out of, or nothing. `cached` has for
     blocks that fill a cache, by their numbers from 1, the shapes of keys and values; `mapped` are
