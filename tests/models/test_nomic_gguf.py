@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def file(model, tmp_path_factory):
-    """As llama.cpp's converter writes it: one matrix for queries, keys and values, `▁` for words."""
+    """As llama.cpp converts it: one matrix for queries, keys and values, `▁` before words."""
     path = tmp_path_factory.mktemp("nomic") / "tiny.gguf"
     out, weights = gguf.GGUFWriter(path, "nomic-bert"), model.state_dict()
     out.add_block_count(2)
