@@ -477,7 +477,7 @@ WEAVIATE_OPEN = Rule(
     "whoever reaches the address reads all embeddings, and with the encoder many of their texts",
     "set AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED to false and AUTHENTICATION_APIKEY_ENABLED to "
     "true, or listen at 127.0.0.1",
-    "keyhole audit EXPORT.jsonl --model ENCODER",
+    "keyhole audit weaviate:http://HOST:8080 --model ENCODER",
     standards.STORE_OPEN,
 )  # fmt: skip
 MILVUS_OPEN = Rule(
