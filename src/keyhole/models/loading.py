@@ -1,5 +1,8 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
+On a GPU weights keep the checkpoint's own precision: a service computes in it, and a second copy
+would not fit. On a CPU they are float32, because arithmetic in half precision is slow there.
+
 The library chooses how attention is computed, mostly without ever holding a whole attention map, so
 that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
 
@@ -93,7 +96,7 @@ def head_of(model: Any) -> Task:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model ready to be attacked: in eval, float32, no gradients for its weights."""
+    """A model ready to be attacked: in eval, no gradients for its weights."""
 
     model: Any
     tokenizer: Any
@@ -157,13 +160,18 @@ def load_model(
     if new_head is not None and task == "classification":
         arguments["num_labels"] = new_head
 
+    expect_device(device)
+    on_cpu = torch.device(device).type == "cpu"
+    dtype = torch.float32 if on_cpu else _own_dtype(name)
+    placed = {} if on_cpu else {"device_map": str(device)}  # straight there, no copy on the way
+
     def load_weights() -> Any:
         return getattr(library, AUTO_CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
+            where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
             output_loading_info=True,
         )  # fmt: skip
 
-    _expect_memory(name)
+    _expect_memory(name, dtype, device)
     with _gguf_read_once() if "gguf_file" in options else nullcontext():
         model, report = _quietly(load_weights, f"the model {name}")
         own_tokenizer = load_tokenizer(name) if tokenizer else None
@@ -171,11 +179,17 @@ def load_model(
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
         raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
-    model = _placed(model.eval().requires_grad_(False), device)
+    model = model.eval().requires_grad_(False)
     return Loaded(model, own_tokenizer, identity(model), str(name))
 
 
-def _expect_memory(name: str | Path) -> None:
+def _own_dtype(name: str | Path) -> torch.dtype:
+    """The precision in which a checkpoint is stored; float32 where it does not say."""
+    own = getattr(load_config(name), "dtype", None)
+    return own if own in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _expect_memory(name: str | Path, dtype: torch.dtype, device: str | torch.device) -> None:
     """Refuse a configuration whose model would not fit into memory, before any weights are read."""
     if not is_folder(name):
         return
@@ -186,7 +200,8 @@ def _expect_memory(name: str | Path) -> None:
             raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
     vocabulary, width, layers, inner = sizes.values()
     parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
-    expect_memory(4 * parameters, f"the configuration of {name}")
+    needed = dtype.itemsize * parameters
+    expect_memory(needed, f"the configuration of {name}", device)
 
 
 def task_of(name: str | Path) -> Task:
@@ -224,15 +239,6 @@ def expect_names(given: Sequence[str], config: Any) -> None:
         raise InputError(f"--classes names a class twice: {','.join(given)}")
     if given and len(known) > 1 and len(given) != len(known):
         raise InputError(f"--classes must name {len(known)} classes, not {len(given)}")
-
-
-def _placed(model: Any, device: str | torch.device) -> Any:
-    expect_device(device)
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        # No such device, or no memory left on it; a torch without CUDA asserts.
-        raise InputError(f"the model does not fit on {device}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -383,8 +389,9 @@ def identity(model: nn.Module, *, head: bool = False) -> str:
 
 # A model that is in memory already, for example in training.
 #
-# Attacks need a model in eval mode, in float32, without gradients for its weights. `lent` puts it
-# into that state for a block and restores it afterwards; a model in another precision is copied.
+# Attacks need a model in eval mode, without gradients for its weights, on a CPU in float32. `lent`
+# puts it into that state for a block and restores it afterwards; only to change the precision is it
+# copied.
 
 
 def is_model(thing: object) -> bool:
@@ -397,8 +404,10 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
     """The model as attacks need it; its mode, gradients and random state are restored."""
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
-    if any(weight.is_floating_point() and weight.dtype != torch.float32
-           for weight in model.parameters()):  # fmt: skip
+    if any(
+        weight.is_floating_point() and weight.dtype != torch.float32 and not weight.is_cuda
+        for weight in model.parameters()
+    ):
         model = copy.deepcopy(model).float()
     modes = {part: part.training for part in model.modules()}
     gradients = [(weight, weight.requires_grad) for weight in model.parameters()]

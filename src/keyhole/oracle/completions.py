@@ -183,14 +183,14 @@ class Completions:
         return {"logit_bias": {str(token): bias for token, bias in pairs}}
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=_cut_out)
+        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=cut_out)
 
 
 Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
 
 
-def _cut_out(body: bytearray) -> Entries | None:
-    """The entries of a long answer; of a short one, or one of another form, nothing."""
+def cut_out(body: bytearray) -> Entries | None:
+    """The entries of a long answer of llama.cpp; of a short one, or one of another form, None."""
     found = _ENTRY.findall(body)
     if len(found) < 1000:
         return None
