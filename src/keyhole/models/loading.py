@@ -35,6 +35,7 @@ from torch import nn
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import expect_device, expect_memory
+from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 
 T = TypeVar("T")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -166,6 +167,10 @@ def load_model(
     placed = {} if on_cpu else {"device_map": str(device)}  # straight there, no copy on the way
 
     def load_weights() -> Any:
+        if nomic := _nomic(where, options):
+            if task != "base":
+                raise InputError(f"a GGUF file of {ARCHITECTURE} has no head for {task}")
+            return nomic.model(dtype, device), {"missing_keys": ()}
         return getattr(library, AUTO_CLASSES[task]).from_pretrained(
             where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
             output_loading_info=True,
@@ -207,7 +212,7 @@ def _expect_memory(name: str | Path, dtype: torch.dtype, device: str | torch.dev
 def task_of(name: str | Path) -> Task:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
-        return "causal"
+        return "base" if _nomic(*_source(str(name), allow_pickle=False)) else "causal"
     architectures: Any = load_config(name).architectures or ()
     if not isinstance(architectures, list | tuple):
         raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
@@ -221,10 +226,13 @@ def task_of(name: str | Path) -> Task:
 def load_config(name: str | Path) -> Any:
     """A checkpoint's configuration alone."""
     where, options = _source(str(name), allow_pickle=True)  # it is no pickle
-    make = transformers().AutoConfig.from_pretrained
-    return _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
-    )
+
+    def load() -> Any:
+        if nomic := _nomic(where, options):
+            return nomic.config
+        return transformers().AutoConfig.from_pretrained(where, **options, trust_remote_code=False)
+
+    return _quietly(load, f"the configuration of {name}")
 
 
 def class_names(config: Any) -> list[str]:
@@ -264,8 +272,13 @@ def save(loaded: Loaded, folder: str | Path) -> None:
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
-    make = transformers().AutoTokenizer.from_pretrained
-    tokenizer = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
+
+    def load() -> Any:
+        if nomic := _nomic(where, arguments):
+            return nomic.tokenizer
+        return transformers().AutoTokenizer.from_pretrained(where, **arguments)
+
+    tokenizer = _quietly(load, f"the tokenizer of {name}")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # The library makes an empty tokenizer where the files of a known family are missing.
         raise InputError(f"{name} has no tokenizer with words")
@@ -296,6 +309,15 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
         rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
         raise InputError(f"{name} has no weights as .safetensors{rest}")
     return str(path), {"local_files_only": True}
+
+
+def _nomic(where: str, options: dict[str, Any]) -> NomicFile | None:
+    """A GGUF file that is read here, because the library does not."""
+    return (
+        NomicFile.of(Path(where) / options["gguf_file"], transformers())
+        if options.get("gguf_file")
+        else None
+    )
 
 
 def _hub_answers() -> bool:
