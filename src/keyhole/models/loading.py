@@ -1,7 +1,8 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
-On a GPU weights keep the checkpoint's own precision: a service computes in it, and a second copy
-would not fit. On a CPU they are float32, because arithmetic in half precision is slow there.
+On a GPU a language model's weights keep the checkpoint's own precision: a service computes in it,
+and twice the memory may not be there. Others, and all of them on a CPU, are float32: encoders are
+small, classifiers may be trained, and arithmetic in half precision is slow on a CPU.
 
 The library chooses how attention is computed, mostly without ever holding a whole attention map, so
 that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
@@ -189,8 +190,8 @@ def load_model(
 
 
 def _own_dtype(name: str | Path) -> torch.dtype:
-    """The precision in which a checkpoint is stored; float32 where it does not say."""
-    own = getattr(load_config(name), "dtype", None)
+    """The precision in which a language model is stored; float32 for all others."""
+    own = getattr(load_config(name), "dtype", None) if task_of(name) == "causal" else None
     return own if own in (torch.float16, torch.bfloat16) else torch.float32
 
 
