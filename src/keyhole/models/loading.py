@@ -1,7 +1,8 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
-On a GPU weights keep the checkpoint's own precision: a service computes in it, and a second copy
-would not fit. On a CPU they are float32, because arithmetic in half precision is slow there.
+On a GPU a language model's weights keep the checkpoint's own precision: a service computes in it,
+and twice the memory may not be there. Others, and all of them on a CPU, are float32: encoders are
+small, classifiers may be trained, and arithmetic in half precision is slow on a CPU.
 
 The library chooses how attention is computed, mostly without ever holding a whole attention map, so
 that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
@@ -35,6 +36,7 @@ from torch import nn
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import expect_device, expect_memory
+from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 
 T = TypeVar("T")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -166,6 +168,10 @@ def load_model(
     placed = {} if on_cpu else {"device_map": str(device)}  # straight there, no copy on the way
 
     def load_weights() -> Any:
+        if nomic := _nomic(where, options):
+            if task != "base":
+                raise InputError(f"a GGUF file of {ARCHITECTURE} has no head for {task}")
+            return nomic.model(dtype, device), {"missing_keys": ()}
         return getattr(library, AUTO_CLASSES[task]).from_pretrained(
             where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
             output_loading_info=True,
@@ -184,8 +190,8 @@ def load_model(
 
 
 def _own_dtype(name: str | Path) -> torch.dtype:
-    """The precision in which a checkpoint is stored; float32 where it does not say."""
-    own = getattr(load_config(name), "dtype", None)
+    """The precision in which a language model is stored; float32 for all others."""
+    own = getattr(load_config(name), "dtype", None) if task_of(name) == "causal" else None
     return own if own in (torch.float16, torch.bfloat16) else torch.float32
 
 
@@ -207,7 +213,7 @@ def _expect_memory(name: str | Path, dtype: torch.dtype, device: str | torch.dev
 def task_of(name: str | Path) -> Task:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
-        return "causal"
+        return "base" if _nomic(*_source(str(name), allow_pickle=False)) else "causal"
     architectures: Any = load_config(name).architectures or ()
     if not isinstance(architectures, list | tuple):
         raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
@@ -221,10 +227,13 @@ def task_of(name: str | Path) -> Task:
 def load_config(name: str | Path) -> Any:
     """A checkpoint's configuration alone."""
     where, options = _source(str(name), allow_pickle=True)  # it is no pickle
-    make = transformers().AutoConfig.from_pretrained
-    return _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
-    )
+
+    def load() -> Any:
+        if nomic := _nomic(where, options):
+            return nomic.config
+        return transformers().AutoConfig.from_pretrained(where, **options, trust_remote_code=False)
+
+    return _quietly(load, f"the configuration of {name}")
 
 
 def class_names(config: Any) -> list[str]:
@@ -264,8 +273,13 @@ def save(loaded: Loaded, folder: str | Path) -> None:
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
-    make = transformers().AutoTokenizer.from_pretrained
-    tokenizer = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
+
+    def load() -> Any:
+        if nomic := _nomic(where, arguments):
+            return nomic.tokenizer
+        return transformers().AutoTokenizer.from_pretrained(where, **arguments)
+
+    tokenizer = _quietly(load, f"the tokenizer of {name}")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # The library makes an empty tokenizer where the files of a known family are missing.
         raise InputError(f"{name} has no tokenizer with words")
@@ -296,6 +310,15 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
         rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
         raise InputError(f"{name} has no weights as .safetensors{rest}")
     return str(path), {"local_files_only": True}
+
+
+def _nomic(where: str, options: dict[str, Any]) -> NomicFile | None:
+    """A GGUF file that is read here, because the library does not."""
+    return (
+        NomicFile.of(Path(where) / options["gguf_file"], transformers())
+        if options.get("gguf_file")
+        else None
+    )
 
 
 def _hub_answers() -> bool:
