@@ -20,8 +20,12 @@ if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs non
 _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 
-def available() -> int:
-    """Bytes that can be had without swapping."""
+def available(device: torch.device | None = None) -> int:
+    """Bytes that can be had without swapping, or that are free on a GPU."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
     import psutil  # on demand: `keyhole --help` needs none of it
 
     return psutil.virtual_memory().available

@@ -66,6 +66,19 @@ class Branches:
     def get_seq_length(self, *_: Any) -> int:
         return self._prefix
 
+    def repeated(self, row: int, count: int, length: int) -> Branches:
+        """The first `length` tokens of one text's prefix, `count` times: for as many chunks."""
+        other = Branches(self.model, self.starts[row].expand(count))
+        other.lengths = torch.full_like(other.starts, length)
+        other._prefix = length
+        for mine, own in zip(self.layers, other.layers, strict=True):
+            if mine.keys is not None and mine.values is not None:
+                own.keys, own.values = (
+                    kept[row, :, :length].expand(count, -1, -1, -1)
+                    for kept in (mine.keys, mine.values)
+                )
+        return other
+
     def expose(self, exposure: Exposure, chain: Tensor, **chunk: Tensor) -> dict[str, Tensor]:
         """The exposure for a chunk of q tokens behind each prefix: `ids=` or `embeddings=`.
 

@@ -49,7 +49,7 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
-from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of
+from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of, rounding_error
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 
@@ -115,6 +115,10 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if matched is not None:
         leak, leaked = matched, matched.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
+    if not fit.whole:  # another machine, or texts side by side, may have rounded otherwise
+        rounding = rounding_error(target, leak.exposure)
+        other = compare(precision_of(leak, rounding), leaked, given)
+        fit = other if other.whole else fit
     if not math.isfinite(fit.residual):
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
@@ -191,7 +195,7 @@ def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, s
     if fit.settled:
         return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
     if fit.residual > 1:
-        return Status.MISMATCH, ": no better than nothing"
+        return Status.UNSOLVED, ": no better than nothing"
     misfits = sum(not good for good in fit.good.tolist())
     return partly, f"{words}; {misfits} positions do not fit"
 
@@ -265,7 +269,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
-    table, text = compared.target.parts.table, compared.text
+    table, text = compared.target.parts.table.float(), compared.text
     tokens = [most_similar(table, text)]
     rows, exposure = None, compared.leak.exposure
     if exposure.kind in ("hidden", "kv", "attention"):  # rows of positions
@@ -283,7 +287,7 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
 def _wished(compared: Compared) -> Tensor:
     """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
     target, leak, text = compared.target, compared.leak, compared.text
-    table = target.parts.table
+    table = target.parts.table.float()
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
         mask = None if leak.mask is None else leak.mask.to(words.device)[None]
@@ -321,7 +325,7 @@ class RowMap:
 
 
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
-    table = target.parts.table
+    table = target.parts.table.float()
     count = min(len(table), _SAMPLES * table.shape[1])
     stream = torch.Generator().manual_seed(0)
     tokens = torch.randperm(len(table), generator=stream)[:count]

@@ -2,9 +2,14 @@
 
 A leaked number is y = f + ε. Rounding leaves a grid in y: bfloat16 and float16 have few bits of
 mantissa, integers one step a row (int8 with a scale for each token, decimals, …). Then ε is uniform
-over a step: variance step²/12. Float32 itself is not exact either: two machines add up in different
-orders. Noise leaves no trace in y; it shows in the residual of the right text, and only there (see
-judge.py).
+over a step: variance step²/12. Noise leaves no trace in y; it shows in the residual of the right
+text, and only there (see judge.py).
+
+Arithmetic is not exact either: two machines, or two sizes of a batch, add up in different orders.
+In float32 that hardly shows; in bfloat16 and float16 it does, and large random weights enlarge it
+from layer to layer. So it is measured (`rounding_error`): random texts are run one at a time, and
+again several at once with their embeddings off in the last bit. What that moves a row by, the right
+text may differ by.
 """
 
 from __future__ import annotations
@@ -15,13 +20,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.recover.leaks import Leak
+from keyhole.models.branches import Branches
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.layers.inverse_map import random_texts
+from keyhole.recover.leaks import Leak, rows_of
 
 FLOAT32 = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
 _GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
 _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
+_TEXTS, _LENGTH = 4, 32  # random ones that the arithmetic is measured on
+_MARGIN = 1.5  # above the largest error of their positions
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 
@@ -44,20 +55,62 @@ class Precision:
         return float(self.sigma.square().nanmean().sqrt()) / self.scale
 
 
-def precision_of(leak: Leak) -> Precision:
-    """The rounding of a leak: from its numbers, and its stated noise on top."""
+def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
+    """The rounding of a leak: from its numbers, and its stated noise on top.
+
+    `arithmetic` is the model's own rounding error, as a share of each row's root mean square.
+    """
     rows = leak.rows(leak.tensors).float()
+    own = arithmetic * rows.square().nanmean(-1, keepdim=True).sqrt().nan_to_num(0.0)
     seen = rows[rows.isfinite()]
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
-    arithmetic = FLOAT32 * float(seen.square().mean().sqrt())
+    least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
     if name == "float32" and leak.rank > 2:  # heads may have a scale each
         each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
         steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
         name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
-    sigma = (step.square() / 12 + arithmetic**2 + noise**2).sqrt()
+    sigma = (step.square() / 12 + own.square() + least**2 + noise**2).sqrt()
     return Precision(name, sigma, scale, leak.noise)
+
+
+def rounding_error(target: Target, exposure: Exposure) -> float:
+    """How far a row moves where the model's arithmetic rounds otherwise, relative to its size.
+
+    The largest error of a position, as a root mean square over its numbers, and a margin.
+    """
+    return target.remembered("rounding", exposure, lambda: _rounding_error(target, exposure))
+
+
+@torch.no_grad()
+def _rounding_error(target: Target, exposure: Exposure) -> float:
+    length = min(_LENGTH, target.parts.max_length)
+    stream = torch.Generator().manual_seed(0)
+    ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
+    words = target.parts.tokens(ids)
+    bit = torch.finfo(words.dtype).eps
+    words = words.float() * (
+        1 + bit * (2 * torch.rand(words.shape, generator=stream) - 1).to(words)
+    )
+    alone = torch.cat([rows_of(capture(target.model, exposure, ids=text[None])) for text in ids])
+    if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
+        several = _by_halves(target, exposure, words)
+    else:
+        several = rows_of(capture(target.model, exposure, embeddings=words))
+    error = (several - alone).norm(dim=-1) / alone.norm(dim=-1)
+    return _MARGIN * float(error.nan_to_num(0.0).max())
+
+
+def _by_halves(target: Target, exposure: Exposure, words: Tensor) -> Tensor:
+    """Rows of texts (b, n) as a search computes them: a few tokens behind a prefix that is kept."""
+    each = torch.arange(len(words), device=words.device)
+    none = torch.zeros_like(each)
+    branches, rows = Branches(target.model, none), list[Tensor]()
+    for part in words.split(-(-words.shape[1] // 2), 1):
+        rows.append(rows_of(branches.expose(exposure, none == 0, embeddings=part)))
+        branches.accept(none, none + part.shape[1], each)
+    return torch.cat(rows, 1)
 
 
 def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
