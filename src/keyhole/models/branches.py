@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.machine import available
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
+
+_ROW = 128  # candidates that share one copy of the prefix
+_SHARE = 0.25  # of the free memory for one pass
+_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
 
 
 class _Layer:
@@ -66,19 +71,6 @@ class Branches:
     def get_seq_length(self, *_: Any) -> int:
         return self._prefix
 
-    def repeated(self, row: int, count: int, length: int) -> Branches:
-        """The first `length` tokens of one text's prefix, `count` times: for as many chunks."""
-        other = Branches(self.model, self.starts[row].expand(count))
-        other.lengths = torch.full_like(other.starts, length)
-        other._prefix = length
-        for mine, own in zip(self.layers, other.layers, strict=True):
-            if mine.keys is not None and mine.values is not None:
-                own.keys, own.values = (
-                    kept[row, :, :length].expand(count, -1, -1, -1)
-                    for kept in (mine.keys, mine.values)
-                )
-        return other
-
     def expose(self, exposure: Exposure, chain: Tensor, **chunk: Tensor) -> dict[str, Tensor]:
         """The exposure for a chunk of q tokens behind each prefix: `ids=` or `embeddings=`.
 
@@ -104,6 +96,46 @@ class Branches:
         )  # fmt: skip
         # A cache holds the prefix as well; only the chunk is asked about.
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
+
+    def each(
+        self, exposure: Exposure, row: int, length: int, tokens: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The exposure of many tokens (k,), each by itself behind a text's first `length` ones.
+
+        Tensors have one text of k tokens, and so have the positions (1, k). What was kept stays.
+        """
+        count = -(-len(tokens) // _ROW)
+        size = -(-len(tokens) // count)
+        ids = torch.cat([tokens, tokens[-1:].expand(count * size - len(tokens))])
+        prefix = self._repeated(row, count, length)
+        fans = torch.zeros(count, dtype=torch.bool, device=tokens.device)
+        exposed = prefix.expose(exposure, fans, ids=ids.view(count, size))
+        flat = {
+            name: tensor.movedim(0, -3).flatten(-3, -2)[None, ..., : len(tokens), :]
+            for name, tensor in exposed.items()
+        }
+        return flat, prefix.positions.flatten()[None, : len(tokens)]
+
+    def at_once(self, length: int) -> int:
+        """How many tokens behind so long a prefix fit into a pass of `each`, by the free memory."""
+        parts = anatomy(self.model)
+        cached = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
+        scores = 4 * parts.heads * (length + _ROW)
+        numbers = cached + scores + _ACTIVATIONS * parts.width
+        return _ROW * max(1, int(_SHARE * available(parts.device) / (4 * numbers)) // _ROW)
+
+    def _repeated(self, row: int, count: int, length: int) -> Branches:
+        """The beginning of one text's prefix, `count` times: for as many chunks."""
+        other = Branches(self.model, self.starts[row].expand(count))
+        other.lengths = torch.full_like(other.starts, length)
+        other._prefix = length
+        for mine, own in zip(self.layers, other.layers, strict=True):
+            if mine.keys is not None and mine.values is not None:
+                own.keys, own.values = (
+                    kept[row, :, :length].expand(count, -1, -1, -1)
+                    for kept in (mine.keys, mine.values)
+                )
+        return other
 
     def accept(self, first: Tensor, counts: Tensor, rows: Tensor) -> None:
         """Keep, for the texts `rows` (r,) that go on, `counts` (r,) tokens from node `first` (r,).

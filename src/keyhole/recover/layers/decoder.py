@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.machine import available
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
@@ -51,14 +50,10 @@ _ACCEPTED = 6.0
 _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error is believed
 _CLEAR, _ALONE = 16.0, 4.0  # … and they and the second best, before all other tokens are tried,
 _REACH = 0.95  # … which must be of an order that has so many random tokens among its first
-_DOUBT = 0.1  # of the limit: a token that was accepted above it may be wrong
-_UNLIKE = 10.0  # times the median of a text's accepted misfits: so is one that fits so much worse
-_REOPENED = 16  # times that an earlier position gets another token, at most
+_CLEAN = 0.1  # of the limit: where accepted tokens fit so well, the leak has no noise to be learnt
+_BACK = 16  # positions that are looked at again, and times that one gets another token, at most
 _NEAREST = 16  # tried tokens that are kept, of each way to compare them
-_ROW = 128  # candidates that share one copy of the prefix
 _CHAOTIC = 0.05  # of a row: where rounding moves it so far, near tokens are run in the leak's shape
-_SHARE = 0.25  # of the free memory for one pass
-_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
 
 
 @dataclass(frozen=True)
@@ -170,13 +165,6 @@ class Text:
         self.others = {place: left for place, left in self.others.items() if place <= position}
         self.tried, self.given, self.forced = [], [], token
         self.reopened += 1
-
-    def doubtful(self, unlike: float) -> list[int]:
-        """The positions whose tokens hardly fit: above a share of the limit, and unlike others."""
-        seen = torch.tensor(self.misfits)
-        least = max(_DOUBT, unlike * float(seen.nanmedian())) if len(seen) else _DOUBT
-        order = seen.nan_to_num(0.0).argsort(descending=True).tolist()
-        return [place for place in order if least < self.misfits[place] <= 1]
 
     def proposal(self, target: Target, fitting: int) -> Proposal:
         ids = [target.pads()[0]] * self.start + self.ids
@@ -412,7 +400,7 @@ class Search:
                 break
             if not len(order):
                 break
-            size = min(3 * done, self._at_once(position))
+            size = min(3 * done, at.branches.at_once(position))
             tokens, order, done = order[:size], order[size:], done + len(order[:size])
             off = self._behind(at, position, tokens) - text.rows[position]
             nearest = nearest.joined(Nearest.of(tokens, off, text, spread), spread)
@@ -426,7 +414,7 @@ class Search:
             if misfits.min() <= 1:
                 text.failed, text.forced = 0, int(nearest.tokens[misfits.argmin()])
                 return
-        elif self._reopen(at, soon=len(order) > 0):
+        elif not len(order) and self._reopen(at):
             return
         if text.excluded is None and done == self.target.vocabulary:
             text.excluded = position
@@ -438,32 +426,17 @@ class Search:
         Noise is at all positions, the best of the tried tokens stands out, and the order in which
         they are tried is one that seldom misses.
         """
-        clean = bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _DOUBT
+        clean = bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _CLEAN
         clear = learnt.times >= _CLEAR and nearest.alone
         if not clear or (clean and not text.learnt):
             return False
         return self.orders.at(text.position).reach(self.method.widest) >= _REACH
 
-    def _at_once(self, position: int) -> int:
-        """How many candidates behind `position` tokens fit into a pass, by the free memory."""
-        parts = self.target.parts
-        cached = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + position / _ROW)
-        scores = 4 * parts.heads * (position + _ROW)
-        numbers = cached + scores + _ACTIVATIONS * parts.width
-        rows = int(_SHARE * available(parts.device) / (4 * numbers)) // _ROW
-        return _ROW * max(1, rows)
-
     def _behind(self, at: Behind, position: int, tokens: Tensor) -> Tensor:
         """The rows (k, f) of many tokens (k,), each by itself behind a text's first tokens."""
-        count = -(-len(tokens) // _ROW)
-        size = -(-len(tokens) // count)
-        ids = torch.cat([tokens, tokens[-1:].expand(count * size - len(tokens))]).view(count, size)
-        prefix = at.branches.repeated(at.row, count, position)
-        fans = torch.zeros(count, dtype=torch.bool, device=tokens.device)
-        given = prefix.expose(self.exposure, fans, ids=ids)
+        given, places = at.branches.each(self.exposure, at.row, position, tokens)
         at.text.passes, at.text.tested = at.text.passes + 1, at.text.tested + len(tokens)
-        rows = contents(self.target, self.exposure, given, prefix.positions)
-        return rows.flatten(0, 1)[: len(tokens)]
+        return contents(self.target, self.exposure, given, places)[0]
 
     def _in_own_shape(self, text: Text, nearest: Nearest) -> bool:
         """Does one of the nearest tokens fit where the whole text is run alone, as it leaked?"""
@@ -484,31 +457,25 @@ class Search:
                 return True
         return False
 
-    def _reopen(self, at: Behind, soon: bool) -> bool:
-        """Put another token that fits at an earlier position, if one was accepted in doubt.
-
-        `soon`: something may explain this position as it is; then only a token that fits much worse
-        than the others of its text is in doubt.
-        """
-        text = at.text
-        if text.learnt or text.reopened >= _REOPENED:  # noise accepts many tokens, and proves none
+    def _reopen(self, at: Behind) -> bool:
+        """Put another token that fits as well at an earlier position, the latest such one."""
+        text, position = at.text, at.text.position
+        if text.learnt or text.reopened >= _BACK:  # noise accepts many tokens, and proves none
             return False
-        for place in text.doubtful(_UNLIKE if soon else 0.0)[: self.method.failures]:
+        for place in reversed(range(max(0, position - _BACK), position)):
             if place not in text.others:
                 text.others[place] = self._fitting(at, place)
-        left = [place for place, tokens in text.others.items() if tokens]
-        if not left:
-            return False
-        place = max(left)
-        text.return_to(place, text.others[place].pop(0))
-        at.branches.lengths[at.row] = place
-        return True
+            if text.others[place]:
+                text.return_to(place, text.others[place].pop(0))
+                at.branches.lengths[at.row] = place
+                return True
+        return False
 
     def _fitting(self, at: Behind, place: int) -> list[int]:
         """The other tokens of the vocabulary that fit at an earlier position, the best first."""
         text, found = at.text, dict[int, float]()
         vocabulary = torch.arange(self.target.vocabulary, device=text.rows.device)
-        for tokens in vocabulary.split(self._at_once(place)):
+        for tokens in vocabulary.split(at.branches.at_once(place)):
             misfits = self._misfits(text, place, self._behind(at, place, tokens))
             for number in (misfits <= 1).nonzero().flatten().tolist():
                 found[int(tokens[number])] = float(misfits[number])

@@ -49,7 +49,14 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
-from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of, rounding_error
+from keyhole.recover.layers.precision import (
+    NOISE,
+    Fit,
+    compare,
+    limit,
+    precision_of,
+    rounding_error,
+)
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 
@@ -61,6 +68,7 @@ _ALONE = 64  # alternatives tried one by one; more only several in a pass
 _ANSWERING = 6  # alternatives of a token by what leaked at its position,
 _ANSWERING_NOISY = 32  # … where noise blurs it,
 _WISHED = 3  # … and by the gradient
+_RIVALS = 4  # tokens that give the same attention output,
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
 _RIDGE = 1e-5
@@ -143,10 +151,14 @@ def _margin(
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
     coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
+    # Where attention is saturated, a token may show in no attention output, not even its own.
+    blind = leak.kind == "attention" and target.parts.causal and fit.whole
     table = target.parts.table
     duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
-    if coarse or bool(duplicates[text].any()):
+    if coarse or blind or bool(duplicates[text].any()):
         others = alternatives(compared, noisy=fit.level > _NOISY)
+        if blind:
+            others = torch.cat([others, _rivals(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     if unordered:
@@ -282,6 +294,33 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     if rows is None or bool(compared.hidden.any()):
         tokens.append(_wished(compared))
     return torch.cat(tokens)
+
+
+@torch.no_grad()
+def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
+    """Of the whole vocabulary the tokens (k, n) that fit as well behind the text before them.
+
+    `none` (n,) stands where there are fewer.
+    """
+    target, text, exposure = compared.target, compared.text, compared.leak.exposure
+    start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
+    alone = torch.zeros(1, dtype=torch.long, device=text.device)
+    branches = Branches(target.model, alone + start)
+    branches.expose(exposure, alone == 0, ids=text[None, start:])
+    branches.accept(alone, alone + len(text) - start, alone)
+    rivals = none.repeat(_RIVALS, 1)
+    vocabulary = torch.arange(target.vocabulary, device=text.device)
+    for place in range(start, len(text)):
+        misfits = torch.cat([
+            ((branches.each(exposure, 0, place - start, part)[0]["values"][0]
+              - compared.leaked[place]) / fit.sigma[place]).square().mean(-1)
+            for part in vocabulary.split(branches.at_once(place))
+        ])  # fmt: skip
+        misfits[text[place]] = torch.inf
+        least, tokens = misfits.topk(min(_RIVALS, len(misfits)), largest=False)
+        tokens = tokens[least <= limit(compared.leaked.shape[-1])]
+        rivals[: len(tokens), place] = tokens
+    return rivals
 
 
 def _wished(compared: Compared) -> Tensor:

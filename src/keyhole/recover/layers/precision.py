@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keyhole.models.branches import Branches
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure, capture, hooks
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import Leak, rows_of
@@ -88,27 +89,28 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
     length = min(_LENGTH, target.parts.max_length)
     stream = torch.Generator().manual_seed(0)
     ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
-    words = target.parts.tokens(ids)
-    bit = torch.finfo(words.dtype).eps
-    words = words.float() * (
-        1 + bit * (2 * torch.rand(words.shape, generator=stream) - 1).to(words)
-    )
     alone = torch.cat([rows_of(capture(target.model, exposure, ids=text[None])) for text in ids])
-    if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
-        several = _by_halves(target, exposure, words)
-    else:
-        several = rows_of(capture(target.model, exposure, embeddings=words))
+
+    def in_the_last_bit(_m: nn.Module, _i: Any, words: Tensor) -> Tensor:
+        off = torch.finfo(words.dtype).eps * (2 * torch.rand(words.shape, generator=stream) - 1)
+        return (words * (1 + off.to(words.device))).to(words)
+
+    with hooks((target.parts.tokens.register_forward_hook, in_the_last_bit)):
+        if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
+            several = _by_halves(target, exposure, ids)
+        else:
+            several = rows_of(capture(target.model, exposure, ids=ids))
     error = (several - alone).norm(dim=-1) / alone.norm(dim=-1)
     return _MARGIN * float(error.nan_to_num(0.0).max())
 
 
-def _by_halves(target: Target, exposure: Exposure, words: Tensor) -> Tensor:
+def _by_halves(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Rows of texts (b, n) as a search computes them: a few tokens behind a prefix that is kept."""
-    each = torch.arange(len(words), device=words.device)
+    each = torch.arange(len(ids), device=ids.device)
     none = torch.zeros_like(each)
     branches, rows = Branches(target.model, none), list[Tensor]()
-    for part in words.split(-(-words.shape[1] // 2), 1):
-        rows.append(rows_of(branches.expose(exposure, none == 0, embeddings=part)))
+    for part in ids.split(-(-ids.shape[1] // 2), 1):
+        rows.append(rows_of(branches.expose(exposure, none == 0, ids=part)))
         branches.accept(none, none + part.shape[1], each)
     return torch.cat(rows, 1)
 
@@ -200,21 +202,21 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     seen = ~off.isnan().any(-1)
     residual = float(off[seen].square().mean().sqrt()) / precision.scale
     sigma = precision.sigma.to(off.device)
-    limit = _limit(off.shape[-1])
+    most = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
-    if typical <= limit or precision.noise is not None:
-        good = (strength <= limit) | ~seen
+    if typical <= most or precision.noise is not None:
+        good = (strength <= most) | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
     # Larger than rounding explains: noise of unknown strength, or a wrong text.
     strength = off.square().mean(-1)
     level = float(strength[seen].median().sqrt())
-    good = (strength <= limit * level**2) & (level <= NOISE * precision.scale) | ~seen
+    good = (strength <= most * level**2) & (level <= NOISE * precision.scale) | ~seen
     proven = _only_noise(off[seen], given[seen], level, precision.scale)
     return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
 
 
-def _limit(count: int, deviations: float = _DEVIATIONS) -> float:
+def limit(count: int, deviations: float = _DEVIATIONS) -> float:
     """A bound on the mean of so many squared standard normals (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * count)
     return (1 - spread + deviations * math.sqrt(spread)) ** 3
@@ -237,5 +239,5 @@ def _only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
     return (
         abs(along) <= _DEVIATIONS
         and largest <= math.sqrt(rows) + math.sqrt(count) + _DEVIATIONS
-        and columns <= _limit(rows, _DEVIATIONS + 1)
+        and columns <= limit(rows, _DEVIATIONS + 1)
     )
