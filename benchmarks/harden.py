@@ -15,7 +15,6 @@ in turn. Without a GPU the defaults are a reduced size, for which no figure is p
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +65,8 @@ def run(
     if save_only and save is None:
         raise SystemExit("--save-only needs a folder: give it as --save")
     if options.join:
-        joined: list[Run] = []
-        for file in options.join:
-            found = json.loads(file.read_text("utf-8"))
-            for each in found.get("runs", ()):
-                joined.append(each | {"commit": found["commit"], "machine": found["machine"]})
-                yield Row(f"{each['method']}, seed {each['seed']}", "joined", run=joined[-1])
+        joined = trained.joined(options.join)
+        yield from trained.kept(joined)
         yield from table(joined)
         return
     on_gpu = options.device.startswith("cuda")

@@ -183,7 +183,9 @@ def tiny(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
-    return Loaded(model, _words(_names(words), framed=family == "bert"), identity(model), family)
+    return Loaded(
+        model, word_tokenizer(_names(words), framed=family == "bert"), identity(model), family
+    )
 
 
 def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
@@ -196,7 +198,7 @@ def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[
     return list(texts)
 
 
-def _words(names: list[str], framed: bool) -> Any:
+def word_tokenizer(names: list[str], framed: bool) -> Any:
     """A tokenizer of these words, which puts [CLS] … [SEP] around a text or nothing."""
     import transformers
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors

@@ -66,7 +66,9 @@ def run(
 ) -> Iterator[Row]:
     trained.expect_known("rankings", rankings, RANKINGS)
     if options.join:
-        yield from table(trained.joined(options.join))
+        runs = trained.joined(options.join)
+        yield from trained.kept(runs)
+        yield from table(runs)
         return
     if quick:
         models, cosine = [], 0.1
@@ -109,7 +111,9 @@ def classifiers(
 def tiny() -> Loaded:
     """Words of letters: others are never replaced."""
     loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-    return replace(loaded, tokenizer=subjects._words([*subjects.SPECIAL, *_LETTERS], framed=True))
+    return replace(
+        loaded, tokenizer=subjects.word_tokenizer([*subjects.SPECIAL, *_LETTERS], framed=True)
+    )
 
 
 def with_a_word(number: int) -> Example:

@@ -82,6 +82,7 @@ def run(
         )  # fmt: skip
     runs = trained.joined(options.join)
     if options.join:
+        yield from trained.kept(runs)
         yield from trained.table(runs)
     else:
         for name in tasks:

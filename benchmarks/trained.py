@@ -341,9 +341,22 @@ def settings(runs: Sequence[Run]) -> list[str]:
 
 
 def joined(files: Sequence[Path]) -> list[Run]:
-    """The runs that `--json` wrote, or a plain list of them."""
-    contents = [json.loads(file.read_text("utf-8")) for file in files]
-    return [run for data in contents for run in (data if isinstance(data, list) else data["runs"])]
+    """The runs that `--json` wrote, each with where it was made; or a plain list of them."""
+    runs: list[Run] = []
+    for file in files:
+        data = json.loads(file.read_text("utf-8"))
+        data = {"runs": data} if isinstance(data, list) else data
+        made = {name: data[name] for name in ("commit", "machine") if name in data}
+        runs += [made | run for run in data["runs"]]
+    return runs
+
+
+def kept(runs: Sequence[Run]) -> Iterator[Row]:
+    """Runs that other commands wrote, so that the record made of them holds them too."""
+    for run in runs:
+        if "commit" in run:
+            name = ", ".join(str(run[key]) for key in ("what", "method", "ranking") if key in run)
+            yield Row(f"{name}, seed {run['seed']}", "joined", run=run)
 
 
 def log(line: str) -> None:

@@ -26,9 +26,10 @@ def dask_setup(worker: Any) -> None:
     """Called in a worker that starts."""
     del worker
     from keyhole.audit import run
+    from keyhole.audit.target import NamedTarget
 
     file = Path(os.environ[RECORD]) / f"{os.getpid()}.jsonl"
-    make, opened = run.make, run._open
+    make, opened = run.make, NamedTarget.open
 
     def note(what: str, target: str, check: str) -> None:
         with file.open("a") as lines:
@@ -40,11 +41,11 @@ def dask_setup(worker: Any) -> None:
         note(ENDED, named.name, key)
         return made
 
-    def seen(named: Any, *rest: Any) -> Any:
+    def seen(named: NamedTarget, worker: int = 0) -> Any:
         note(OPENED, named.name, "")
-        return opened(named, *rest)
+        return opened(named, worker)
 
-    run.make, run._open = recorded, seen
+    run.make, NamedTarget.open = recorded, seen
 
 
 class Workers:

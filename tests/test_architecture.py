@@ -1,19 +1,21 @@
-"""The layers: what may import what, and how large a module may grow.
+"""The layers: what may import what, and how large a module may grow; and what tests may reach.
 
 A package imports only from layers below its own; packages of one layer do not know each other.
-Imports inside functions and for type checkers count too.
+Imports inside functions and for type checkers count too. Tests reach public names alone.
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src"
+TESTS = Path(__file__).parent
+SOURCE, BENCHMARKS = TESTS.parent / "src", TESTS.parent / "benchmarks"
 MAX_LINES = 700  # of a module: one idea, whole
 
 LAYERS = (  # from the bottom up
@@ -109,3 +111,38 @@ def test_the_library_prints_nothing():
         and node.func.id == "print"
     ]
     assert not printed
+
+
+def reached(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The names that a file reaches in something else, also as text for setattr, with the lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.name.rpartition(".")[2], node.lineno
+        elif isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call):
+            function = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+            for given in node.args if function.endswith(("attr", "patch")) else ():
+                if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                    yield given.value.rpartition(".")[2], node.lineno
+
+
+# A name that stands alone or is a field of self, and so is this code's own; what other libraries
+# call private is their affair. Names like `_repr_html_`, which notebooks call, are public.
+PRIVATE = re.compile(r"""(?:\bself\.|(?<![\w.'"]))(_[A-Za-z]\w*)\b(?<!_)""")
+
+
+def test_tests_reach_no_private_names():
+    sources = [*MODULES.values(), *BENCHMARKS.glob("*.py")]
+    private = {name for path in sources for name in PRIVATE.findall(path.read_text("utf-8"))}
+    wrong: list[str] = []
+    for path in sorted(TESTS.rglob("*.py")):
+        text = path.read_text("utf-8")
+        if private.isdisjoint(re.findall(r"\b_\w+", text)):
+            continue  # to parse them all takes seconds
+        for name, line in reached(ast.parse(text)):
+            if name in private:
+                wrong.append(f"{path.relative_to(TESTS)}:{line}: {name} is private")
+    assert not wrong, "\n".join(wrong)

@@ -25,7 +25,7 @@ WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "begin
 
 @pytest.fixture(scope="module")
 def victim():
-    words = subjects._words([*subjects.SPECIAL, *WORDS], framed=True)
+    words = subjects.word_tokenizer([*subjects.SPECIAL, *WORDS], framed=True)
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=16, max_position_embeddings=40, num_labels=3, initializer_range=0.5,

@@ -73,8 +73,8 @@ def shipped():
     return loaded.model, loaded.tokenizer
 
 
-def endpoint():
-    return keyhole.audit({"head": HEAD, "layer": LAYER})
+def endpoint(only):
+    return keyhole.audit({"head": HEAD, "layer": LAYER}, only=[only])
 
 
 def model(only):
@@ -102,12 +102,12 @@ DUMMIES = {
         Entry("dummy", CoinToss, (
             extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),
         )),
-        ("extract",), extract, endpoint,
+        ("extract",), extract, partial(endpoint, "KH-WEIGHTS-OTHER"),
     ),
     "invert": Dummy(
         inverting.METHODS,
         Entry("dummy", StandingStill, (inverting.Row(Exposure("KH-INPUTS-OTHER"), "-"),)),
-        ("invert",), invert, endpoint,
+        ("invert",), invert, partial(endpoint, "KH-INPUTS-OTHER"),
     ),
     "recover": Dummy(
         recovering.ATTACKS,

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import pytest
 
@@ -66,41 +67,23 @@ def test_in_process_and_more_may_be_added_on_the_way():
         InProcess().submit(divmod, 7, 0).result()
 
 
-class Slow(Executor):
-    """Takes tasks and finishes them when it is told to."""
-
-    def __init__(self):
-        self.given = []
-
-    def submit(self, fn, /, *args, **kwargs):
-        future = Future()
-        self.given.append((future, partial(fn, *args, **kwargs)))
-        return future
-
-    def finish(self):
-        future, call = self.given.pop()
-        future.set_result(call())
-
-
-def test_a_worker_stays_with_what_it_has_opened_and_the_costliest_is_first():
+def test_a_worker_stays_with_what_it_has_opened_and_the_costliest_is_first(monkeypatch):
     """Two workers, groups of 4, 3 and 1 tasks: the small one does not wait for the end of all."""
-    first, second = Slow(), Slow()
-    at = {first: [], second: []}
-    with Runner() as runner:
-        runner.in_process = False
-        runner._workers = [Worker(0, first), Worker(1, second)]
-        for name, count in (("small", 1), ("middle", 3), ("large", 4)):
-            runner.add(*(Task(f"{name} {n}", partial(number_of, name), name) for n in range(count)))
-        running = runner.run()
-        runner._assign()
-        while first.given or second.given:
-            for worker in (first, second):
-                if worker.given:
-                    worker.finish()
-                    at[worker].append(next(running).value[0])
-                    runner._assign()
-    assert at[first] == ["large"] * 4
-    assert at[second] == ["middle"] * 3 + ["small"]
+    both, at = Barrier(2, timeout=20), {0: [], 1: []}
+
+    def together(name, worker):
+        both.wait()  # as long as the other worker's task
+        at[worker].append(name)
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        threads = {0: first, 1: second}
+        monkeypatch.setattr("keyhole.core.tasks.Worker", lambda n, _: Worker(n, threads[n]))
+        with Runner(2) as runner:
+            for name, count in (("small", 1), ("middle", 3), ("large", 4)):
+                work = partial(together, name)
+                runner.add(*(Task(f"{name} {number}", work, name) for number in range(count)))
+            assert [done.error for done in runner.run()] == [None] * 8
+    assert at == {0: ["large"] * 4, 1: ["middle"] * 3 + ["small"]}
 
 
 def expect_only_the_killed_task_to_run_again(workers, tmp_path):

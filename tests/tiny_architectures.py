@@ -23,7 +23,7 @@ _GROUPED = {**_PLAIN, **_ENDS, "num_key_value_heads": 2, "head_dim": 8}
 _OLD = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, **_ENDS}
 _IMAGE = {"image_size": 16, "patch_size": 2, "num_channels": 3}
 
-_CONFIGS = {
+CONFIGS = {
     "bert": lambda: hf.BertConfig(**_PLAIN),
     "roberta": lambda: hf.RobertaConfig(**_PLAIN),
     "distilbert": lambda: hf.DistilBertConfig(
@@ -79,7 +79,7 @@ _CONFIGS = {
 
 def model(family, seed=0):
     """In eval, eager, with weights large enough that every head does something."""
-    config = _CONFIGS[family]()
+    config = CONFIGS[family]()
     config.initializer_range = config.init_std = 0.3
     config._attn_implementation = "eager"
     with torch.random.fork_rng():

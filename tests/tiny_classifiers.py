@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import transformers
 
 import tiny_models as tiny
 from keyhole.data import Example
-from keyhole.disrupt import ATTACKERS, HackAttend, Rerank
+from keyhole.disrupt import HackAttend, Rerank
 
 KINDS = {
     "classes": transformers.BertForSequenceClassification,
@@ -83,14 +82,17 @@ def classifier(folder: Path, count: int = 12) -> Path:
     return name
 
 
+LIGHTLY = "--share 0.2 -o rounds=2 -o prefixes=2 -o refine=1 -o restarts=0"
+
+
 def attack_lightly(monkeypatch) -> None:
-    """The stronger attack with few rounds, and a share at which eight words lose some units."""
+    """Harden's stronger attack with few rounds, at a share at which eight words lose some units.
+
+    LIGHTLY are the same as options of `keyhole disrupt`.
+    """
 
     def light(share=0.01, scope="head", *, seed=0):
         del share
         return HackAttend(0.2, scope=scope, schedule=Rerank(2, 2, 1), seed=seed)
 
     monkeypatch.setattr(HackAttend, "strongest", light)
-    monkeypatch.setitem(
-        ATTACKERS._entries, "strongest", replace(ATTACKERS["strongest"], make=light)
-    )

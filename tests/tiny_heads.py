@@ -19,7 +19,7 @@ HEADS = {
 
 
 def model(family, task, classes=2, seed=0, scale=0.3):
-    config = tiny_architectures._CONFIGS[family]()
+    config = tiny_architectures.CONFIGS[family]()
     config._attn_implementation = "eager"
     config.num_labels = classes
     with torch.random.fork_rng():

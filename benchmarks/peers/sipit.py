@@ -96,7 +96,8 @@ def one(loaded: Loaded, peer: Any, ids: torch.Tensor, layer: int, limit: int) ->
         with torch.enable_grad():
             _, answer, *_ = peer.find_prompt(
                 model=loaded.model, tokenizer=loaded.tokenizer, layer_idx=layer,
-                target_hidden_states=leak.values.squeeze(0), step_size=1.0,
+                target_hidden_states=leak.values.squeeze(0).to(loaded.model.device),
+                step_size=1.0,
             )  # fmt: skip
         found, failure = answer or [], "" if answer else "diverged"
     except TimeoutError:

@@ -33,9 +33,10 @@ OF_A_MODEL = ":attention."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
 STORES = (  # the forms of vector stores (stores/__init__.py opens them)
-    "chroma:FOLDER", "qdrant:FOLDER", "lancedb:FOLDER", "milvus:FOLDER", POSTGRES, ".faiss",
-    ".parquet", ".npy", ".npz", ".jsonl", "http(s)://…/v1/embeddings",
+    "chroma:FOLDER", "qdrant:FOLDER", "lancedb:FOLDER", "milvus:FOLDER", "weaviate:URL", POSTGRES,
+    ".faiss", ".parquet", ".npy", ".npz", ".jsonl", "http(s)://…/v1/embeddings",
 )  # fmt: skip
+PREFIXED = (":FOLDER", ":URL")  # the ends of forms that begin with the store's name
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 
 
@@ -112,8 +113,8 @@ def _pattern(form: str) -> re.Pattern[str]:
         return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
     if form == POSTGRES:
         return re.compile(r"postgres(ql)?://.*", re.DOTALL)
-    if form.endswith(":FOLDER"):
-        return re.compile(rf"{form.removesuffix('FOLDER')}.*", re.DOTALL)
+    if form.endswith(PREFIXED):
+        return re.compile(rf"{form.partition(':')[0]}:.*", re.DOTALL)
     return re.compile(r"https?://.*/v1/embeddings/*", re.DOTALL)
 
 

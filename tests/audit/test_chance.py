@@ -8,7 +8,7 @@ import random
 import pytest
 
 import tiny_models
-from keyhole.audit.texts import _verdict, explained, reading_of, share_by_chance
+from keyhole.audit.texts import explained, reading_of, share_by_chance, verdict
 from keyhole.core import Piece, Reading, Readings, Status
 from keyhole.recover import Mark, TextRecovery
 from keyhole.recover.originals import Original
@@ -54,7 +54,7 @@ def test_frequent_words_are_explained_by_chance():
     assert few.known == pytest.approx(1 / 3)
     assert few.chance == pytest.approx(1 / 3, abs=0.02)
     assert explained(few)
-    status, reason = _verdict([few], "")
+    status, reason = verdict([few], "")
     assert status is Status.UNSOLVED
     assert "guesses without the leak have 34% right" in reason
 
@@ -81,7 +81,7 @@ def test_a_few_tokens_above_chance_are_given_away_in_part():
     part = Readings("attention", 1, "float32", readings, chance)
     assert part.known == pytest.approx(0.2)
     assert part.chance < 0.05
-    assert _verdict([part], "")[0] is Status.INEXACT
+    assert verdict([part], "")[0] is Status.INEXACT
 
 
 def test_one_text_is_held_against_ordinary_sentences():

@@ -175,13 +175,17 @@ def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
 
 
 def test_none_right_is_not_a_clean_bill():
-    asked = target(
-        examples=[replace(example, label=-1) for example in tiny_classifiers.examples(2)]
-    )
-    labelled = flips._labelled(asked.loaded, asked.examples)
-    wrong = [replace(example, label=1 - example.label) for example in labelled]
+    asked = target(examples=tiny_classifiers.examples(2))
+    batch, _ = encode(asked.loaded.tokenizer, asked.examples)
+    batch.pop("special_tokens_mask")
+    answers = asked.loaded.model(**batch).logits.argmax(-1).tolist()
+    wrong = [
+        replace(example, label=1 - answer)
+        for example, answer in zip(asked.examples, answers, strict=True)
+    ]
     found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
+    assert found.reason == "the model gets none of 2 right"
     assert words.outcome(found) == "could not check"
 
 

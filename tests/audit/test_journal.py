@@ -244,7 +244,11 @@ def test_equal_targets_share_a_journal(tmp_path):
     same_model = classifier()
     named = replace(same_model, loaded=replace(same_model.loaded, name="in another folder"))
     reported = []
-    audit(named, journal=path, resuming=lambda *counts: reported.append(counts))
+    with pytest.raises(Stop):
+        audit(
+            named, journal=path, track=stop_after(3),
+            resuming=lambda *counts: reported.append(counts),
+        )  # fmt: skip
     assert reported[0][0] == 2
 
 

@@ -133,7 +133,7 @@ def test_nothing_found_is_not_clean_where_a_part_was_not_opened(without):
 
 def test_an_audit_without_flint_has_findings_without_proofs(without):
     without("flint")
-    inputs = [finding for finding in keyhole.audit(LAYER).findings if finding.sought == "input"]
+    inputs = keyhole.audit(LAYER, only=["inputs"]).findings
     assert inputs[0].status is Status.RECOVERED
     assert "not proved: certificates need python-flint" in inputs[0].reason
     assert "pip install 'keyhole[proofs]'" in inputs[0].reason

@@ -23,7 +23,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
 from keyhole.oracle.completions import Completions
-from keyhole.oracle.probe import ROUTES, Server
+from keyhole.oracle.probe import ROUTES, SAFE, Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.report import json_form, words
 
@@ -289,24 +289,42 @@ def following_text(box, prompt):
         return box.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
 
 
-def test_hidden_states_of_a_stand_in_for_sglang():
-    """As SGLang documents it: POST /generate with return_hidden_states, and triples."""
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [(SAFE, "1,000 log-prob"), (100, "768 log-probabilities of the next token, of tokens named")],
+)
+def test_a_stand_in_for_sglang_is_not_asked_for_more_than_it_has(cap, expected):
+    """As SGLang 0.5.23 answers: triples, of the likeliest tokens and of those that are named. Asked
+    for more log-probabilities than it has tokens it ends."""
 
     def generate(content):
         assert content["sampling_params"]["max_new_tokens"] == 1
         if content.get("return_hidden_states"):
             return {"text": "", "meta_info": {"hidden_states": [[[0.5] * 8] * 3]}}
-        count = min(content["top_logprobs_num"], 500)
-        entries = [[-1.0 - token, token, f"t{token}"] for token in range(count)]
-        return {"text": "", "meta_info": {"output_top_logprobs": [entries]}}
+        assert content["top_logprobs_num"] <= SAFE
+        given = {"output_top_logprobs": [triples(range(min(content["top_logprobs_num"], cap)))]}
+        if "token_ids_logprob" in content:
+            given["output_token_ids_logprobs"] = [triples(content["token_ids_logprob"])]
+        return {"text": "", "meta_info": given}
 
-    with standing_in({"/generate": generate}, "sglang") as url:
+    def triples(tokens):
+        return [[-1.0 - token, token, None] for token in tokens]
+
+    def completions(content):
+        assert content["logprobs"] <= SAFE
+        return {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0}]}}]}
+
+    with standing_in({"/generate": generate, "/v1/completions": completions}, "sglang") as url:
         given = by_exposure(keyhole.audit(url))
-    assert "3 rows of 8 numbers" in given["token states: POST /generate of SGLang"].reason
+        with pytest.raises(InputError, match="a server of SGLang, which ends where it is asked"):
+            Completions.at(url)
     states = given["token states: POST /generate of SGLang"]
+    assert "3 rows of 8 numbers" in states.reason
     assert states.command == f"keyhole audit {url} --model MODEL"
     assert words.outcome(states) == "open, not tried"
-    assert "500 log-prob" in given["log-probabilities: POST /generate of SGLang"].reason
+    listed = given["log-probabilities: POST /v1/completions of OpenAI's form"]
+    assert not listed.command.startswith("keyhole extract")
+    assert expected in given["log-probabilities: POST /generate of SGLang"].reason
 
 
 def test_few_log_probabilities_are_kept():
@@ -321,7 +339,7 @@ def test_few_log_probabilities_are_kept():
 
     with standing_in({"/v1/completions": completions}, "openai") as url:
         audit = keyhole.audit(url)
-    assert asked[0] > 100_000
+    assert asked[0] == SAFE  # more might end a server of a kind that is not known
     assert asked[-1] == 5
     kept = by_exposure(audit)["log-probabilities: POST /v1/completions of OpenAI's form"]
     assert kept.status is Status.NOT_IDENTIFIABLE

@@ -31,7 +31,7 @@ COUNTING = "counting the corpus"
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch):
     """Several checks without hundreds of vectors."""
-    monkeypatch.setitem(stores._AT_ONCE, "cpu", 3)
+    monkeypatch.setitem(stores.AT_ONCE, "cpu", 3)
 
 
 @pytest.fixture

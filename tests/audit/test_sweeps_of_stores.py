@@ -127,7 +127,7 @@ def test_workers_need_the_name_of_the_encoder(opened):
 
 def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):
     opened(4)
-    monkeypatch.setitem(stores._AT_ONCE, "cpu", 2)
+    monkeypatch.setitem(stores.AT_ONCE, "cpu", 2)
     monkeypatch.setattr("keyhole.audit.stores.read", partial(briefly, stores.read))
     here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "all")

@@ -99,7 +99,7 @@ def test_a_text_is_exact_only_if_its_characters_came_back():
     """One whole text, one with a word that has no token, one that is cut off."""
     texts = (WORDS[0], "w1 nobody w3", "w7 " * 100)
     subject = replace(target("bert", layers=[1], precisions=("float32",)), texts=texts)
-    finding = next(f for f in audit(subject).findings if f.exposure.rule == "KH-TEXT-HIDDEN-STATES")
+    (finding,) = audit(subject, only=["KH-TEXT-HIDDEN-STATES"]).findings
     whole, unknown, cut = finding.texts[0].readings
     assert [reading.exact for reading in (whole, unknown, cut)] == [True, False, False]
     assert all(reading.verified for reading in (whole, unknown, cut))  # every token is
@@ -246,8 +246,7 @@ def guess():
 @pytest.mark.usefixtures("guess")
 def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     subject = target("bert", layers=[2], precisions=("float32",))
-    rule = "KH-TEXT-HIDDEN-STATES"
-    findings = [f for f in audit(subject).findings if f.exposure.rule == rule]
+    findings = audit(subject, only=["KH-TEXT-HIDDEN-STATES"]).findings
     assert [(finding.exposure.variant, finding.attack) for finding in findings] == [
         ("", "EncoderStates"),
         ("guessed", "Guess"),
@@ -271,7 +270,7 @@ def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides
         target("bert", layers=[1], precisions=("float32",)), texts=("w30 w31 w32 " * 4,),
         notes=("w40",), corpus=corpus,
     )  # fmt: skip
-    finding = by_name(audit(subject).findings)["pooled embedding"]
+    (finding,) = audit(subject, only=["KH-TEXT-EMBEDDING"]).findings
     long, short = finding.texts[0].readings
     assert (finding.queries, finding.attack) == (2, "CountedReader")
     assert (long.exact, short.exact, short.original) == (False, True, "w40")

@@ -96,7 +96,7 @@ LONG = {
     "extract, of unknown length": "extract t.safetensors",
     "invert": "invert p.safetensors -o starts=8 -o solutions=3",
     "recover": "recover demo leaks",
-    "disrupt": "disrupt my-classifier --data dev.tsv --share 0.2 --examples 5",
+    "disrupt": f"disrupt my-classifier --data dev.tsv --examples 5 {tiny_classifiers.LIGHTLY}",
     "harden": "harden my-classifier --data train.tsv --dev dev.tsv --flips 2 --method plain "
     "--epochs 2 --out hardened",
 }

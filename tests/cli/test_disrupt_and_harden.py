@@ -200,8 +200,9 @@ def test_harden_measures_what_disrupt_finds(keyhole, place, tmp_path, lightly):
     )  # fmt: skip
     result = json.loads(done.stdout)
     (run,) = result["runs"]
+    light = tiny_classifiers.LIGHTLY.split()
     for found, model in ((result["before"], place / "my-classifier"), (run["after"], "new")):
-        own = json.loads(keyhole("disrupt", model, *view).stdout)
+        own = json.loads(keyhole("disrupt", model, *view, *light).stdout)
         assert own["success"] > 0
         assert (found["accuracy"], found["examples"]) == (own["accuracy"], 12)
         stronger = found["attacks"]["stronger"]

@@ -68,7 +68,9 @@ ANSWERS = {
     "extract t.safetensors": ("recovered: ", "Do not return"),
     "invert p.safetensors -o starts=8": ("recovered: ", "condition"),
     "recover model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
-    "disrupt my-classifier --data dev.tsv --examples 3": ("my-classifier: ", "accuracy before"),
+    f"disrupt my-classifier --data dev.tsv --examples 3 {tiny_classifiers.LIGHTLY}": (
+        "my-classifier: ", "accuracy before",
+    ),
     "harden my-classifier --data train.tsv --dev dev.tsv --flips 1 --method plain --epochs 1 "
     "--out new": ("1 step", "clean accuracy"),
     "lab capture model --text w1 --expose hidden:1 --out l.safetensors": (

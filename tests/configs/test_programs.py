@@ -33,7 +33,20 @@ def rules(tmp_path, text, name="run.sh"):
         ("vllm serve m --host localhost --max-logprobs 20", set()),
         ("vllm serve m --host localhost --max-logprobs 21", {"VLLM-LOGPROBS"}),
         ("vllm serve m --host localhost --max-logprobs $N", set()),
-        ("vllm serve m --host localhost --runner pooling", {"VLLM-TOKEN-STATES"}),
+        ("vllm serve m --host localhost --task embed", {"VLLM-TOKEN-STATES"}),
+        ("vllm serve m --host localhost --task generate", set()),
+        ("vllm serve m --host localhost --runner pooling --convert embed", set()),
+        ("vllm serve m --host localhost --pooler-config.task embed", set()),
+        ("vllm serve m --host localhost --pooler-config.task=token_embed", {"VLLM-TOKEN-STATES"}),
+        (
+            """vllm serve m --host localhost --pooler-config '{"task": "token_embed"}'""",
+            {"VLLM-TOKEN-STATES"},
+        ),
+        (
+            "docker run vllm/vllm-openai:v0.20.2 --host localhost --runner pooling",
+            {"VLLM-TOKEN-STATES"},
+        ),
+        ("docker run vllm/vllm-openai:v0.21.0 --host localhost --runner pooling", set()),
         ("vllm bench serve --max-logprobs 50", set()),
         (
             "vllm serve m --host localhost "

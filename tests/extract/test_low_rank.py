@@ -115,7 +115,8 @@ def test_nuclear_norm_measures_with_independent_gaussian_pairs():
 
     keep.dim = 6
     method = extract.NuclearNorm(rank=1, oversampling=40, seed=3)
-    deltas, xs = method._draw(6, 240)
+    stream = torch.Generator().manual_seed(3)
+    deltas, xs = torch.randn(2, 240, 6, generator=stream, dtype=torch.float64)
     list(method.steps(keep))
     sent = torch.cat(pairs)
     d, x = sent[:, 0] - sent[:, 1], sent[:, 1]

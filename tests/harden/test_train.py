@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tiny_classifiers as small
 import tiny_models as tiny
@@ -26,7 +27,6 @@ from keyhole.harden import (
     Training,
     train,
 )  # fmt: skip
-from keyhole.harden.train import _schedule
 
 ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), CreAT(),
        Augmented(), AttackMasks(), Combined.strongest(),
@@ -195,8 +195,19 @@ def test_mixed_precision_is_close(defence):
 
 
 def test_the_rate_rises_and_falls_in_lines():
-    rates = [_schedule(step, 10, 0.2) for step in range(10)]
-    assert rates == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    rates = []
+
+    def look(optimizer, given, named):
+        rates.append({group["lr"] for group in optimizer.param_groups})
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        train_small(Plain(), small.model(labels=2), small.examples(20), batch=4, warmup=0.2)
+    finally:
+        handle.remove()
+    factors = [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    assert all(len(rate) == 1 for rate in rates)
+    assert [rate.pop() for rate in rates] == pytest.approx([1e-3 * factor for factor in factors])
 
 
 def test_stages_follow_each_other():

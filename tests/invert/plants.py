@@ -14,13 +14,15 @@ def gaussians(seed):
     return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
 
 
-def plant(n, d, seed=0, *, heads=1, m=None, s=0.3, biases=False, equal_tokens=False, **options):
+def plant(
+    n, d, seed=0, *, heads=1, m=None, s=0.3, v=1.0, biases=False, equal_tokens=False, **options
+):
     """(problem, X, maps)"""
     draw = gaussians(seed)
     X, m = draw(n, d), m or d
     if equal_tokens:
         X[1] = X[0]
-    W, V = s * draw(heads, d, d) / d**0.5, draw(heads, d, m)
+    W, V = s * draw(heads, d, d) / d**0.5, v * draw(heads, d, m)
     more = {"key_bias": draw(heads, d), "output_bias": draw(m)} if biases else {}
     arrays = {name: tensor.numpy() for name, tensor in more.items()}
     witness = reference_stack.output(X.numpy(), W.numpy(), V.numpy(), **options, **arrays)

@@ -89,7 +89,8 @@ def zero():
 @pytest.mark.usefixtures("zero")
 def test_one_line_adds_a_method(tmp_path, monkeypatch, capsys):
     layer = oracle.plant("attention", dim=4, every_token=True, seed=1)
-    (finding,) = (found for found in audit(layer).findings if found.exposure == GUESSED)
+    found = audit(layer, only=[GUESSED.rule]).findings
+    (finding,) = (each for each in found if each.exposure == GUESSED)
     assert (finding.attack, finding.status, finding.reason) == (
         "Zero", Status.UNSOLVED, "only zeros",
     )  # fmt: skip

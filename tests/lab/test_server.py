@@ -15,7 +15,9 @@ pytest.importorskip("mlserver", reason="MLServer is not installed: pip install k
 @pytest.mark.parametrize("in_file", [None, oracle.Degradation(max_norm=1.0)])
 def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     from mlserver import ModelSettings
+    from mlserver.codecs import NumpyCodec
     from mlserver.settings import ModelParameters
+    from mlserver.types import InferenceRequest
 
     from keyhole.lab.server import TargetRuntime
 
@@ -29,4 +31,6 @@ def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     assert asyncio.run(runtime.load())
     X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = oracle.Rounded(oracle.load(path), 1)
-    assert torch.equal(runtime._target(X), expected(X))
+    request = InferenceRequest(inputs=[NumpyCodec.encode_input("sequences", X.numpy())])
+    (answer,) = asyncio.run(runtime.predict(request)).outputs
+    assert NumpyCodec.decode_output(answer).ravel().tolist() == expected(X).tolist()

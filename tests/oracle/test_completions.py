@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from hostile import Server, answer
 
 import tiny_gguf
 from keyhole.core.errors import InputError
 from keyhole.oracle import ask
-from keyhole.oracle.completions import Completions, _cut_out, _entries, _sampled_of
+from keyhole.oracle.completions import OPENAI, Completions, cut_out
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
 
 PROMPT = torch.tensor([40, 41, 42, 43])
@@ -86,24 +88,39 @@ def test_entries_cut_out_are_those_that_a_parser_reads(text):
     """Whatever a token's text is: nobody vouches for it."""
     draw = np.random.default_rng(0)
     values = list(zip(range(1500), (-draw.exponential(10, 1500)).tolist(), strict=True))
+    draw.shuffle(values)
     body = written(values, text)
-    cut = _cut_out(bytearray(body))
-    ids, numbers = _entries(json.loads(body))
-    assert np.array_equal(cut[0], ids)
-    assert np.array_equal(cut[1], numbers)
-    assert _cut_out(bytearray(written(values[:5], text))) is None  # left to the parser
+    entries = json.loads(body)["completion_probabilities"][0]["top_logprobs"]
+    ids, numbers = cut_out(bytearray(body))
+    assert ids.tolist() == [entry["id"] for entry in entries]
+    assert numbers.tolist() == [entry["logprob"] for entry in entries]
+    few = written([(2, -0.5), (0, -1.5), (1, -2.5)], text)
+    assert cut_out(bytearray(few)) is None  # left to the parser
+    by_id = [value for _, value in sorted(values)]
+    for content, expected in ((body, by_id), (few, [-1.5, -2.5, -0.5])):
+        assert answered(content, question(PROMPT)) == expected
+
+
+def answered(content, asked, **settings):
+    """What is made of a server's answer, given as it is sent."""
+    with (
+        Server(answer(content), "infer") as server,
+        closing(Completions(server.url, **settings)) as completions,
+    ):
+        return ask(completions, asked)[0].tolist()
 
 
 def test_the_form_of_vllm():
     """As its documentation has it: the best by `token_id:…`, and the sampled token with its own."""
-    given = {"tokens": ["token_id:7"], "token_logprobs": [-2.5],
-             "top_logprobs": [{"token_id:3": -0.5, "token_id:7": -2.5}]}  # fmt: skip
-    answer = {"choices": [{"text": "x", "logprobs": given}]}
-    ids, values = _entries(answer)
-    assert (ids.tolist(), values.tolist()) == ([3, 7], [-0.5, -2.5])
-    assert _sampled_of(answer, 7) == -2.5
-    assert _sampled_of(answer, 8) == ABSENT
-    assert not len(_entries({"choices": []})[0])
+    best = {"token_id:1": -0.5, "token_id:2": -2.5, "token_id:0": -3.5}
+    given = {"tokens": ["token_id:2"], "token_logprobs": [-2.5], "top_logprobs": [best]}
+    content = json.dumps({"choices": [{"text": "x", "logprobs": given}]})
+    asked = partial(answered, route=OPENAI)
+    assert asked(content, question(PROMPT)) == [-3.5, -0.5, -2.5]
+    for token, expected in ((2, -2.5), (1, ABSENT)):
+        raised = question(PROMPT, torch.tensor([token]), torch.tensor([1.0]))
+        assert asked(content, raised) == [expected]
+    assert asked('{"choices": []}', question(PROMPT), vocabulary=3) == [ABSENT] * 3
 
 
 def test_questions_are_prompts_and_raised_tokens():

@@ -62,6 +62,7 @@ def test_the_identity_is_that_of_the_vectors(tmp_path):
         ("lancedb:x", "LanceDB"),
         ("milvus:x.db?collection=a", "Milvus"),
         ("milvus:http://root:secret@host:19530", "Milvus"),
+        ("weaviate:http://host:8080?collection=a", "Weaviate"),
         ("postgresql://u@h/db?table=t&column=c", "PostgreSQL"),
         ("postgres:///db", "PostgreSQL"),
         ("x/y.faiss", "an index of FAISS"),
@@ -197,6 +198,7 @@ def test_a_store_that_is_being_written_is_left_alone(tmp_path):
         ("faiss", "x.faiss"),
         ("pyarrow.parquet", "x.parquet"),
         ("psycopg", "postgresql://localhost/none"),
+        ("weaviate", "weaviate:http://localhost"),
     ],
 )
 def test_a_missing_library_names_its_extra(module, target, tmp_path, monkeypatch):

@@ -168,7 +168,7 @@ def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
         return f"keyhole audit {server.url}/v1/embeddings --model {model} --known FILE"
     if route.gives == CACHE:
         return f"keyhole audit SAVED-SLOT --model {model}"
-    if route.gives == LOGPROBS and not route.numbered:
+    if route.gives == LOGPROBS and not route.numbered and server.kind != "SGLang":
         return f"keyhole extract {server.url}/v1/completions --method output-layer"
     return f"keyhole audit {server.url} --model {model}"
 

@@ -58,7 +58,7 @@ from keyhole.report import words
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # the rest is not estimated
-_AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
+AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
 # Runs of the encoder for one text, at most: on a CPU what is read after more of them is little.
 _PASSES = {"cpu": 5_000, "cuda": 1_000_000}
 _TYPICAL = 0.85  # of those: what a text of usual length takes on average
@@ -176,7 +176,7 @@ class StoreTarget(Vectors, Part):
             mismatch = finding(self.exposure, Status.MISMATCH, reason)
             return [Check(self.exposure, lambda _: Checked((mismatch,)))]
         attack, count, pace = _ready_once(self), len(self.rows), self._pace()
-        step = _AT_ONCE[anatomy(self.loaded.model).device.type]
+        step = AT_ONCE[anatomy(self.loaded.model).device.type]
         made: list[Check] = []
         for start in range(0, count, step):
             end = min(start + step, count)

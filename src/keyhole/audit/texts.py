@@ -215,7 +215,7 @@ def _check(
             first = recoveries
             chance = share_by_chance(tokenizer, originals, recoveries, max_length)
         results.append(Readings(row.kind, above, precision, readings, chance))
-    status, reason = _verdict(results, attack.note if isinstance(attack, CountedReader) else "")
+    status, reason = verdict(results, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
         status, reason = _unread(first, reason)
     if row.short and target.notes:
@@ -307,8 +307,11 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
-def _verdict(results: list[Readings], read_with: str) -> tuple[Status, str]:
-    """By the leak as it is; the reason lists the other precisions too."""
+def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
+    """What was read of one exposure, by the leak as it is; the reason lists other precisions too.
+
+    `read_with` is what an attack had besides the leak, for the reason.
+    """
     if not results:
         return Status.NOT_APPLICABLE, "no precision asked for is tried"
     count = len(results[0].readings)

@@ -2,8 +2,8 @@
 
 llama.cpp's options are those of its own README; what /slots, /props and saved slots hold was looked
 up on the running server. Those of vLLM, SGLang, Ollama, text-embeddings-inference and TGI are as
-their documentation has them, not tried on the servers. Chroma, Qdrant, Weaviate and Milvus ask
-nobody for a key unless they are configured to.
+their documentation has them, what vLLM's /pooling returns as its code has it, not tried on the
+servers. Chroma, Qdrant, Weaviate and Milvus ask nobody for a key unless they are configured to.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ LLAMA_CPP = Program(
 
 _VLLM_AUDIT = "keyhole audit http://HOST:8000 --model MODEL"
 _CAP = 20  # log-probabilities that it allows by default
-_POOLING = {"embed", "embedding", "encode", "token_embed", "token-embed"}
+# Since 0.21 /pooling does the pooler's task alone, embed unless set; before, what a request asks.
+_ONE_TASK = 21
+_POOLING = {"--task": ("embed", "embedding", "encode")}  # an option of releases before 0.13
+_POOLING_BEFORE = {**_POOLING, "--runner": ("pooling",), "--convert": ("embed",)}
 
 VLLM_LOGPROBS = Rule(
     "KH-CONFIG-VLLM-LOGPROBS", "More log-probabilities than needed are allowed", Level.MEDIUM,
@@ -162,8 +165,9 @@ VLLM_PROMPT_EMBEDS = Rule(
 )  # fmt: skip
 VLLM_TOKEN_STATES = Rule(
     "KH-CONFIG-VLLM-TOKEN-STATES", "The last state of every token is returned", Level.HIGH,
-    "POST /pooling with task token_embed returns every token's last state, and no key guards it",
-    "put a proxy in front that lets /v1/embeddings through alone",
+    "POST /pooling returns every token's last state, and no key guards it",
+    "leave the pooler's task at embed, in vLLM 0.21 or newer; put a proxy in front that lets "
+    "/v1/embeddings through alone",
     "keyhole audit http://HOST:8000 --model ENCODER",
     standards.INPUTS_READ,
 )  # fmt: skip
@@ -219,9 +223,15 @@ def _vllm_answers(options: Options) -> Iterator[Hit]:
         yield Hit(VLLM_LOGPROBS, most.line, f"--max-logprobs {most.text}")
     if given := options.has("--enable-prompt-embeds"):
         yield Hit(VLLM_PROMPT_EMBEDS, given.line, "--enable-prompt-embeds")
-    for name in ("--task", "--runner", "--convert"):
+    pooler = options.option("--pooler-config", "--pooler-config.task")
+    if pooler and re.search(r"\btoken_embed\b", pooler.text):
+        yield Hit(VLLM_TOKEN_STATES, pooler.line, "--pooler-config task token_embed")
+        return
+    release = re.search(r":v?0\.(\d+)", options.image.text if options.image else "")
+    older = release is not None and int(release[1]) < _ONE_TASK
+    for name, values in (_POOLING_BEFORE if older else _POOLING).items():
         value = options.option(name)
-        if value and (value.text in _POOLING or (name, value.text) == ("--runner", "pooling")):
+        if value and value.text in values:
             yield Hit(VLLM_TOKEN_STATES, value.line, f"{name} {value.text}")
             return
 
@@ -467,7 +477,7 @@ WEAVIATE_OPEN = Rule(
     "whoever reaches the address reads all embeddings, and with the encoder many of their texts",
     "set AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED to false and AUTHENTICATION_APIKEY_ENABLED to "
     "true, or listen at 127.0.0.1",
-    "keyhole audit EXPORT.jsonl --model ENCODER",
+    "keyhole audit weaviate:http://HOST:8080 --model ENCODER",
     standards.STORE_OPEN,
 )  # fmt: skip
 MILVUS_OPEN = Rule(

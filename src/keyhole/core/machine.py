@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs non
 _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 
-def available(device: torch.device | None = None) -> int:
-    """Bytes that can be had without swapping, or that are free on a GPU."""
-    if device is not None and device.type == "cuda":
+def available(device: str | torch.device = "cpu") -> int:
+    """Bytes that can be had on a device, on a CPU without swapping."""
+    if str(device).startswith("cuda"):
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
@@ -31,9 +31,9 @@ def available(device: torch.device | None = None) -> int:
     return psutil.virtual_memory().available
 
 
-def expect_memory(needed: int, what: str) -> None:
-    """Refuse `what` where it needs more bytes than there are."""
-    free = int(_SHARE * available())
+def expect_memory(needed: int, what: str, device: str | torch.device = "cpu") -> None:
+    """Refuse `what` where it needs more bytes than there are on the device."""
+    free = int(_SHARE * available(device))
     if needed > free:
         raise InputError(f"{what} needs {_shown(needed)} of memory, and {_shown(free)} are free")
 

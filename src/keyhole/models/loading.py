@@ -1,5 +1,9 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
+On a GPU a language model's weights keep the checkpoint's own precision: a service computes in it,
+and twice the memory may not be there. Others, and all of them on a CPU, are float32: encoders are
+small, classifiers may be trained, and arithmetic in half precision is slow on a CPU.
+
 The library chooses how attention is computed, mostly without ever holding a whole attention map, so
 that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
 
@@ -32,6 +36,7 @@ from torch import nn
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import expect_device, expect_memory
+from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 
 T = TypeVar("T")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -93,7 +98,7 @@ def head_of(model: Any) -> Task:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model ready to be attacked: in eval, float32, no gradients for its weights."""
+    """A model ready to be attacked: in eval, no gradients for its weights."""
 
     model: Any
     tokenizer: Any
@@ -157,13 +162,22 @@ def load_model(
     if new_head is not None and task == "classification":
         arguments["num_labels"] = new_head
 
+    expect_device(device)
+    on_cpu = torch.device(device).type == "cpu"
+    dtype = torch.float32 if on_cpu else _own_dtype(name)
+    placed = {} if on_cpu else {"device_map": str(device)}  # straight there, no copy on the way
+
     def load_weights() -> Any:
+        if nomic := _nomic(where, options):
+            if task != "base":
+                raise InputError(f"a GGUF file of {ARCHITECTURE} has no head for {task}")
+            return nomic.model(dtype, device), {"missing_keys": ()}
         return getattr(library, AUTO_CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
+            where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
             output_loading_info=True,
         )  # fmt: skip
 
-    _expect_memory(name)
+    _expect_memory(name, dtype, device)
     with _gguf_read_once() if "gguf_file" in options else nullcontext():
         model, report = _quietly(load_weights, f"the model {name}")
         own_tokenizer = load_tokenizer(name) if tokenizer else None
@@ -171,11 +185,17 @@ def load_model(
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
         raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
-    model = _placed(model.eval().requires_grad_(False), device)
+    model = model.eval().requires_grad_(False)
     return Loaded(model, own_tokenizer, identity(model), str(name))
 
 
-def _expect_memory(name: str | Path) -> None:
+def _own_dtype(name: str | Path) -> torch.dtype:
+    """The precision in which a language model is stored; float32 for all others."""
+    own = getattr(load_config(name), "dtype", None) if task_of(name) == "causal" else None
+    return own if own in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _expect_memory(name: str | Path, dtype: torch.dtype, device: str | torch.device) -> None:
     """Refuse a configuration whose model would not fit into memory, before any weights are read."""
     if not is_folder(name):
         return
@@ -186,13 +206,14 @@ def _expect_memory(name: str | Path) -> None:
             raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
     vocabulary, width, layers, inner = sizes.values()
     parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
-    expect_memory(4 * parameters, f"the configuration of {name}")
+    needed = dtype.itemsize * parameters
+    expect_memory(needed, f"the configuration of {name}", device)
 
 
 def task_of(name: str | Path) -> Task:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
-        return "causal"
+        return "base" if _nomic(*_source(str(name), allow_pickle=False)) else "causal"
     architectures: Any = load_config(name).architectures or ()
     if not isinstance(architectures, list | tuple):
         raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
@@ -206,10 +227,13 @@ def task_of(name: str | Path) -> Task:
 def load_config(name: str | Path) -> Any:
     """A checkpoint's configuration alone."""
     where, options = _source(str(name), allow_pickle=True)  # it is no pickle
-    make = transformers().AutoConfig.from_pretrained
-    return _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"the configuration of {name}"
-    )
+
+    def load() -> Any:
+        if nomic := _nomic(where, options):
+            return nomic.config
+        return transformers().AutoConfig.from_pretrained(where, **options, trust_remote_code=False)
+
+    return _quietly(load, f"the configuration of {name}")
 
 
 def class_names(config: Any) -> list[str]:
@@ -224,15 +248,6 @@ def expect_names(given: Sequence[str], config: Any) -> None:
         raise InputError(f"--classes names a class twice: {','.join(given)}")
     if given and len(known) > 1 and len(given) != len(known):
         raise InputError(f"--classes must name {len(known)} classes, not {len(given)}")
-
-
-def _placed(model: Any, device: str | torch.device) -> Any:
-    expect_device(device)
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        # No such device, or no memory left on it; a torch without CUDA asserts.
-        raise InputError(f"the model does not fit on {device}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -258,8 +273,13 @@ def save(loaded: Loaded, folder: str | Path) -> None:
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
-    make = transformers().AutoTokenizer.from_pretrained
-    tokenizer = _quietly(lambda: make(where, **arguments), f"the tokenizer of {name}")
+
+    def load() -> Any:
+        if nomic := _nomic(where, arguments):
+            return nomic.tokenizer
+        return transformers().AutoTokenizer.from_pretrained(where, **arguments)
+
+    tokenizer = _quietly(load, f"the tokenizer of {name}")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # The library makes an empty tokenizer where the files of a known family are missing.
         raise InputError(f"{name} has no tokenizer with words")
@@ -290,6 +310,15 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
         rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
         raise InputError(f"{name} has no weights as .safetensors{rest}")
     return str(path), {"local_files_only": True}
+
+
+def _nomic(where: str, options: dict[str, Any]) -> NomicFile | None:
+    """A GGUF file that is read here, because the library does not."""
+    return (
+        NomicFile.of(Path(where) / options["gguf_file"], transformers())
+        if options.get("gguf_file")
+        else None
+    )
 
 
 def _hub_answers() -> bool:
@@ -383,8 +412,9 @@ def identity(model: nn.Module, *, head: bool = False) -> str:
 
 # A model that is in memory already, for example in training.
 #
-# Attacks need a model in eval mode, in float32, without gradients for its weights. `lent` puts it
-# into that state for a block and restores it afterwards; a model in another precision is copied.
+# Attacks need a model in eval mode, without gradients for its weights, on a CPU in float32. `lent`
+# puts it into that state for a block and restores it afterwards; only to change the precision is it
+# copied.
 
 
 def is_model(thing: object) -> bool:
@@ -397,8 +427,10 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
     """The model as attacks need it; its mode, gradients and random state are restored."""
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
-    if any(weight.is_floating_point() and weight.dtype != torch.float32
-           for weight in model.parameters()):  # fmt: skip
+    if any(
+        weight.is_floating_point() and weight.dtype != torch.float32 and not weight.is_cuda
+        for weight in model.parameters()
+    ):
         model = copy.deepcopy(model).float()
     modes = {part: part.training for part in model.modules()}
     gradients = [(weight, weight.requires_grad) for weight in model.parameters()]

@@ -79,6 +79,11 @@ class Completions:
         route = next((route for route in ROUTES[::-1] if address.endswith(route)), None)
         url = address.removesuffix(route or "").rstrip("/")
         server = Server.at(url, options)
+        if server.kind == "SGLang":
+            raise InputError(
+                f"{server.url} is a server of SGLang, which ends where it is asked for more "
+                "log-probabilities than it has tokens: audit it with --model"
+            )
         native = server.kind == "llama.cpp"
         with closing(server_http(url, options, key=True)) as http:
             sizes = _sizes(http, server.url)
@@ -178,14 +183,14 @@ class Completions:
         return {"logit_bias": {str(token): bias for token, bias in pairs}}
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=_cut_out)
+        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=cut_out)
 
 
 Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
 
 
-def _cut_out(body: bytearray) -> Entries | None:
-    """The entries of a long answer; of a short one, or one of another form, nothing."""
+def cut_out(body: bytearray) -> Entries | None:
+    """The entries of a long answer of llama.cpp; of a short one, or one of another form, None."""
     found = _ENTRY.findall(body)
     if len(found) < 1000:
         return None
@@ -264,9 +269,8 @@ def _vocabulary(http: Http, server: Server) -> int | None:
 #     vLLM     POST /v1/completions   prompt_embeds: a tensor (n, d) of torch.save, in base64
 #     SGLang   POST /generate         input_embeds: n lists of d numbers
 #
-# SGLang's as documented, not tried on the server itself. The answer to a sequence is the
-# log-probabilities of the `best` likeliest next tokens, the likeliest first: a function of the
-# vectors alone, whatever a server calls its tokens.
+# The answer to a sequence is the log-probabilities of the `best` likeliest next tokens, the
+# likeliest first: a function of the vectors alone, whatever a server calls its tokens.
 
 BEST = 5  # the most that OpenAI's form gives
 

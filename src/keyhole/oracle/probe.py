@@ -17,7 +17,11 @@ from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 
-_FEWER = (-1, 1_000, 20, 5)  # log-probabilities to ask for where MANY are refused; -1: all
+SAFE = 1_000  # log-probabilities that any server has
+_FEWER = (-1, SAFE, 20, 5)  # to ask for where MANY are refused; -1: all
+# Known to answer or to refuse where they are asked for more log-probabilities than they have
+# tokens. SGLang 0.5.23 ends, with all that it serves.
+_WITHSTAND = ("llama.cpp", "vLLM")
 _SHUT = (401, 403)
 # A log-probability for each of 256,000 tokens, with the token as text and as bytes.
 LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
@@ -88,15 +92,13 @@ class Server:
     def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
         """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
         content = route.asked(text, self.model)
+        first = MANY if self.kind in _WITHSTAND else SAFE
         address = (self.address if key else "") or self.url
         with closing(server_http(address, self.options, key=key)) as http:
-            answered = self._ask(http, route, content)
+            answered = self._ask(http, route, _counted(content, first))
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
-                    fewer = {
-                        name: count if value == MANY else value for name, value in content.items()
-                    }
-                    answered = self._ask(http, route, fewer)
+                    answered = self._ask(http, route, _counted(content, count))
                     if answered.open:
                         break
         return answered
@@ -105,13 +107,13 @@ class Server:
         self, route: Route, text: str, tokens: Sequence[int], *, key: bool = False
     ) -> Answered:
         """The log-probabilities of chosen tokens after a text, `route.chosen` of them at a time."""
-        content = {**route.asked(text, self.model), "logprobs": 1}
+        content = _counted(route.asked(text, self.model), 1)
         groups = [tokens[at : at + route.chosen] for at in range(0, len(tokens), route.chosen)]
         found: dict[int, float] = {}
         address = (self.address if key else "") or self.url
         with closing(server_http(address, self.options, key=key)) as http:
             for group in groups:
-                answered = self._ask(http, route, {**content, "logprob_token_ids": [*group]})
+                answered = self._ask(http, route, {**content, route.naming: [*group]})
                 if not answered.open or not set(group) <= answered.content.keys():
                     return Answered(None, answered.status, "chosen tokens are not given")
                 found |= answered.content
@@ -133,6 +135,11 @@ class Server:
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
 
 
+def _counted(content: dict[str, Any], count: int) -> dict[str, Any]:
+    """The request, for so many log-probabilities."""
+    return {name: count if value == MANY else value for name, value in content.items()}
+
+
 def server_http(url: str, options: EndpointOptions, *, key: bool) -> Http:
     """A connection to a server of a language model."""
     return connected(options, url, limits=LIMITS, retries=1, key=key)
@@ -147,10 +154,9 @@ def _stated(http: Http, url: str) -> object:
 
 # What servers of language models answer, route by route, and the setting that closes each.
 #
-# Those of llama.cpp and vLLM were tried on the servers themselves; vLLM's /pooling and SGLang's
-# are as documented. `$text` and `$model` in a request stand for a text and the model's name.
-# No request changes anything on the server: a slot is asked to be saved under a name that no file
-# can have.
+# All but vLLM's /pooling were tried on the servers themselves. `$text` and `$model` in a request
+# stand for a text and the model's name. No request changes anything on the server: a slot is asked
+# to be saved under a name that no file can have.
 
 STATES, VECTOR, LOGPROBS, CACHE = "token states", "embedding", "log-probabilities", "cache files"
 TOKEN_ID = "token_id:"  # noqa: S105 - what vLLM writes before the number of a token
@@ -166,7 +172,8 @@ class Route:
     None where the answer has no such thing. `enabled` are statuses of a refusal that show that the
     route is there. `arithmetic` names one that is coarser than float32 (models/capture.py),
     `numbered` says that log-probabilities come with the numbers of their tokens, `chosen` of how
-    many tokens of the client's choice they come at a time, whatever the cap on the likeliest is.
+    many tokens of the client's choice they come at a time, whatever the cap on the likeliest is,
+    and `naming` the field of the request that names them.
     """
 
     server: str
@@ -179,6 +186,7 @@ class Route:
     arithmetic: str = ""
     numbered: bool = False
     chosen: int = 0
+    naming: str = "logprob_token_ids"
 
     @property
     def name(self) -> str:
@@ -247,8 +255,9 @@ def _sglang_rows(answer: Any) -> list[list[float]] | None:
 
 
 def _sglang_logprobs(answer: Any) -> dict[int, float]:
-    """Triples of log-probability, number and text, of the first token that follows."""
-    entries = answer["meta_info"]["output_top_logprobs"][0]
+    """Triples of log-probability, number and text, of tokens that were named or the likeliest."""
+    given = answer["meta_info"]
+    (entries,) = given.get("output_token_ids_logprobs") or given["output_top_logprobs"]
     return {int(entry[1]): float(entry[0]) for entry in entries}
 
 
@@ -312,6 +321,7 @@ ROUTES = (
         "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",
         _sglang_rows,
         {"text": "$text", "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True},
+        arithmetic="bfloat16",
     ),
     Route(
         "SGLang", "/generate#logprob", LOGPROBS, f"{_PROXY} and caps top_logprobs_num.",
@@ -320,6 +330,6 @@ ROUTES = (
             "text": "$text", "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True, "top_logprobs_num": MANY,
         },
-        numbered=True,
+        arithmetic="bfloat16", numbered=True, chosen=SAFE, naming="token_ids_logprob",
     ),
 )  # fmt: skip

@@ -19,10 +19,11 @@ from keyhole.stores.databases import (
     open_milvus,
     open_postgres,
     open_qdrant,
+    open_weaviate,
 )
 from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
-from keyhole.target import POSTGRES, parted, store_form
+from keyhole.target import POSTGRES, PREFIXED, parted, store_form
 
 __all__ = ["KINDS", "Kind", "Place", "Store", "address_of", "kind_of", "open_store"]
 
@@ -31,6 +32,10 @@ KINDS = (
     Kind("Qdrant", "qdrant:FOLDER", open_qdrant, ("collection", "vector", "text")),
     Kind("LanceDB", "lancedb:FOLDER", open_lancedb, ("table", "column", "text")),
     Kind("Milvus", "milvus:FOLDER", open_milvus, ("collection", "vector", "text")),
+    Kind(
+        "Weaviate", "weaviate:URL", open_weaviate,
+        ("collection", "vector", "text", "tenant", "grpc_port"),
+    ),
     Kind("PostgreSQL", POSTGRES, open_postgres, ("table", "column", "text")),
     Kind("an index of FAISS", ".faiss", open_faiss),
     Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
@@ -38,7 +43,7 @@ KINDS = (
     Kind("NumPy arrays", ".npz", open_npz, ("array", "text")),
     Kind("JSON lines", ".jsonl", open_json_lines, ("column", "text")),
     Kind("a server of embeddings", "http(s)://…/v1/embeddings", open_embeddings_api, ("model",)),
-)
+)  # fmt: skip
 
 
 def kind_of(target: str) -> Kind | None:
@@ -77,10 +82,10 @@ def open_store(
 def address_of(target: str) -> str | None:
     """The address of the server that a store is on; None where it is a file, or a database whose
     own login decides."""
-    path = parted(target)[0].removeprefix("milvus:")
+    path = parted(target)[0].removeprefix("milvus:").removeprefix("weaviate:")
     return path if path.lower().startswith(("http://", "https://")) else None
 
 
 def _place(path: str, kind: Kind) -> str:
     """What comes after `chroma:` and the like."""
-    return path.partition(":")[2] if kind.form.endswith(":FOLDER") else path
+    return path.partition(":")[2] if kind.form.endswith(PREFIXED) else path

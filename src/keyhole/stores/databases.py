@@ -1,4 +1,7 @@
-"""Vectors in databases (Chroma, Qdrant's local mode, LanceDB, Milvus, PostgreSQL), and served."""
+"""Vectors in databases, and served.
+
+Chroma, Qdrant's local mode, LanceDB, Milvus, Weaviate, PostgreSQL; servers of embeddings.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import io
 import logging
 import pickle
 import shutil
+import socket
 import sqlite3
 import tempfile
 from array import array
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlencode, urlsplit
 
+import httpx
 import numpy as np
 
-from keyhole.core.endpoint import EndpointOptions, without_password
+from keyhole.core.endpoint import KEY, EndpointOptions, without_password
 from keyhole.core.errors import InputError, KeyholeError, first_line
 from keyhole.core.files import exists, is_folder, unreadable
 from keyhole.oracle.connection import connected
@@ -212,7 +217,7 @@ def open_lancedb(place: Place) -> Generator[Store]:
 # not loaded for it.
 
 _LITE = "read from a temporary copy, because Milvus Lite writes to what it opens"
-_AT_ONCE_OF_MILVUS = 1000  # rows in one answer
+_ROWS = 1000  # of one answer of a server
 
 
 @contextmanager
@@ -275,22 +280,110 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
     ])  # fmt: skip
 
     def read(column: str, rows: Sequence[int]) -> list[Any]:
-        wanted, held = [keys[row] for row in rows], dict[Any, Any]()
-        for start in range(0, len(wanted), _AT_ONCE_OF_MILVUS):
-            part = wanted[start : start + _AT_ONCE_OF_MILVUS]
-            given = client.get(name, ids=part, output_fields=[key, column])
-            held |= {row[key]: row.get(column) for row in given}
-        return [held.get(each) for each in wanted]
+        def get(ids: list[Any]) -> dict[Any, Any]:
+            given = client.get(name, ids=ids, output_fields=[key, column])
+            return {row[key]: row.get(column) for row in given}
+
+        return _in_parts([keys[row] for row in rows], get)
 
     where = f"{place.path}, {name}"
     return column_store(where, len(keys), read, vector, text, np.float32, note)
 
 
+def _in_parts(keys: list[Any], get: Callable[[list[Any]], dict[Any, Any]]) -> list[Any]:
+    """What a server holds under each of the keys, in as many answers as it takes."""
+    starts, held = range(0, len(keys), _ROWS), dict[Any, Any]()
+    for start in starts:
+        held |= get(keys[start : start + _ROWS])
+    return [held.get(key) for key in keys]
+
+
 def _milvus_keys(client: Any, name: str, key: str) -> Iterator[Any]:
-    rows = client.query_iterator(name, batch_size=_AT_ONCE_OF_MILVUS, output_fields=[key])
+    rows = client.query_iterator(name, batch_size=_ROWS, output_fields=[key])
     with closing(rows):
         while part := rows.next():
             yield from (row[key] for row in part)
+
+
+# Vectors in a collection of Weaviate: its own client asks a server, and changes nothing there.
+#
+# What the client checks first is left out: it would ask PyPI for its newest release, and tries for
+# a minute where nobody listens at the port of gRPC, so that is tried here.
+
+_REFUSED = (401, 403)
+
+
+@contextmanager
+def open_weaviate(place: Place) -> Generator[Store]:
+    weaviate = library("weaviate", "weaviate-client")
+    shown = without_password(place.path)
+    try:
+        port = int(place.options.get("grpc_port", 50051))
+        address = weaviate.connect.ConnectionParams.from_url(place.path, port)
+    except ValueError as error:
+        raise InputError(
+            f"{shown} is no address of Weaviate: write weaviate:http://HOST:PORT, with "
+            "?grpc_port=PORT where that is not 50051"
+        ) from error
+    headers = EndpointOptions().secrets()
+    client = weaviate.WeaviateClient(address, additional_headers=headers, skip_init_checks=True)
+    try:
+        with closing(client):
+            _connect_to_weaviate(client, address.grpc, shown)
+            yield _weaviate_store(client, replace(place, path=shown))
+    except weaviate.exceptions.WeaviateBaseError as error:
+        if getattr(error, "status_code", None) in _REFUSED:
+            raise InputError(f"{shown} asks for a key, or another: set {KEY}") from error
+        raise KeyholeError(f"{shown} does not answer as Weaviate: {first_line(error)}") from error
+
+
+def _connect_to_weaviate(client: Any, grpc: Any, shown: str) -> None:
+    try:
+        client.connect()
+    except (httpx.HTTPError, LookupError, TypeError, AttributeError) as error:  # of another server
+        raise KeyholeError(f"{shown} does not answer as Weaviate: {error!r:.80}") from error
+    try:
+        socket.create_connection((grpc.host, grpc.port), timeout=10).close()
+    except OSError as error:
+        raise KeyholeError(
+            f"{shown} does not answer at its port of gRPC, {grpc.port}: open it, or add "
+            "?grpc_port=PORT"
+        ) from error
+
+
+def _weaviate_store(client: Any, place: Place) -> Store:
+    name = place.choice("collection", list(client.collections.list_all()), "collection")
+    collection = client.collections.use(name)
+    if "tenant" in place.options:
+        collection = collection.with_tenant(place.options["tenant"])
+    keys = sorted(
+        each.uuid for each in collection.iterator(return_properties=False, cache_size=_ROWS)
+    )
+    if not keys:
+        raise InputError(f"{place.path}, {name} holds no vectors")
+    (first,) = collection.query.fetch_objects_by_ids(keys[:1], include_vector=True).objects
+    vector = place.choice("vector", list(_vectors({"vector": first.vector})), "vector of an object")
+    text = place.text_column([
+        key for key, value in first.properties.items() if isinstance(value, str)
+    ])  # fmt: skip
+
+    def read(column: str, rows: Sequence[int]) -> list[Any]:
+        of_text = column == "text"
+
+        def get(ids: list[Any]) -> dict[Any, Any]:
+            given = collection.query.fetch_objects_by_ids(
+                ids, limit=len(ids), include_vector=not of_text,
+                return_properties=[text] if of_text else False,
+            )  # fmt: skip
+            return {
+                each.uuid: each.properties.get(text) if of_text else each.vector.get(vector)
+                for each in given.objects
+            }
+
+        return _in_parts([keys[row] for row in rows], get)
+
+    where = f"{place.path}, {name}"
+    return column_store(where, len(keys), read, "vector", text and "text", np.float32)
 
 
 # Vectors in a table of PostgreSQL: columns of pgvector (vector, halfvec), or arrays of numbers.

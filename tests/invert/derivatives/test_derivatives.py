@@ -114,13 +114,16 @@ def test_many_inputs_at_once_are_as_one_by_one():
             close(batched[place], function(problem, X[place]), within=1e-14)
 
 
-def test_a_few_rows_at_a_time_make_the_same_matrix(monkeypatch):
-    problem, X = draw(KINDS[-1])
-    whole = invert.hessian(problem, X)
-    monkeypatch.setattr("keyhole.invert.derivatives.hessian._AT_ONCE", 1)
-    close(invert.hessian(problem, X), whole, within=1e-14)
-    monkeypatch.setattr("keyhole.invert.derivatives.hessian._NARROW", 1)
-    close(invert.hessian(problem, X), whole, within=1e-14)
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_large_matrix_is_made_in_parts(inputs):
+    """Too large for one product, and for being read across: against products without a matrix."""
+    problem, _ = draw(Kind(n=120, d=5, heads=2, options=frozenset(OPTIONS)))
+    stream = torch.Generator().manual_seed(1)
+    X, P = (normal(stream, inputs, 120, 5) for _ in range(2))
+    H = invert.hessian(problem, X)
+    assert torch.equal(H, H.mT)
+    along = (H @ P.reshape(inputs, 600, 1)).reshape(P.shape)
+    close(along, invert.hessian_product(problem, X, P))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.9])

@@ -13,7 +13,11 @@ from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import judge
 from keyhole.invert.solvers.reduce import reduce
-from keyhole.invert.solvers.starts import _covariance, _geometric_mean, solutions_along_the_curve
+from keyhole.invert.solvers.starts import (
+    covariance_of,
+    geometric_mean,
+    solutions_along_the_curve,
+)
 
 
 @pytest.mark.parametrize(("n", "d"), [(9, 4), (5, 4), (5, 5), (4, 6)])
@@ -31,14 +35,14 @@ def test_there_is_exactly_one_covariance_wherever_one_begins():
     W = torch.randn(4, 4, generator=stream, dtype=torch.float64)
     M = torch.randn(4, 4, generator=stream, dtype=torch.float64)
     S = M @ M.mT
-    result = _covariance(W, S)
+    result = covariance_of(W, S)
     assert torch.allclose(result @ W.mT @ result @ W @ result, S, rtol=1e-9, atol=1e-9)
     for _ in range(5):
         N = torch.randn(4, 4, generator=stream, dtype=torch.float64)
         covariance = N @ N.mT + 0.01 * torch.eye(4, dtype=torch.float64)
         distances = []
         for _ in range(50):
-            covariance = _geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
+            covariance = geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
             distances.append(_thompson(covariance, result))
         assert distances[-1] < 1e-9
         # Each step halves the distance, to the precision at which it can be told.

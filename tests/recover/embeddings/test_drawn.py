@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 import tiny_models as tiny
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.models import load_model
-from keyhole.recover.embeddings import drawn
-from keyhole.recover.embeddings.drawn import draw_texts
+from keyhole.recover.embeddings.drawn import draw_texts, whole_sentences
 
 BEGINS = ["w1 w2", "w3"]
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch):
-    monkeypatch.setitem(drawn._BATCH_SIZE, "cpu", 32)
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +24,11 @@ def language_model(tmp_path_factory):
 def test_sentences_that_end_are_kept():
     text = "It rains. Who knows?\nNobody does! And then it"
     whole = ["It rains.", "Who knows?", "Nobody does!"]
-    assert list(drawn._whole_sentences(text, ended=False)) == whole
-    assert list(drawn._whole_sentences(f"A headline\n{text}", ended=True)) == whole
-    assert list(drawn._whole_sentences("no stop", ended=True)) == ["no stop"]
-    assert list(drawn._whole_sentences("no end", ended=False)) == []
-    assert list(drawn._whole_sentences("... \n 12 .", ended=True)) == []
+    assert list(whole_sentences(text, ended=False)) == whole
+    assert list(whole_sentences(f"A headline\n{text}", ended=True)) == whole
+    assert list(whole_sentences("no stop", ended=True)) == ["no stop"]
+    assert list(whole_sentences("no end", ended=False)) == []
+    assert list(whole_sentences("... \n 12 .", ended=True)) == []
 
 
 def test_texts_differ_begin_as_told_and_come_again(language_model):
@@ -44,24 +40,31 @@ def test_texts_differ_begin_as_told_and_come_again(language_model):
 
 
 def test_a_run_goes_on_where_it_stopped(language_model, tmp_path, monkeypatch):
-    whole = draw_texts(language_model, 12, begins=BEGINS, max_length=10)
-    batches: list[int] = []
-    batch = drawn._batch
+    batches, generate = [], language_model.model.generate
 
-    def stopped(loaded, begins, max_length, seed):
-        if len(batches) == 1:
+    def counted(**given):
+        batches.append(given["input_ids"])
+        return generate(**given)
+
+    def stopping(name, total):
+        def stop(done):
             raise KeyboardInterrupt
-        batches.append(seed)
-        return batch(loaded, begins, max_length, seed)
 
-    monkeypatch.setattr(drawn, "_batch", stopped)
+        return stop
+
+    monkeypatch.setattr(language_model.model, "generate", counted)
+    draw = partial(draw_texts, language_model, 12, begins=BEGINS, max_length=10)
+    whole = draw()
+    needed = len(batches)
+    assert needed > 1
     journal = tmp_path / "texts.journal"
     with pytest.raises(KeyboardInterrupt):
-        draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal)
-    monkeypatch.setattr(drawn, "_batch", batch)
-    assert draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal) == whole
+        draw(journal=journal, track=stopping)
+    assert len(batches) == needed + 1
+    assert draw(journal=journal) == whole
+    assert len(batches) == 2 * needed  # the first is not drawn again
     with pytest.raises(InputError, match="seed"):
-        draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal, seed=1)
+        draw(journal=journal, seed=1)
 
 
 def test_sentences_begin_with_words(language_model):
@@ -70,6 +73,8 @@ def test_sentences_begin_with_words(language_model):
 
 
 def test_a_model_that_ends_no_sentence_is_told(language_model, monkeypatch):
-    monkeypatch.setattr(drawn, "_batch", lambda *_: [])
-    with pytest.raises(KeyholeError, match="wrote no whole sentence"):
-        draw_texts(language_model, 5, begins=BEGINS)
+    """One that never writes the token at which a text ends, and knows no full stop."""
+    ends = [language_model.tokenizer.sep_token_id]
+    monkeypatch.setattr(language_model.model.generation_config, "suppress_tokens", ends)
+    with pytest.raises(KeyholeError, match="wrote no whole sentence in 20 tries"):
+        draw_texts(language_model, 5, begins=BEGINS, max_length=3)

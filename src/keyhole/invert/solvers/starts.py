@@ -132,7 +132,7 @@ def mean_field(problem: Problem) -> Tensor | None:
         if not Q.shape[1]:  # all tokens have one output: their scores do not show
             return None
         inside = Q.mT @ W @ Q
-        covariance = _covariance(inside, (E @ Q).mT @ (E @ Q) / problem.length)
+        covariance = covariance_of(inside, (E @ Q).mT @ (E @ Q) / problem.length)
         D = torch.linalg.solve(inside @ covariance, E @ Q, left=False) @ Q.mT
         full = Q @ covariance @ Q.mT
         if problem.key_bias is not None:
@@ -150,16 +150,16 @@ def _span(E: Tensor) -> Tensor:
     return directions[sizes > _NEGLIGIBLE * sizes[0]].mT
 
 
-def _covariance(W: Tensor, S: Tensor) -> Tensor:
-    """The one positive solution of `Σ (WᵀΣW) Σ = S`."""
+def covariance_of(W: Tensor, S: Tensor) -> Tensor:
+    """The one positive solution of `Σ (WᵀΣW) Σ = S`, for invertible W and positive S."""
     covariance = torch.eye(len(S), dtype=S.dtype, device=S.device)
     for _ in range(_ROUNDS):
-        covariance = _geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
+        covariance = geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
     return covariance
 
 
-def _geometric_mean(P: Tensor, S: Tensor) -> Tensor:
-    """`P # S = P^½ (P^−½ S P^−½)^½ P^½`."""
+def geometric_mean(P: Tensor, S: Tensor) -> Tensor:
+    """`P # S = P^½ (P^−½ S P^−½)^½ P^½` of positive matrices: the one Σ with `Σ P⁻¹ Σ = S`."""
     root, inverse_root = _power(P, 0.5), _power(P, -0.5)
     mean = root @ _power(inverse_root @ S @ inverse_root, 0.5) @ root
     return (mean + mean.mT) / 2

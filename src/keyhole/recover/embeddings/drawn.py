@@ -116,11 +116,11 @@ def _batch(loaded: Loaded, begins: Sequence[list[int]], max_length: int, seed: i
     ends, sentences = _ends(loaded), list[str]()
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     for text, row in zip(texts, written[:, length:].tolist(), strict=True):
-        sentences += _whole_sentences(text, ended=not ends.isdisjoint(row))
+        sentences += whole_sentences(text, ended=not ends.isdisjoint(row))
     return sentences
 
 
-def _whole_sentences(text: str, ended: bool) -> Iterator[str]:
+def whole_sentences(text: str, ended: bool) -> Iterator[str]:
     """The sentences of a text, no headlines; a text of one that has `ended` needs no full stop."""
     parts = [" ".join(part.split()) for part in _ENDS.split(text)]
     for part in parts:

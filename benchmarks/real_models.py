@@ -1,0 +1,146 @@
+"""Models as people run them: are their hidden states and caches read, how fast, in what memory?
+
+`--models`: folders and .gguf files, each read in its own precision (or `--dtype bfloat16`) from
+hidden states at a quarter, half and all of its layers, and from the caches of a causal one: turns
+of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right.
+
+`--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
+in bfloat16 on a GPU, which says what size costs: random texts of `--length` tokens, `--together` of
+them at once, from half of the layers, from the last, and from the cache at half; tokens a second,
+and the most memory that was taken over what the weights take.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import show
+import subjects
+from keyhole.models import Exposure, Loaded, anatomy, identity, load_model
+from keyhole.recover import recover_texts
+from show import Row
+from subjects import leak_of
+
+# Layers, width, width of the feed-forward layer, heads: SmolLM2, Qwen2.5-1.5B and Llama 2 7B.
+SHAPES = {0.1: (30, 576, 1536, 9), 1.5: (28, 1536, 8960, 12), 7.0: (32, 4096, 11008, 32)}
+VOCABULARY = 32_000
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    device: str = subjects.DEVICE,
+    models: list[Path] = [],  # noqa: B006 - read, never changed
+    dtype: str | None = None,
+    texts: int = 50,
+    sizes: list[float] = [],  # noqa: B006
+    length: int = 100,
+    together: int = 1,
+) -> Iterator[Row]:
+    if quick:
+        ids = subjects.tiny_texts(2, 6, framed=False)
+        yield from of_model("random llama", subjects.tiny("llama"), ids)
+        return
+    for name in models:
+        loaded = load_model(name, device=device)
+        if dtype:
+            loaded = replace(loaded, model=loaded.model.to(DTYPES[dtype]))
+        yield from of_model(Path(name).name, loaded, turns_of(loaded, data, texts))
+    for size in sizes:
+        yield from of_size(size, device, length, together)
+
+
+def turns_of(loaded: Loaded, data: Path, count: int) -> list[torch.Tensor]:
+    lines = subjects.turns(data, "dev")
+    random.Random(0).shuffle(lines)
+    ids = subjects.encoded(loaded, lines[: 20 * count])
+    return [each for each in ids if 8 <= len(each) <= 40][:count]
+
+
+def of_model(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row]:
+    parts = anatomy(loaded.model)
+    weights = next(loaded.model.parameters()).dtype
+    half = parts.layers // 2
+    wanted = [
+        Exposure("hidden", layer) for layer in sorted({max(1, half // 2), half, parts.layers})
+    ]
+    if parts.causal:
+        wanted += [Exposure("kv", layer) for layer in sorted({half, parts.layers - 1})]
+    for exposure in wanted:
+        items, seconds = read(loaded, exposure, ids)
+        exact = sum(item["exact"] and item["verified"] for item in items)
+        false = sum(item["verified"] and not item["exact"] for item in items)
+        tokens = sum(item["tokens"] for item in items)
+        row = Row(
+            f"{name}, {str(weights).removeprefix('torch.')}, {exposure} of {parts.layers}",
+            f"{exact} of {len(items)} exact and verified, {false} falsely",
+            ">= 98%, 0 falsely", exact >= 0.98 * len(items) and not false,
+            f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s; "
+            f"{statistics.mean(len(each) for each in ids):.0f} tokens a text", promise=False,
+        )  # fmt: skip
+        yield show.itemised(row, items)
+
+
+def read(
+    loaded: Loaded, exposure: Exposure, ids: list[torch.Tensor]
+) -> tuple[list[dict[str, Any]], float]:
+    leaks = [leak_of(loaded, text, exposure) for text in ids]
+    found, seconds = show.timed(lambda: recover_texts(loaded.model, loaded.tokenizer, leaks))
+    return [
+        {"tokens": len(text), "exact": each.ids == text.tolist(), "verified": each.verified,
+         "status": str(each.status), "tested": each.tested}
+        for text, each in zip(ids, found, strict=True)
+    ], seconds  # fmt: skip
+
+
+def of_size(size: float, device: str, length: int, together: int) -> Iterator[Row]:
+    loaded = random_llama(size, device)
+    weights = sum(each.numel() * each.itemsize for each in loaded.model.parameters())
+    stream = torch.Generator().manual_seed(0)
+    low = len(subjects.SPECIAL)
+    ids = list(torch.randint(low, VOCABULARY, (together, length), generator=stream))
+    layers = anatomy(loaded.model).layers
+    for exposure in (Exposure("hidden", layers // 2), Exposure("hidden", layers),
+                     Exposure("kv", layers // 2)):  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        items, seconds = read(loaded, exposure, ids)
+        exact = sum(item["exact"] and item["verified"] for item in items)
+        ratio = torch.cuda.max_memory_allocated() / weights
+        row = Row(
+            f"{size:g}B random, bfloat16, {exposure} of {layers}, {together} of {length} tokens",
+            f"{exact} of {together} exact and verified, {ratio:.2f} × the weights' memory",
+            "all, <= 1.3 ×", exact == together and ratio <= 1.3,
+            f"{together * length / seconds:,.1f} tokens a second, {seconds:.1f} s; weights "
+            f"{weights / 1e9:.2f} GB", promise=False,
+        )  # fmt: skip
+        yield show.itemised(row, items)
+
+
+def random_llama(size: float, device: str) -> Loaded:
+    import transformers
+
+    layers, width, inner, heads = SHAPES[size]
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, intermediate_size=inner,
+        num_attention_heads=heads, num_key_value_heads=heads, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None, initializer_range=0.02, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.LlamaModel._from_config(config, dtype=torch.bfloat16)
+    names = [*subjects.SPECIAL, *(f"w{n}" for n in range(VOCABULARY - len(subjects.SPECIAL)))]
+    model = model.eval().requires_grad_(False)
+    words = subjects.word_tokenizer(names, framed=False)
+    return Loaded(model, words, identity(model), f"{size:g}B")
+
+
+if __name__ == "__main__":
+    show.main(run)
