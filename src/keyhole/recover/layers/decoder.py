@@ -464,7 +464,8 @@ class Search:
             return False
         for place in reversed(range(max(0, position - _BACK), position)):
             if place not in text.others:
-                text.others[place] = self._fitting(at, place)
+                fits = text.misfits[place] <= 1  # or else nothing does, or nothing leaked there
+                text.others[place] = self._fitting(at, place) if fits else []
             if text.others[place]:
                 text.return_to(place, text.others[place].pop(0))
                 at.branches.lengths[at.row] = place
