@@ -49,7 +49,14 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
-from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of
+from keyhole.recover.layers.precision import (
+    NOISE,
+    Fit,
+    compare,
+    limit,
+    precision_of,
+    rounding_error,
+)
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 
@@ -61,6 +68,7 @@ _ALONE = 64  # alternatives tried one by one; more only several in a pass
 _ANSWERING = 6  # alternatives of a token by what leaked at its position,
 _ANSWERING_NOISY = 32  # … where noise blurs it,
 _WISHED = 3  # … and by the gradient
+_RIVALS = 4  # tokens that give the same attention output,
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
 _RIDGE = 1e-5
@@ -115,6 +123,10 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if matched is not None:
         leak, leaked = matched, matched.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
+    if not fit.whole:  # another machine, or texts side by side, may have rounded otherwise
+        rounding = rounding_error(target, leak.exposure)
+        other = compare(precision_of(leak, rounding), leaked, given)
+        fit = other if other.whole else fit
     if not math.isfinite(fit.residual):
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
@@ -139,10 +151,14 @@ def _margin(
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
     coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
+    # Where attention is saturated, a token may show in no attention output, not even its own.
+    blind = leak.kind == "attention" and target.parts.causal and fit.whole
     table = target.parts.table
     duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
-    if coarse or bool(duplicates[text].any()):
+    if coarse or blind or bool(duplicates[text].any()):
         others = alternatives(compared, noisy=fit.level > _NOISY)
+        if blind:
+            others = torch.cat([others, _rivals(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     if unordered:
@@ -191,7 +207,7 @@ def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, s
     if fit.settled:
         return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
     if fit.residual > 1:
-        return Status.MISMATCH, ": no better than nothing"
+        return Status.UNSOLVED, ": no better than nothing"
     misfits = sum(not good for good in fit.good.tolist())
     return partly, f"{words}; {misfits} positions do not fit"
 
@@ -265,7 +281,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
-    table, text = compared.target.parts.table, compared.text
+    table, text = compared.target.parts.table.float(), compared.text
     tokens = [most_similar(table, text)]
     rows, exposure = None, compared.leak.exposure
     if exposure.kind in ("hidden", "kv", "attention"):  # rows of positions
@@ -280,10 +296,37 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     return torch.cat(tokens)
 
 
+@torch.no_grad()
+def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
+    """Of the whole vocabulary the tokens (k, n) that fit as well behind the text before them.
+
+    `none` (n,) stands where there are fewer.
+    """
+    target, text, exposure = compared.target, compared.text, compared.leak.exposure
+    start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
+    alone = torch.zeros(1, dtype=torch.long, device=text.device)
+    branches = Branches(target.model, alone + start)
+    branches.expose(exposure, alone == 0, ids=text[None, start:])
+    branches.accept(alone, alone + len(text) - start, alone)
+    rivals = none.repeat(_RIVALS, 1)
+    vocabulary = torch.arange(target.vocabulary, device=text.device)
+    for place in range(start, len(text)):
+        misfits = torch.cat([
+            ((branches.each(exposure, 0, place - start, part)[0]["values"][0]
+              - compared.leaked[place]) / fit.sigma[place]).square().mean(-1)
+            for part in vocabulary.split(branches.at_once(place))
+        ])  # fmt: skip
+        misfits[text[place]] = torch.inf
+        least, tokens = misfits.topk(min(_RIVALS, len(misfits)), largest=False)
+        tokens = tokens[least <= limit(compared.leaked.shape[-1])]
+        rivals[: len(tokens), place] = tokens
+    return rivals
+
+
 def _wished(compared: Compared) -> Tensor:
     """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
     target, leak, text = compared.target, compared.leak, compared.text
-    table = target.parts.table
+    table = target.parts.table.float()
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
         mask = None if leak.mask is None else leak.mask.to(words.device)[None]
@@ -321,7 +364,7 @@ class RowMap:
 
 
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
-    table = target.parts.table
+    table = target.parts.table.float()
     count = min(len(table), _SAMPLES * table.shape[1])
     stream = torch.Generator().manual_seed(0)
     tokens = torch.randperm(len(table), generator=stream)[:count]
