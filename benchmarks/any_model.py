@@ -23,11 +23,12 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+import show
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy
 from keyhole.recover.run import recover_text
 from keyhole.recover.simulate import leak_of
-from show import Row, every, itemised, main
+from show import Row
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import tiny_models
@@ -36,7 +37,7 @@ ALL = list(MODEL_MAPPING_NAMES)
 NOT_SHOWN = "not shown"  # a cache, of a model that keeps none
 _LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
 _SECONDS = 60  # for each leak
-_QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "t5"]
+_QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "bart"]
 _WIDTH, _LAYERS, _HEADS, _INNER, _POSITIONS = 32, 3, 4, 64, 80
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(
@@ -130,7 +131,7 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
             unmade.append({"model": name, "reason": str(error)})
             continue
         except Exception as error:  # ours to mend
-            yield every(name, 0, 1, f"{type(error).__name__}: {error}")
+            yield show.every(name, 0, 1, f"{type(error).__name__}: {error}")
             continue
         if parts.blocks and not any(parts.attentions):
             unmade.append({"model": name, "reason": "no self-attention was seen"})
@@ -140,11 +141,11 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
         for item in shown:
             tally.setdefault(item["exposure"].split(":")[0], []).append(item["read"])
         reasons = [f"{item['exposure']}: {item['reason']}" for item in items if not item["read"]]
-        row = every(name, sum(item["read"] for item in shown), len(shown), "; ".join(reasons))
-        yield itemised(row, items)
+        row = show.every(name, sum(item["read"] for item in shown), len(shown), "; ".join(reasons))
+        yield show.itemised(row, items)
     for kind, read in tally.items():
         yield Row(f"{kind} of all", f"{sum(read)} of {len(read)}")
-    yield itemised(
+    yield show.itemised(
         Row("other architectures, not made or not of token ids", str(len(unmade))), unmade
     )
 
@@ -218,4 +219,4 @@ def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(run)
+    show.main(run)
