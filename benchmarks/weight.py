@@ -151,8 +151,12 @@ COMMANDS = {  # as they were, and as they are where that differs
     "invert text demo leak.safetensors --json": "recover demo leak.safetensors --json",
     "disrupt demo --examples 1 --json": "",
     "audit head.safetensors": "",
-    "audit head.safetensors --force --baseline keyhole-head.safetensors.json": "",
-    "report keyhole-head.safetensors.json --output markdown=-": "",
+    "audit head.safetensors --force --baseline keyhole-report.json": (
+        "audit head.safetensors --force --baseline keyhole-head.safetensors.json"
+    ),
+    "report keyhole-report.json --output markdown=-": (
+        "report keyhole-head.safetensors.json --output markdown=-"
+    ),
     "check-config vllm.sh": "",
     "audit head.safetensors --fail": "",
 }

@@ -24,9 +24,8 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from keyhole.configs.files import SLOT_MAGIC
 from keyhole.core.endpoint import names_address
-from keyhole.core.files import exists, is_file, is_folder
+from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder
 
 DEMO = "demo"
 OF_A_MODEL = ":attention."

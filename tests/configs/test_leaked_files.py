@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from keyhole import configs
-from keyhole.configs.files import SLOT_MAGIC
+from keyhole.core.files import SLOT_MAGIC
 from keyhole.recover import HiddenStates
-from keyhole.recover.files.arrays import MAGIC
 
 
 def found(path):
@@ -32,8 +31,7 @@ def test_hidden_states_that_a_server_saved(tmp_path):
 
 
 def test_a_saved_slot(tmp_path):
-    assert SLOT_MAGIC == MAGIC
-    (tmp_path / "slot.bin").write_bytes(MAGIC + b"\2\0\0\0")
+    (tmp_path / "slot.bin").write_bytes(SLOT_MAGIC + b"\2\0\0\0")
     assert found(tmp_path) == ["KH-CONFIG-FILE-SLOT"]
 
 

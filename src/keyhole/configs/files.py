@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from keyhole.configs.finding import Hit, Known, Level, Rule, Source, Unreadable
 from keyhole.core import standards
-from keyhole.core.files import parse
+from keyhole.core.files import SLOT_MAGIC, parse
 
 # Settings of a Hugging Face model
 
@@ -210,7 +210,6 @@ SAVED_STATES = Rule(
     _KEEP, "keyhole recover MODEL FILE",
     standards.TEXTS_STORED,
 )  # fmt: skip
-SLOT_MAGIC = b"qsgg"  # as recover/files/arrays.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 

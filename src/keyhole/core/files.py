@@ -28,6 +28,8 @@ from keyhole.core.machine import expect_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+SLOT_MAGIC = b"qsgg"  # the first bytes of a slot that llama.cpp saved
+
 
 # What the machine is at fault for; everything else is a wrong name.
 _MACHINE = frozenset({

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.core.files import expect_file, read_tensors, unreadable
+from keyhole.core.files import SLOT_MAGIC, expect_file, read_tensors, unreadable
 from keyhole.core.machine import expect_memory
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin")
@@ -51,7 +51,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
         return {}, Dump(str(path), arrays_of(_load_numpy(path)))
     if start.startswith(b"PK"):
         return {}, Dump(str(path), arrays_of(_unzipped(path)))
-    if start.startswith(MAGIC):
+    if start.startswith(SLOT_MAGIC):
         return {}, Dump(str(path), arrays_of_slot(read_slot(path)), served=True)
     if start[:1] == b"\x80":  # a pickle, as torch.save wrote before version 1.6
         return {}, Dump(str(path), arrays_of(read_pickled(path)))
@@ -184,7 +184,6 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
 # Keys of the llama family are stored as GGUF orders them, the two numbers of a rotated plane side
 # by side; transformers has them half a head apart.
 
-MAGIC = b"qsgg"
 _TYPES = {0: (torch.float32, 4), 1: (torch.float16, 2), 30: (torch.bfloat16, 2)}
 _FRAMED = 0xFFFFFFFF  # where newer servers say that more than ids follows
 _GAPS = (0, 8)  # bytes between the number of layers and the first of them
