@@ -15,10 +15,11 @@ is where more than one in twenty is open.
 
 A token is likely if its position leaked and the odds against each alternative are e¹⁰ : 1, whether
 or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
-to be less than half of the leak's spread. Rows that leaked in no order are compared as a set, and
-the text's own order has alternatives too. Logits are one vector for a whole text: no token is
-verified where a text one edit away may be meant. benchmarks/text_judge.py measures how often all
-that is right.
+to be less than half of the leak's spread. Of an encoder whose rows are no linear map of its tokens
+(large random weights) the right alternative is not among those tried, and no token is likely. Rows
+that leaked in no order are compared as a set, and the text's own order has alternatives too. Logits
+are one vector for a whole text: no token is verified where a text one edit away may be meant.
+benchmarks/text_judge.py measures how often all that is right.
 
 Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
 similar embedding e, and those whose row would be what leaked: with A a linear map from embeddings
@@ -68,6 +69,9 @@ _ALONE = 64  # alternatives tried one by one; more only several in a pass
 _ANSWERING = 6  # alternatives of a token by what leaked at its position,
 _ANSWERING_NOISY = 32  # … where noise blurs it,
 _WISHED = 3  # … and by the gradient
+_EXPLAINED = (
+    0.5  # of the rows' variance: a map of tokens to rows below it does not name the right one
+)
 _RIVALS = 4  # tokens that give the same attention output,
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
@@ -134,6 +138,8 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     misfits = _misfits(fit, leaked, given)
     compared = Compared(target, leak, text, leaked, given, hidden, misfits)
     margin, forwards, doubt = _margin(compared, fit, padding, matched is not None)
+    if not fit.settled and not _named(compared):
+        margin = torch.zeros_like(margin)
     marks = _marks(fit, margin, hidden, compared.odds)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
@@ -283,17 +289,31 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
     table, text = compared.target.parts.table.float(), compared.text
     tokens = [most_similar(table, text)]
-    rows, exposure = None, compared.leak.exposure
-    if exposure.kind in ("hidden", "kv", "attention"):  # rows of positions
-        rows = compared.target.remembered(
-            "row map", exposure, lambda: _fitted_map(compared.target, exposure)
-        )
+    rows = _row_map(compared)
+    if rows is not None:
         unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
         count = _ANSWERING_NOISY if noisy else _ANSWERING
         tokens.append(rows.nearest(table, text, unexplained, count))
     if rows is None or bool(compared.hidden.any()):
         tokens.append(_wished(compared))
     return torch.cat(tokens)
+
+
+def _row_map(compared: Compared) -> RowMap | None:
+    """The map from embeddings to rows of positions; None where rows are none of a position's."""
+    target, exposure = compared.target, compared.leak.exposure
+    if exposure.kind not in ("hidden", "kv", "attention"):
+        return None
+    return target.remembered("row map", exposure, lambda: _fitted_map(target, exposure))
+
+
+def _named(compared: Compared) -> bool:
+    """Would the right token be among the alternatives to a wrong one?
+
+    Left to right that is no question: a causal model's tokens were found one by one.
+    """
+    rows = None if compared.target.parts.causal else _row_map(compared)
+    return rows is None or rows.explained >= _EXPLAINED
 
 
 @torch.no_grad()
@@ -343,12 +363,13 @@ class RowMap:
     """`map` (e, f) from embeddings to rows, and the squared length (v,) of each token's answer.
 
     Of keys and values only the values count: keys may be rotated by their position. `heads` is
-    their number, or 1.
+    their number, or 1; `explained` the share of the rows' variance that is linear.
     """
 
     map: Tensor
     sizes: Tensor
     heads: int
+    explained: float
 
     def own(self, rows: Tensor) -> Tensor:
         """The part (n, f) of a leak's rows that is compared."""
@@ -379,9 +400,12 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     words = table[tokens.to(table.device)].double()
     words = words - words.mean(0)
     square = with_ridge(words.T @ words, _RIDGE)
-    linear = torch.linalg.solve(square, words.T @ (answers - answers.mean(0))).to(table)
-    heads = target.parts.key_heads if exposure.kind == "kv" else 1
-    return RowMap(linear, (table @ linear).square().sum(-1), heads)
+    answers = answers - answers.mean(0)
+    linear = torch.linalg.solve(square, words.T @ answers)
+    left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(min=1e-30)
+    explained = 1 - float(left) * count / max(1, count - table.shape[1])  # as of other tokens
+    linear, heads = linear.to(table), target.parts.key_heads if exposure.kind == "kv" else 1
+    return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
 
 
 def _answers(
