@@ -20,7 +20,9 @@ from keyhole.core.machine import available
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 
-_AGREES = 1e-3  # of a state's length: how far arithmetic in another order may be off
+_AGREES = 1e-3  # of a state's length: how far arithmetic in another order may be off, …
+_ROUNDINGS = 4  # … in roundings of the model's own arithmetic, …
+_GROWTH = 2.0  # … and against the layer below
 _ROW = 128  # candidates that share one copy of the prefix
 _SHARE = 0.25  # of the free memory for one pass
 _ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
@@ -201,23 +203,33 @@ class Branches:
 _TAKES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-@torch.no_grad()
 def _takes_branches(parts: Anatomy) -> bool:
     """Does the model, with a cache that branches, answer as it does to whole texts?"""
     if parts.base not in _TAKES:
         _TAKES[parts.base] = True  # so that it is tried
-        ids = torch.arange(len(parts.table), device=parts.device)[-5:]
-        exposure = Exposure("hidden", parts.layers)
-        branches = Branches(parts.base, ids.new_zeros(1))
         try:
-            branches.expose(exposure, torch.tensor([True], device=ids.device), ids[None, :3])
-            branches.accept(ids.new_zeros(1), ids.new_full((1,), 3), ids.new_zeros(1))
-            fan = branches.expose(exposure, torch.tensor([False], device=ids.device), ids[None, 3:])
-            texts = torch.stack([ids[[0, 1, 2, 3]], ids[[0, 1, 2, 4]]])
-            whole = capture(parts.base, exposure, ids=texts)["values"][:, -1]
-            off = (fan["values"][0] - whole).float().norm() / whole.float().norm()
-            least = max(_AGREES, 4 * torch.finfo(whole.dtype).eps)
-            _TAKES[parts.base] = float(off) <= least
+            _TAKES[parts.base] = _agrees(parts)
         except Exception:  # whatever it says about arguments that it does not know
             _TAKES[parts.base] = False
     return _TAKES[parts.base]
+
+
+@torch.no_grad()
+def _agrees(parts: Anatomy) -> bool:
+    """Rounding errors grow from layer to layer, by little each; another answer is a leap."""
+    ids = torch.arange(len(parts.table), device=parts.device)[-5:]
+    texts = torch.stack([ids[[0, 1, 2, 3]], ids[[0, 1, 2, 4]]])
+    least = max(_AGREES, _ROUNDINGS * torch.finfo(parts.tokens.weight.dtype).eps)
+    before = 0.0
+    for layer in range(1, parts.layers + 1):
+        exposure = Exposure("hidden", layer)
+        branches = Branches(parts.base, ids.new_zeros(1))
+        branches.expose(exposure, torch.tensor([True], device=ids.device), ids[None, :3])
+        branches.accept(ids.new_zeros(1), ids.new_full((1,), 3), ids.new_zeros(1))
+        fan = branches.expose(exposure, torch.tensor([False], device=ids.device), ids[None, 3:])
+        whole = capture(parts.base, exposure, ids=texts)["values"][:, -1]
+        off = float((fan["values"][0] - whole).norm() / whole.norm())
+        if not off <= least + _GROWTH * before:  # nor is NaN an agreement
+            return False
+        before = off
+    return True
