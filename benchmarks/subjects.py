@@ -151,18 +151,25 @@ def _names(words: int) -> list[str]:
     return SPECIAL + [f"w{number}" for number in range(words)]
 
 
-def tiny(family: str, words: int = 160, head: str = "AutoModel") -> Loaded:
-    """A random-weight model of a few thousand parameters: bert, gpt2 or llama."""
+def tiny(
+    family: str, words: int = 160, head: str = "AutoModel", scale: float | None = None,
+    **changes: int,
+) -> Loaded:  # fmt: skip
+    """A random-weight model of a few thousand parameters: bert, gpt2 or llama.
+
+    `scale` is the weights' standard deviation; `changes` are other sizes: `hidden_size`, ….
+    """
     import transformers
 
     shape: dict[str, Any] = {
         "vocab_size": len(SPECIAL) + words, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
-        "pad_token_id": 0,
+        "pad_token_id": 0, "initializer_range": scale or (0.12 if family == "bert" else 0.05),
+        **changes,
     }  # fmt: skip
-    ends = {"initializer_range": 0.05, "bos_token_id": None, "eos_token_id": None}
+    ends = {"bos_token_id": None, "eos_token_id": None}
     if family == "bert":
-        config = transformers.BertConfig(**shape, initializer_range=0.12)
+        config = transformers.BertConfig(**shape)
     elif family == "llama":
         config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
     else:

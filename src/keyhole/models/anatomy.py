@@ -25,7 +25,9 @@ class Projection:
     rows: Tensor | None
 
     def __call__(self, states: Tensor) -> Tensor:
-        return self.of(self.module(states))
+        """Of states (…, in), in their own arithmetic."""
+        bias = None if self.bias is None else self.bias.to(states)
+        return nn.functional.linear(states, self.weight.to(states), bias)
 
     def of(self, given: Tensor) -> Tensor:
         """Its own part (…, out) of what the module gives."""

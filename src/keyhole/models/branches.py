@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.machine import available
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 
 _AGREES = 1e-3  # of a state's length: how far arithmetic in another order may be off
+_ROW = 128  # candidates that share one copy of the prefix
+_SHARE = 0.25  # of the free memory for one pass
+_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
 
 
 class _Layer:
@@ -131,6 +135,47 @@ class Branches:
         if chain:
             return {name: tensor[0][..., -len(chunk) :, :] for name, tensor in given.items()}
         return {name: tensor[..., -1, :].movedim(0, -2) for name, tensor in given.items()}
+
+    def each(
+        self, exposure: Exposure, row: int, length: int, tokens: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The exposure of many tokens (k,), each by itself behind a text's first `length` ones.
+
+        Tensors have one text of k tokens, and so have the positions (1, k). What was kept stays.
+        """
+        count = -(-len(tokens) // _ROW)
+        size = -(-len(tokens) // count)
+        ids = torch.cat([tokens, tokens[-1:].expand(count * size - len(tokens))])
+        prefix = self._repeated(row, count, length)
+        fans = torch.zeros(count, dtype=torch.bool, device=tokens.device)
+        exposed = prefix.expose(exposure, fans, ids=ids.view(count, size))
+        flat = {
+            name: tensor.movedim(0, -3).flatten(-3, -2)[None, ..., : len(tokens), :]
+            for name, tensor in exposed.items()
+        }
+        return flat, prefix.positions.flatten()[None, : len(tokens)]
+
+    def at_once(self, length: int) -> int:
+        """How many tokens behind so long a prefix fit into a pass of `each`, by the free memory."""
+        parts = self.parts
+        cached = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
+        scores = 4 * parts.heads * (length + _ROW)
+        numbers = cached + scores + _ACTIVATIONS * parts.width
+        return _ROW * max(1, int(_SHARE * available(parts.device) / (4 * numbers)) // _ROW)
+
+    def _repeated(self, row: int, count: int, length: int) -> Branches:
+        """The beginning of one text's prefix, `count` times: for as many chunks."""
+        other = Branches(self.model, self.starts[row].expand(count))
+        other.lengths = torch.full_like(other.starts, length)
+        other._prefix = length
+        other._texts = [self._texts[row][: int(self.starts[row]) + length]] * count
+        for mine, own in zip(self.layers, other.layers, strict=True):
+            if mine.keys is not None and mine.values is not None:
+                own.keys, own.values = (
+                    kept[row, :, :length].expand(count, -1, -1, -1)
+                    for kept in (mine.keys, mine.values)
+                )
+        return other
 
     def accept(self, first: Tensor, counts: Tensor, rows: Tensor) -> None:
         """Keep, for the texts `rows` (r,) that go on, `counts` (r,) tokens from node `first` (r,).

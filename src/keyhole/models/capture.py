@@ -107,11 +107,14 @@ def capture(
     Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d) and
     pooled embeddings (b, d), logits (b, steps, v); `keys` and `values` (b, h, n, k) as they stand
     in a KV cache. `mask` (b, n) is 1 on text, 0 on padding. `inputs` go to the model:
-    `position_ids`, `past_key_values`, `token_type_ids`.
+    `position_ids`, `past_key_values`, `token_type_ids`. A model of float16 or bfloat16 computes in
+    its own arithmetic; embeddings may be float32, and what it exposes is given as float32.
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
     wanted = _hooks(parts, exposure, tensors)
+    if embeddings is not None:
+        embeddings = embeddings.to(parts.tokens.weight.dtype)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
     if embeddings is not None and not parts.embeds:  # in place of what its own table gives
         stand_in = torch.full(embeddings.shape[:2], parts.ordinary, device=embeddings.device)
@@ -145,7 +148,10 @@ def capture(
         tensors["values"] = tensors["values"][..., : exposure.width]
     if exposure.unit:
         tensors["values"] = nn.functional.normalize(tensors["values"], dim=-1)
-    return tensors
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        for name, tensor in tensors.items()
+    }
 
 
 def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:

@@ -47,11 +47,11 @@ class TokenCount:
         """These leaks are worked on from now on."""
         self.under_way.update(numbers)
 
-    def set(self, number: int, tokens: int) -> None:
+    def set(self, number: int, tokens: int, note: str = "") -> None:
         """So many tokens of leak `number` fit."""
         self.under_way.add(number)
         self._fitting[number] = tokens
-        self._progress(sum(self._fitting.values()), self._total)
+        self._progress(sum(self._fitting.values()), self._total, note)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The ids an attack would bet on, and what they cost; see TextRecovery for the counts."""
+    """The ids an attack would bet on, and what they cost; see TextRecovery for the counts.
+
+    `excluded` says why no text of this model explains the leak, where an attack has shown that.
+    """
 
     ids: list[int]
     passes: int = 0
@@ -172,6 +175,7 @@ class Proposal:
     note: str = ""
     loss: float = float("inf")  # how far the attack itself thinks it is off; the judge decides
     tested: int = 0
+    excluded: str = ""
 
 
 class Attack(Protocol):

@@ -30,7 +30,9 @@ from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
 from keyhole.recover.files.sources import Opened, Source, WrittenIds, read_sources
 from keyhole.recover.judge import Judge, Verdict
+from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
+from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery
@@ -39,6 +41,7 @@ from keyhole.recover.simulate import MAX_LENGTH, with_noise
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
+_LIKELY = 4096  # tokens tried at a position where arrays may be of several layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,9 +227,16 @@ def _parsed(expose: str | Exposure | None) -> Exposure | None:
 
 
 def _verifies(target: Target, leak: Leak) -> bool:
-    """Is there a text behind the leak that the judge verifies?"""
+    """Is there a text behind the leak that the judge verifies?
+
+    Of a wrong reading no token fits, and the whole vocabulary would be gone through in vain.
+    """
+    likely = DecoderStates(most=_LIKELY)
+    attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
+    left_to_right = target.parts.causal and leak.kind in ("hidden", "kv", "attention")
     try:
-        ((_, recovery),) = _recovering(target, checked(target, [leak]))
+        found = _recovering(target, checked(target, [leak]), attack if left_to_right else None)
+        ((_, recovery),) = found
     except InputError:
         return False
     return recovery.verified
@@ -346,6 +356,8 @@ def _judged(
     if lost and status is Status.RECOVERED:
         status = Status.INEXACT  # every token came back, but not every character
     short = ""
+    if status is Status.UNSOLVED and proposal.excluded and (verdict.residual or 0) > 1:
+        status, short = Status.MISMATCH, proposal.excluded
     if leak.kind == "pooled" and status in (Status.UNSOLVED, Status.MISMATCH):
         # One vector for a whole text, of all texts that there are: nothing was ruled out.
         status, short = Status.BUDGET, f"{NOT_ARRIVED}: {LEARN_MORE}"

@@ -118,9 +118,8 @@ def test_leaks_of_something_else():
     for leak in (other_model, other_layer, other_text, nothing):
         verdict = judge_rows(target(), leak, right)
         assert not verdict.verified
-        assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
+        assert verdict.status is Status.UNSOLVED  # another text might explain it
         assert Mark.VERIFIED not in verdict.marks
-    assert judge_rows(target(), nothing, right).status is Status.MISMATCH
 
 
 @pytest.mark.parametrize("width", [32, 192])
@@ -248,7 +247,7 @@ def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
 
 def test_nothing_is_known_of_another_text():
     verdict = judge_rows(target(), leak_of(IDS[1]), IDS[0].tolist())
-    assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
+    assert verdict.status is Status.UNSOLVED
     assert set(verdict.marks[1:-1]) == {Mark.UNKNOWN}
 
 

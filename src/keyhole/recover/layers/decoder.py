@@ -11,10 +11,17 @@ and is recognised at once; the cost is linear in the length. Departures:
   instead of by gradient steps, which cost a backward pass each and find one candidate.
 - The first guesses of the next positions are tried as one chain: all that are right are accepted in
   one pass.
-- Leaks that are rounded or noisy are accepted by a test against their own error (Tolerance).
-  Where noise is stated that is more than 1% of the leak's spread, the first token that passes need
-  not be the best (states of the first position hardly differ at the last layer): several are
-  compared at each position.
+- Where the likeliest tokens do not fit, the rest of the vocabulary is gone through, in passes as
+  large as memory allows. So the ordering decides how long it takes and never whether the text is
+  found: random weights, which no regression predicts, are read as exactly as trained ones.
+- Leaks that are rounded or noisy are accepted by a test against their own error (Tolerance), to
+  which the model's own arithmetic adds: in a pass of another size it rounds otherwise
+  (precision.py). Where that or stated noise is more than 1% of the leak's spread, the first token
+  that passes need not be the best (states of the first position hardly differ at the last layer):
+  several are compared at each position. Where it is more than 5% of a row, as for large random
+  weights in bfloat16, tokens that are near are run again as the leak was: the whole text alone.
+- Where nothing in the vocabulary fits, an earlier token may have been wrong within the tolerance:
+  others that fit in its place are tried first. Only what is left then is called unexplained.
 
 Keys and values, and attention outputs, are searched in the same way: what is compared is the leak.
 """
@@ -30,10 +37,10 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
-from keyhole.models.capture import Exposure
+from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import Orderings, contents, fit
-from keyhole.recover.layers.precision import precision_of
+from keyhole.recover.layers.precision import precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import Leak
 
@@ -41,6 +48,12 @@ _COARSE = 0.01  # of the leak's spread: with stated noise above it several token
 _ARITHMETIC = 1e-4
 _ACCEPTED = 6.0
 _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error is believed
+_CLEAR, _ALONE = 16.0, 4.0  # … and they and the second best, before all other tokens are tried,
+_REACH = 0.95  # … which must be of an order that has so many random tokens among its first
+_CLEAN = 0.1  # of the limit: where accepted tokens fit so well, the leak has no noise to be learnt
+_BACK = 16  # positions that are looked at again, and times that one gets another token, at most
+_NEAREST = 16  # tried tokens that are kept, of each way to compare them
+_CHAOTIC = 0.05  # of a row: where rounding moves it so far, near tokens are run in the leak's shape
 
 
 @dataclass(frozen=True)
@@ -48,17 +61,17 @@ class DecoderStates:
     """Left-to-right search.
 
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
-    candidates in the first fan of a position; each next one is four times as large, up to `widest`,
-    until `most` have been tried. `compared`: candidates at each position of a leak whose stated
-    noise is coarse (at the first `widest`). `draft`: tokens of a chain, at most. `failures`:
-    positions in a row that nothing explains before the search ends. `batch`: texts at a time (None:
-    one on a CPU, sixteen on a GPU).
+    candidates in the first fan of a position; each next one is four times as large, up to `widest`;
+    then come all others, of which `most` are tried (None: the whole vocabulary). `compared`:
+    candidates at each position of a leak whose error is coarse (at the first `widest`). `draft`:
+    tokens of a chain, at most. `failures`: positions in a row that nothing explains before the
+    search ends. `batch`: texts at a time (None: one on a CPU, sixteen on a GPU).
     """
 
     samples: int | None = None
     fan: int = 8
     widest: int = 512
-    most: int = 4096
+    most: int | None = None
     compared: int = 32
     draft: int = 16
     failures: int = 2
@@ -88,14 +101,22 @@ class Text:
     start: int
     tolerance: Tolerance
     coarse: bool = False
+    mask: Tensor | None = None
+    rounded: Tolerance | None = None  # where rounding alone may move rows far: what it explains
     ids: list[int] = field(default_factory=lambda: cast("list[int]", []))
     guesses: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     tried: list[int] = field(default_factory=lambda: cast("list[int]", []))
     given: list[Tensor] = field(default_factory=lambda: cast("list[Tensor]", []))
+    alone: set[int] = field(default_factory=lambda: cast("set[int]", set()))
     forced: int | None = None
     reach: int = 4
+    misfits: list[float] = field(default_factory=lambda: cast("list[float]", []))
+    others: dict[int, list[int]] = field(default_factory=lambda: cast("dict[int, list[int]]", {}))
+    learnt: bool = False  # the leak errs more than it says
+    reopened: int = 0
     failed: int = 0
     unexplained: int = 0
+    excluded: int | None = None  # the first position where nothing in the vocabulary fits
     passes: int = 0
     tested: int = 0
     given_up: bool = False
@@ -109,8 +130,14 @@ class Text:
         positions = torch.arange(leak.length or 0, device=device)[None]
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
-        coarse = bool(leak.noise) and precision_of(leak).relative > _COARSE
-        return cls(number, rows, start, Tolerance.of(leak, start), coarse)
+        rounding = rounding_error(target, leak.exposure)
+        tolerance, rounded = Tolerance.of(leak, start, rounding), None
+        if rounding > _CHAOTIC:
+            tolerance, rounded = Tolerance.of(leak, start, 0.0), tolerance
+        coarse = bool(leak.noise) or _COARSE < rounding <= _CHAOTIC
+        coarse = coarse and precision_of(leak, rounding).relative > _COARSE
+        mask = None if leak.mask is None else leak.mask[None].to(device)
+        return cls(number, rows, start, tolerance, coarse, mask, rounded)
 
     @property
     def position(self) -> int:
@@ -126,9 +153,18 @@ class Text:
     def done(self) -> bool:
         return self.given_up or self.position == len(self.rows)
 
-    def settle(self, tokens: list[int]) -> None:
+    def settle(self, tokens: list[int], misfits: list[float]) -> None:
+        """Accept tokens with their misfits; 1 is the limit, NaN where nothing leaked."""
         self.ids += tokens
-        self.tried, self.given, self.forced = [], [], None
+        self.misfits += misfits
+        self.tried, self.given, self.forced, self.alone = [], [], None, set()
+
+    def return_to(self, position: int, token: int) -> None:
+        """Forget what was accepted from `position` on, and go on with another token there."""
+        self.ids, self.misfits = self.ids[:position], self.misfits[:position]
+        self.others = {place: left for place, left in self.others.items() if place <= position}
+        self.tried, self.given, self.forced = [], [], token
+        self.reopened += 1
 
     def proposal(self, target: Target, fitting: int) -> Proposal:
         ids = [target.pads()[0]] * self.start + self.ids
@@ -138,9 +174,13 @@ class Text:
             note += f"; nothing explains {self.unexplained} of them"
         if self.given_up:
             note += f", and the search ended at {self.position}"
+        excluded = ""
+        if self.excluded is not None:
+            excluded = f"no token of the vocabulary fits at position {self.start + self.excluded}"
         return Proposal(
-            ids, self.passes, self.passes, fitting=fitting, note=note, tested=self.tested
-        )
+            ids, self.passes, self.passes, fitting=fitting, note=note, tested=self.tested,
+            excluded=excluded,
+        )  # fmt: skip
 
 
 def begun(
@@ -163,9 +203,9 @@ class Tolerance:
     other, by the squared distance of the two tokens' rows. A token is accepted when
     `q ≤ 1 + 6 √(2/f)`, six deviations of a chi-square over `f` numbers.
 
-    `u² = rounding² + noise² + (κ s)²`: the `rounding` (n, f) that is stated or visible in the
-    numbers, the `noise` that is stated or learnt, and a `share` κ of each number's spread `s` over
-    tokens for arithmetic in another order or on another machine. Where nothing is accepted, the
+    `u² = rounding² + noise² + (κ s)²`: the `rounding` (n, f) that is stated, visible in the numbers
+    or measured of the model's arithmetic, the `noise` that is stated or learnt, and a `share` κ of
+    each number's spread `s` over tokens, for another machine. Where nothing is accepted, the
     best of the tried tokens tells what the error would have to be (the same for all numbers, or in
     proportion to their spread, whichever is likelier); it is believed if random tokens would do
     much worse, and kept for what follows.
@@ -176,9 +216,9 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, leak: Leak, start: int) -> Tolerance:
-        """What the leak says about itself, from position `start` on."""
-        sigma = precision_of(replace(leak, noise=0.0)).sigma[start:]
+    def of(cls, leak: Leak, start: int, arithmetic: float) -> Tolerance:
+        """What the leak says about itself, from position `start` on, and the model's arithmetic."""
+        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma[start:]
         if leak.kind == "kv":
             # Undoing the rotation mixes the errors of two numbers: the row's own mean is right.
             sigma = sigma.square().nanmean(-1, keepdim=True).sqrt().expand_as(sigma)
@@ -197,6 +237,10 @@ class Tolerance:
     def limit(self, numbers: int) -> float:
         return 1 + _ACCEPTED * (2 / numbers) ** 0.5
 
+    def share_of_limit(self, position: int, differences: Tensor, spread: Tensor) -> Tensor:
+        """`q` as a share of what is accepted."""
+        return self.misfit(position, differences, spread) / self.limit(differences.shape[-1])
+
     def learnt(self, differences: Tensor, spread: Tensor) -> Learnt | None:
         """The best of the tried `differences` (k, f), if random tokens would do much worse."""
         explanations: list[Learnt] = []
@@ -210,16 +254,20 @@ class Tolerance:
             # Of the two explanations the likelier one: Gaussian errors of size · unit.
             surprise = float((unit * size).log().mean())
             better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
-            explanations.append(Learnt(best, surprise, better))
+            explanations.append(Learnt(best, surprise, usual / size**2, better))
         return min(explanations, key=lambda learnt: learnt.surprise, default=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
-    """An error that would make the tried token number `best` right."""
+    """An error that would make the tried token number `best` right.
+
+    Random tokens have `times` its square.
+    """
 
     best: int
     surprise: float
+    times: float
     tolerance: Tolerance
 
 
@@ -246,8 +294,8 @@ class Search:
             chunks = [self._chunk(text) for text in active]
             given = self._try(branches, active, chunks)
             moves = [
-                self._read(text, chunk, rows[: len(chunk)])
-                for text, chunk, rows in zip(active, chunks, given, strict=True)
+                self._read(Behind(branches, row, text), chunk, rows[: len(chunk)])
+                for row, (text, chunk, rows) in enumerate(zip(active, chunks, given, strict=True))
             ]
             for text in active:
                 self.target.count.set(text.number, text.position)
@@ -296,57 +344,203 @@ class Search:
             text.tested += len(chunk)
         return contents(self.target, self.exposure, given, branches.positions)
 
-    def _read(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+    def _read(self, at: Behind, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         """Accept what explains the leak: (first accepted node of the chunk, how many)."""
-        if not text.fans:
-            return self._read_chain(text, chunk, rows)
-        return self._read_fan(text, chunk, rows)
+        if not at.text.fans:
+            return self._read_chain(at.text, chunk, rows)
+        return self._read_fan(at, chunk, rows)
 
     def _read_chain(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         right = 0 if text.forced is None else 1
+        misfits = [float(self._misfit(text, n, rows[n : n + 1])[0]) for n in range(len(chunk))]
         # A row that did not leak has no misfit: whatever stands there is passed over.
-        while right < len(chunk) and not self._misfit(text, right, rows[right : right + 1])[0] > 1:
+        while right < len(chunk) and not misfits[right] > 1:
             right += 1
         text.failed = 0 if right and text.forced is None else text.failed
-        text.settle(chunk[:right])
+        text.settle(chunk[:right], misfits[:right])
         text.reach = min(2 * text.reach, self.method.draft) if right == len(chunk) else right + 1
         if right < len(chunk):
             text.tried, text.given = [chunk[right]], [rows[right]]
         return 0, right
 
-    def _read_fan(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+    def _read_fan(self, at: Behind, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+        text = at.text
         misfits = self._misfit(text, 0, rows)
         best = int(misfits.argmin())
         if misfits[best] <= 1:
-            text.settle([chunk[best]])
+            text.settle([chunk[best]], [float(misfits[best])])
             text.failed = 0
             return best, 1
         text.tried += chunk
         text.given += list(rows)
-        if len(text.tried) < min(self.method.most, self.target.vocabulary):
-            return 0, 0
-        self._unexplained(text)
+        if len(text.tried) >= min(self.method.widest, self._most):
+            self._exhaust(at)
         return 0, 0
 
-    def _unexplained(self, text: Text) -> None:
+    @property
+    def _most(self) -> int:
+        """Candidates at one position."""
+        return min(self.method.most or self.target.vocabulary, self.target.vocabulary)
+
+    def _exhaust(self, at: Behind) -> None:
+        """Go through the rest of the vocabulary, and decide what stands at the next position."""
+        text, position = at.text, at.text.position
+        spread = self.orders.spread(position)
+        off = torch.stack(text.given) - text.rows[position]
+        tried = torch.tensor(text.tried, device=off.device)
+        nearest = Nearest.of(tried, off, text, spread)
+        place = torch.tensor([position], device=off.device)
+        order = self.orders.first(text.rows, place, self._most)[0]
+        order, done = order[~torch.isin(order, tried)], len(tried)
+        while True:
+            if text.rounded is not None and self._in_own_shape(text, nearest):
+                return
+            learnt = text.tolerance.learnt(nearest.off, spread)
+            if learnt is not None and self._is_noise(text, nearest, learnt):
+                break
+            if not len(order):
+                break
+            size = min(3 * done, at.branches.at_once(position))
+            tokens, order, done = order[:size], order[size:], done + len(order[:size])
+            off = self._behind(at, position, tokens) - text.rows[position]
+            nearest = nearest.joined(Nearest.of(tokens, off, text, spread), spread)
+            if nearest.misfits[0] <= 1:
+                text.failed, text.forced = 0, int(nearest.tokens[0])
+                return
+            note = f"{done:,} of {self._most:,} tokens tried at position {text.start + position}"
+            self.target.count.set(text.number, position, note)
+        if text.rounded is not None:
+            misfits = text.rounded.share_of_limit(position, nearest.off, spread)
+            if misfits.min() <= 1:
+                text.failed, text.forced = 0, int(nearest.tokens[misfits.argmin()])
+                return
+        elif not len(order) and self._reopen(at):
+            return
+        if text.excluded is None and done == self.target.vocabulary:
+            text.excluded = position
+        self._unexplained(text, nearest, learnt)
+
+    def _is_noise(self, text: Text, nearest: Nearest, learnt: Learnt) -> bool:
+        """Is the leak noisy, so clearly that the rest of the vocabulary need not be tried?
+
+        Noise is at all positions, the best of the tried tokens stands out, and the order in which
+        they are tried is one that seldom misses.
+        """
+        clean = bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _CLEAN
+        clear = learnt.times >= _CLEAR and nearest.alone
+        if not clear or (clean and not text.learnt):
+            return False
+        return self.orders.at(text.position).reach(self.method.widest) >= _REACH
+
+    def _behind(self, at: Behind, position: int, tokens: Tensor) -> Tensor:
+        """The rows (k, f) of many tokens (k,), each by itself behind a text's first tokens."""
+        given, places = at.branches.each(self.exposure, at.row, position, tokens)
+        at.text.passes, at.text.tested = at.text.passes + 1, at.text.tested + len(tokens)
+        return contents(self.target, self.exposure, given, places)[0]
+
+    def _in_own_shape(self, text: Text, nearest: Nearest) -> bool:
+        """Does one of the nearest tokens fit where the whole text is run alone, as it leaked?"""
+        position, pads = text.position, [self.target.pads()[0]] * text.start
+        device = text.rows.device
+        places = torch.arange(text.start + len(text.rows), device=device)[None]
+        for token in nearest.tokens.tolist():
+            if token in text.alone:
+                continue
+            text.alone.add(token)
+            after = text.guesses[position + 1 :].tolist()
+            ids = torch.tensor([[*pads, *text.ids, token, *after]], device=device)
+            given = capture(self.target.model, self.exposure, ids=ids, mask=text.mask)
+            text.passes, text.tested = text.passes + 1, text.tested + 1
+            row = contents(self.target, self.exposure, given, places)[0, text.start + position]
+            if self._misfit(text, 0, row[None])[0] <= 1:
+                text.failed, text.forced = 0, token
+                return True
+        return False
+
+    def _reopen(self, at: Behind) -> bool:
+        """Put another token that fits as well at an earlier position, the latest such one."""
+        text, position = at.text, at.text.position
+        if text.learnt or text.reopened >= _BACK:  # noise accepts many tokens, and proves none
+            return False
+        for place in reversed(range(max(0, position - _BACK), position)):
+            if place not in text.others:
+                fits = text.misfits[place] <= 1  # or else nothing does, or nothing leaked there
+                text.others[place] = self._fitting(at, place) if fits else []
+            if text.others[place]:
+                text.return_to(place, text.others[place].pop(0))
+                at.branches.lengths[at.row] = place
+                return True
+        return False
+
+    def _fitting(self, at: Behind, place: int) -> list[int]:
+        """The other tokens of the vocabulary that fit at an earlier position, the best first."""
+        text, found = at.text, dict[int, float]()
+        vocabulary = torch.arange(self.target.vocabulary, device=text.rows.device)
+        for tokens in vocabulary.split(at.branches.at_once(place)):
+            misfits = self._misfits(text, place, self._behind(at, place, tokens))
+            for number in (misfits <= 1).nonzero().flatten().tolist():
+                found[int(tokens[number])] = float(misfits[number])
+        found.pop(text.ids[place], None)
+        return sorted(found, key=lambda token: found[token])
+
+    def _unexplained(self, text: Text, nearest: Nearest, learnt: Learnt | None) -> None:
         """Nothing fits: either the leak errs more than was thought, or this is the end."""
-        at = text.position
-        spread = self.orders.spread(at)
-        off = torch.stack(text.given) - text.rows[at]
-        learnt = text.tolerance.learnt(off, spread)
         if learnt is None:
             text.failed += 1
             text.unexplained += 1
             text.given_up = text.failed >= self.method.failures
-            best = int(text.tolerance.misfit(at, off, spread).argmin())
         else:
-            best, text.tolerance = learnt.best, learnt.tolerance
-        text.forced = text.tried[best]
+            text.tolerance, text.learnt = learnt.tolerance, True
+        text.forced = int(nearest.tokens[0 if learnt is None else learnt.best])
         text.tried, text.given = [], []
 
     def _misfit(self, text: Text, ahead: int, rows: Tensor) -> Tensor:
         """How far rows (k, f) miss what leaked `ahead` of the next position; 1 is the limit."""
-        at = text.position + ahead
-        off = rows - text.rows[at]
-        spread = self.orders.spread(at)
-        return text.tolerance.misfit(at, off, spread) / text.tolerance.limit(off.shape[-1])
+        return self._misfits(text, text.position + ahead, rows)
+
+    def _misfits(self, text: Text, position: int, rows: Tensor) -> Tensor:
+        off = rows - text.rows[position]
+        return text.tolerance.share_of_limit(position, off, self.orders.spread(position))
+
+
+@dataclass(frozen=True, eq=False)
+class Behind:
+    """A text and the row of the branches that keeps its prefix."""
+
+    branches: Branches
+    row: int
+    text: Text
+
+
+@dataclass(frozen=True, eq=False)
+class Nearest:
+    """Of tried tokens (k,) the nearest, the best first, with what each is off (k, f).
+
+    They are compared by their misfits, and as errors that are yet to be learnt.
+    """
+
+    tokens: Tensor
+    off: Tensor
+    misfits: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, off: Tensor, text: Text, spread: Tensor) -> Nearest:
+        misfits = text.tolerance.share_of_limit(text.position, off, spread)
+        return cls(tokens, off, misfits)._kept(spread)
+
+    def joined(self, other: Nearest, spread: Tensor) -> Nearest:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Nearest(*(torch.cat(pair) for pair in pairs))._kept(spread)
+
+    def _kept(self, spread: Tensor) -> Nearest:
+        sizes = (self.misfits, *((self.off / u).square().nanmean(-1) for u in (1.0, spread)))
+        count = min(_NEAREST, len(self.tokens))
+        kept = torch.cat([size.topk(count, largest=False).indices for size in sizes]).unique()
+        kept = kept[self.misfits[kept].argsort()]
+        return Nearest(self.tokens[kept], self.off[kept], self.misfits[kept])
+
+    @property
+    def alone(self) -> bool:
+        """Is the best so much nearer than the second that no other token need be tried?"""
+        best, second = self.misfits[:2].tolist() if len(self.misfits) > 1 else (0.0, 1.0)
+        return second >= _ALONE * best

@@ -33,7 +33,7 @@ from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
 from keyhole.recover.layers.lbfgs import BatchedLBFGS
-from keyhole.recover.layers.precision import Precision, compare, precision_of
+from keyhole.recover.layers.precision import Precision, compare, precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.trials import Comparison, Tried, substitute, try_rows, try_sums
@@ -256,9 +256,11 @@ class EncoderBatch:
         ids = torch.full(shape, target.pads()[0], device=device)
         estimates = table.centre.expand(*shape, -1)
         zeros = torch.zeros(shape[0], dtype=torch.long, device=device)
+        rounding = rounding_error(target, next(iter(leaks.values())).exposure)
+        precisions = [precision_of(leak, rounding) for leak in leaks.values()]
         return cls(
-            target, back, table, list(leaks), list(leaks.values()),
-            [precision_of(leak) for leak in leaks.values()], leaked, seen, mask, mask, ~mask,
+            target, back, table, list(leaks), list(leaks.values()), precisions, leaked, seen, mask,
+            mask, ~mask,
             estimates, ids, torch.zeros_like(leaked), ~mask, zeros.float(), ids.clone(),
             estimates.clone(), zeros, zeros.clone(), zeros.clone(),
         )  # fmt: skip

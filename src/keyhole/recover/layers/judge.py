@@ -15,10 +15,11 @@ is where more than one in twenty is open.
 
 A token is likely if its position leaked and the odds against each alternative are e¹⁰ : 1, whether
 or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
-to be less than half of the leak's spread. Rows that leaked in no order are compared as a set, and
-the text's own order has alternatives too. Logits are one vector for a whole text: no token is
-verified where a text one edit away may be meant. benchmarks/text_judge.py measures how often all
-that is right.
+to be less than half of the leak's spread. Of an encoder whose rows are no linear map of its tokens
+(large random weights) the right alternative is not among those tried, and no token is likely. Rows
+that leaked in no order are compared as a set, and the text's own order has alternatives too. Logits
+are one vector for a whole text: no token is verified where a text one edit away may be meant.
+benchmarks/text_judge.py measures how often all that is right.
 
 Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
 similar embedding e, and those whose row would be what leaked: with A a linear map from embeddings
@@ -49,7 +50,14 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
-from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of
+from keyhole.recover.layers.precision import (
+    NOISE,
+    Fit,
+    compare,
+    limit,
+    precision_of,
+    rounding_error,
+)
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 
@@ -61,6 +69,10 @@ _ALONE = 64  # alternatives tried one by one; more only several in a pass
 _ANSWERING = 6  # alternatives of a token by what leaked at its position,
 _ANSWERING_NOISY = 32  # … where noise blurs it,
 _WISHED = 3  # … and by the gradient
+_EXPLAINED = (
+    0.5  # of the rows' variance: a map of tokens to rows below it does not name the right one
+)
+_RIVALS = 4  # tokens that give the same attention output,
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
 _RIDGE = 1e-5
@@ -115,6 +127,10 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if matched is not None:
         leak, leaked = matched, matched.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
+    if not fit.whole:  # another machine, or texts side by side, may have rounded otherwise
+        rounding = rounding_error(target, leak.exposure)
+        other = compare(precision_of(leak, rounding), leaked, given)
+        fit = other if other.whole else fit
     if not math.isfinite(fit.residual):
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
@@ -122,6 +138,8 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     misfits = _misfits(fit, leaked, given)
     compared = Compared(target, leak, text, leaked, given, hidden, misfits)
     margin, forwards, doubt = _margin(compared, fit, padding, matched is not None)
+    if not fit.settled and not _named(compared):
+        margin = torch.zeros_like(margin)
     marks = _marks(fit, margin, hidden, compared.odds)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
@@ -139,10 +157,14 @@ def _margin(
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
     coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
+    # Where attention is saturated, a token may show in no attention output, not even its own.
+    blind = leak.kind == "attention" and target.parts.causal and fit.whole
     table = target.parts.table
     duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
-    if coarse or bool(duplicates[text].any()):
+    if coarse or blind or bool(duplicates[text].any()):
         others = alternatives(compared, noisy=fit.level > _NOISY)
+        if blind:
+            others = torch.cat([others, _rivals(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     if unordered:
@@ -191,7 +213,7 @@ def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, s
     if fit.settled:
         return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
     if fit.residual > 1:
-        return Status.MISMATCH, ": no better than nothing"
+        return Status.UNSOLVED, ": no better than nothing"
     misfits = sum(not good for good in fit.good.tolist())
     return partly, f"{words}; {misfits} positions do not fit"
 
@@ -265,13 +287,10 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
-    table, text = compared.target.parts.table, compared.text
+    table, text = compared.target.parts.table.float(), compared.text
     tokens = [most_similar(table, text)]
-    rows, exposure = None, compared.leak.exposure
-    if exposure.kind in ("hidden", "kv", "attention"):  # rows of positions
-        rows = compared.target.remembered(
-            "row map", exposure, lambda: _fitted_map(compared.target, exposure)
-        )
+    rows = _row_map(compared)
+    if rows is not None:
         unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
         count = _ANSWERING_NOISY if noisy else _ANSWERING
         tokens.append(rows.nearest(table, text, unexplained, count))
@@ -280,10 +299,54 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     return torch.cat(tokens)
 
 
+def _row_map(compared: Compared) -> RowMap | None:
+    """The map from embeddings to rows of positions; None where rows are none of a position's."""
+    target, exposure = compared.target, compared.leak.exposure
+    if exposure.kind not in ("hidden", "kv", "attention"):
+        return None
+    return target.remembered("row map", exposure, lambda: _fitted_map(target, exposure))
+
+
+def _named(compared: Compared) -> bool:
+    """Would the right token be among the alternatives to a wrong one?
+
+    Left to right that is no question: a causal model's tokens were found one by one.
+    """
+    rows = None if compared.target.parts.causal else _row_map(compared)
+    return rows is None or rows.explained >= _EXPLAINED
+
+
+@torch.no_grad()
+def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
+    """Of the whole vocabulary the tokens (k, n) that fit as well behind the text before them.
+
+    `none` (n,) stands where there are fewer.
+    """
+    target, text, exposure = compared.target, compared.text, compared.leak.exposure
+    start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
+    alone = torch.zeros(1, dtype=torch.long, device=text.device)
+    branches = Branches(target.model, alone + start)
+    branches.expose(exposure, alone == 0, ids=text[None, start:])
+    branches.accept(alone, alone + len(text) - start, alone)
+    rivals = none.repeat(_RIVALS, 1)
+    vocabulary = torch.arange(target.vocabulary, device=text.device)
+    for place in range(start, len(text)):
+        misfits = torch.cat([
+            ((branches.each(exposure, 0, place - start, part)[0]["values"][0]
+              - compared.leaked[place]) / fit.sigma[place]).square().mean(-1)
+            for part in vocabulary.split(branches.at_once(place))
+        ])  # fmt: skip
+        misfits[text[place]] = torch.inf
+        least, tokens = misfits.topk(min(_RIVALS, len(misfits)), largest=False)
+        tokens = tokens[least <= limit(compared.leaked.shape[-1])]
+        rivals[: len(tokens), place] = tokens
+    return rivals
+
+
 def _wished(compared: Compared) -> Tensor:
     """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
     target, leak, text = compared.target, compared.leak, compared.text
-    table = target.parts.table
+    table = target.parts.table.float()
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
         mask = None if leak.mask is None else leak.mask.to(words.device)[None]
@@ -300,12 +363,13 @@ class RowMap:
     """`map` (e, f) from embeddings to rows, and the squared length (v,) of each token's answer.
 
     Of keys and values only the values count: keys may be rotated by their position. `heads` is
-    their number, or 1.
+    their number, or 1; `explained` the share of the rows' variance that is linear.
     """
 
     map: Tensor
     sizes: Tensor
     heads: int
+    explained: float
 
     def own(self, rows: Tensor) -> Tensor:
         """The part (n, f) of a leak's rows that is compared."""
@@ -321,7 +385,7 @@ class RowMap:
 
 
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
-    table = target.parts.table
+    table = target.parts.table.float()
     count = min(len(table), _SAMPLES * table.shape[1])
     stream = torch.Generator().manual_seed(0)
     tokens = torch.randperm(len(table), generator=stream)[:count]
@@ -336,9 +400,12 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     words = table[tokens.to(table.device)].double()
     words = words - words.mean(0)
     square = with_ridge(words.T @ words, _RIDGE)
-    linear = torch.linalg.solve(square, words.T @ (answers - answers.mean(0))).to(table)
-    heads = target.parts.key_heads if exposure.kind == "kv" else 1
-    return RowMap(linear, (table @ linear).square().sum(-1), heads)
+    answers = answers - answers.mean(0)
+    linear = torch.linalg.solve(square, words.T @ answers)
+    left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(min=1e-30)
+    explained = 1 - float(left) * count / max(1, count - table.shape[1])  # as of other tokens
+    linear, heads = linear.to(table), target.parts.key_heads if exposure.kind == "kv" else 1
+    return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
 
 
 def _answers(

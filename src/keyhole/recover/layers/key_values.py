@@ -105,7 +105,7 @@ def _first_inputs(target: Target, ids: Tensor) -> Tensor:
     """What the first attention receives for ids (c, n)."""
     given = capture(target.model, Exposure("hidden", 0), ids=ids)["values"]
     norm = target.parts.first_norm
-    return given if norm is None else norm(given)
+    return given if norm is None else norm(given.to(target.parts.tokens.weight.dtype)).to(given)
 
 
 def _compare(target: Target, inputs: Tensor, names: Tensor) -> Tensor:

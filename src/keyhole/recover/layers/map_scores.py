@@ -101,10 +101,10 @@ class Anchors:
         (query, key, _), size = parts.attention(layer).apart, parts.head_dim
         where = torch.tensor(list(places), device=states.device)
         scale = size**-0.5
-        q = query(states[where]).unflatten(-1, (-1, size)) * scale
-        k = key(states[where]).unflatten(-1, (-1, size))
-        to_query, q_bias = _by_head(query, size)
-        to_key, k_bias = _by_head(key, size)
+        to_query, q_bias = _by_head(query, size, states)
+        to_key, k_bias = _by_head(key, size, states)
+        q = (torch.einsum("ad,hkd->ahk", states[where], to_query) + q_bias) * scale
+        k = torch.einsum("ad,hkd->ahk", states[where], to_key) + k_bias
         return cls(
             places=where,
             as_key=torch.einsum("ahk,hkd->dha", q, to_key),
@@ -122,11 +122,12 @@ class Anchors:
         return as_key, as_query
 
 
-def _by_head(projection: Projection, size: int) -> tuple[Tensor, Tensor]:
+def _by_head(projection: Projection, size: int, states: Tensor) -> tuple[Tensor, Tensor]:
+    """A projection's weights (h, k, d) and bias (h, k), in the arithmetic of the states."""
     weight, bias = projection.weight, projection.bias
-    by_head = weight.unflatten(0, (-1, size))
     offset = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return by_head, offset.unflatten(0, (-1, size))
+    by_head = weight.unflatten(0, (-1, size)), offset.unflatten(0, (-1, size))
+    return by_head[0].to(states), by_head[1].to(states)
 
 
 @dataclass(frozen=True, eq=False)

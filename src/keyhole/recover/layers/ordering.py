@@ -45,24 +45,32 @@ _ROWS = 128  # rows ranked at a time: their distances to the whole table are hel
 # Errors are not quite Gaussian, and their covariance is an estimate: as it stands the likelihood is
 # too sure of itself. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
 _TRUST = 0.2
+_SEEN = 128  # random rows by which the order is put to the test
 _UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not cover
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ`, the predicted rows `w_v`, the errors (n, f) of the fit, and each number's `spread`."""
+    """`μ`, the predicted rows `w_v`, the errors (n, f) of the fit, and each number's `spread`.
+
+    `seen` (m, f) are some of the random rows, and `meant` (m,) their tokens.
+    """
 
     centre: Tensor
     predicted: Tensor
     errors: Tensor
     spread: Tensor
+    seen: Tensor
+    meant: Tensor
 
     def ordering(self, error: float) -> Ordering:
         """The ordering for a leak whose own error has this standard deviation."""
         table = self.predicted
         precision = _precision(self.errors, self.spread, error).to(table)
         half_norms = (table @ precision * table).sum(-1) / 2
-        return Ordering(self.centre, table, precision, half_norms, self.spread.to(table))
+        return Ordering(
+            self.centre, table, precision, half_norms, self.spread.to(table), self.seen, self.meant
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +94,19 @@ class Ordering:
     precision: Tensor
     half_norms: Tensor
     spread: Tensor
+    seen: Tensor
+    meant: Tensor
 
     def likelihood(self, rows: Tensor) -> Tensor:
         """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
         centred = (rows - self.centre).nan_to_num(0.0)  # what did not leak says nothing
         return centred @ self.precision @ self.predicted.mT - self.half_norms
+
+    def reach(self, count: int) -> float:
+        """The share of random rows whose tokens are among the first `count`."""
+        scores = self.likelihood(self.seen)
+        before = scores > scores.gather(1, self.meant[:, None])
+        return float((before.sum(-1) < count).float().mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +121,11 @@ class Orderings:
     head: Tensor | None
     spent: int
 
+    def at(self, position: int) -> Ordering:
+        return self.rest if position else self.opening
+
     def spread(self, position: int) -> Tensor:
-        return (self.rest if position else self.opening).spread
+        return self.at(position).spread
 
     def first(self, rows: Tensor, positions: Tensor, count: int) -> Tensor:
         """The `count` tokens (m, count) to try first at `positions` (m,) of a text's rows."""
@@ -166,8 +185,7 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
         if below is not None:
             inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
         spent += tokens.numel() * (1 if below is None else 2)
-        known = table[tokens[:, first:].flatten()]
-        made.append(_regress(table, known, inputs, rows, alone))
+        made.append(_regress(table, tokens[:, first:].flatten(), inputs, rows, alone))
     return Fits(made[0], made[1], spent)
 
 
@@ -178,8 +196,9 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
     if head is not None:
-        return head.weight.detach()
-    return parts.table if getattr(parts.base.config, "tie_word_embeddings", False) else None
+        return head.weight.detach().float()
+    tied = getattr(parts.base.config, "tie_word_embeddings", False)
+    return parts.table.float() if tied else None
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
@@ -208,8 +227,10 @@ def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     ])  # fmt: skip
 
 
-def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, alone: bool) -> Fit:
-    """Fit `A`, `μ` and the errors to rows (n, f) of tokens with table entries `known` (n, e).
+def _regress(
+    table: Tensor, tokens: Tensor, inputs: Tensor | None, rows: Tensor, alone: bool
+) -> Fit:
+    """Fit `A`, `μ` and the errors to rows (n, f) of tokens (n,), whose entries are in the table.
 
     `inputs` of the layer: fit in two steps by way of them. `alone`: `A = 1`.
     """
@@ -217,7 +238,8 @@ def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, 
     kept = size <= 25 * size.median()  # a few random tokens become attention sinks of their own
     if not bool(kept.any()):
         raise LinAlgError("the model's answers to random texts are not finite")
-    x, y = known[kept].double(), rows[kept].double()
+    tokens = tokens[kept]
+    x, y = table[tokens].double(), rows[kept].double()
     x_mean, y_mean = x.mean(0), y.mean(0)
     x, y = x - x_mean, y - y_mean
     if alone:
@@ -232,7 +254,8 @@ def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, 
     errors = (y - x @ matrix) / max(1 - freedom / len(x), 0.1)
     predicted = ((table.double() - x_mean) @ matrix).to(table)
     spread = y.std(0).clamp(min=1e-9)
-    return Fit(y_mean.to(table), predicted, errors, spread)
+    seen, meant = rows[kept][:_SEEN], tokens[:_SEEN]
+    return Fit(y_mean.to(table), predicted, errors, spread, seen, meant)
 
 
 def ridge(x: Tensor, y: Tensor) -> tuple[Tensor, float]:

@@ -2,26 +2,38 @@
 
 A leaked number is y = f + ε. Rounding leaves a grid in y: bfloat16 and float16 have few bits of
 mantissa, integers one step a row (int8 with a scale for each token, decimals, …). Then ε is uniform
-over a step: variance step²/12. Float32 itself is not exact either: two machines add up in different
-orders. Noise leaves no trace in y; it shows in the residual of the right text, and only there (see
-judge.py).
+over a step: variance step²/12. Noise leaves no trace in y; it shows in the residual of the right
+text, and only there (see judge.py).
+
+Arithmetic is not exact either: two machines, or two sizes of a batch, add up in different orders.
+In float32 that hardly shows; in bfloat16 and float16 it does, and large random weights enlarge it
+from layer to layer. So it is measured (`rounding_error`): random texts are run one at a time, and
+again several at once with their embeddings off in the last bit. What that moves a row by, the right
+text may differ by.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from keyhole.recover.leaks import Leak
+from keyhole.models.branches import Branches
+from keyhole.models.capture import Exposure, capture, hooks
+from keyhole.recover.attack import Target
+from keyhole.recover.layers.inverse_map import random_texts
+from keyhole.recover.leaks import Leak, rows_of
 
 FLOAT32 = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
 _GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
 _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
+_TEXTS, _LENGTH = 4, 32  # random ones that the arithmetic is measured on
+_MARGIN = 1.5  # above the largest error of their positions
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 
@@ -44,20 +56,63 @@ class Precision:
         return float(self.sigma.square().nanmean().sqrt()) / self.scale
 
 
-def precision_of(leak: Leak) -> Precision:
-    """The rounding of a leak: from its numbers, and its stated noise on top."""
+def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
+    """The rounding of a leak: from its numbers, and its stated noise on top.
+
+    `arithmetic` is the model's own rounding error, as a share of each row's root mean square.
+    """
     rows = leak.rows(leak.tensors).float()
+    own = arithmetic * rows.square().nanmean(-1, keepdim=True).sqrt().nan_to_num(0.0)
     seen = rows[rows.isfinite()]
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
-    arithmetic = FLOAT32 * float(seen.square().mean().sqrt())
+    least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
     if name == "float32" and leak.rank > 2:  # heads may have a scale each
         each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
         steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
         name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
-    sigma = (step.square() / 12 + arithmetic**2 + noise**2).sqrt()
+    sigma = (step.square() / 12 + own.square() + least**2 + noise**2).sqrt()
     return Precision(name, sigma, scale, leak.noise)
+
+
+def rounding_error(target: Target, exposure: Exposure) -> float:
+    """How far a row moves where the model's arithmetic rounds otherwise, relative to its size.
+
+    The largest error of a position, as a root mean square over its numbers, and a margin.
+    """
+    return target.remembered("rounding", exposure, lambda: _rounding_error(target, exposure))
+
+
+@torch.no_grad()
+def _rounding_error(target: Target, exposure: Exposure) -> float:
+    length = min(_LENGTH, target.parts.max_length)
+    stream = torch.Generator().manual_seed(0)
+    ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
+    alone = torch.cat([rows_of(capture(target.model, exposure, ids=text[None])) for text in ids])
+
+    def in_the_last_bit(_m: nn.Module, _i: Any, words: Tensor) -> Tensor:
+        off = torch.finfo(words.dtype).eps * (2 * torch.rand(words.shape, generator=stream) - 1)
+        return (words * (1 + off.to(words.device))).to(words)
+
+    with hooks((target.parts.tokens.register_forward_hook, in_the_last_bit)):
+        if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
+            several = _by_halves(target, exposure, ids)
+        else:
+            several = rows_of(capture(target.model, exposure, ids=ids))
+    error = (several - alone).norm(dim=-1) / alone.norm(dim=-1)
+    return _MARGIN * float(error.nan_to_num(0.0).max())
+
+
+def _by_halves(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
+    """Rows of texts (b, n) as a search computes them: a few tokens behind a prefix that is kept."""
+    each = torch.arange(len(ids), device=ids.device)
+    none = torch.zeros_like(each)
+    branches, rows = Branches(target.model, none), list[Tensor]()
+    for part in ids.split(-(-ids.shape[1] // 2), 1):
+        rows.append(rows_of(branches.expose(exposure, none == 0, ids=part)))
+        branches.accept(none, none + part.shape[1], each)
+    return torch.cat(rows, 1)
 
 
 def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
@@ -147,21 +202,21 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     seen = ~off.isnan().any(-1)
     residual = float(off[seen].square().mean().sqrt()) / precision.scale
     sigma = precision.sigma.to(off.device)
-    limit = _limit(off.shape[-1])
+    most = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
-    if typical <= limit or precision.noise is not None:
-        good = (strength <= limit) | ~seen
+    if typical <= most or precision.noise is not None:
+        good = (strength <= most) | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
     # Larger than rounding explains: noise of unknown strength, or a wrong text.
     strength = off.square().mean(-1)
     level = float(strength[seen].median().sqrt())
-    good = (strength <= limit * level**2) & (level <= NOISE * precision.scale) | ~seen
+    good = (strength <= most * level**2) & (level <= NOISE * precision.scale) | ~seen
     proven = _only_noise(off[seen], given[seen], level, precision.scale)
     return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
 
 
-def _limit(count: int, deviations: float = _DEVIATIONS) -> float:
+def limit(count: int, deviations: float = _DEVIATIONS) -> float:
     """A bound on the mean of so many squared standard normals (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * count)
     return (1 - spread + deviations * math.sqrt(spread)) ** 3
@@ -184,5 +239,5 @@ def _only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
     return (
         abs(along) <= _DEVIATIONS
         and largest <= math.sqrt(rows) + math.sqrt(count) + _DEVIATIONS
-        and columns <= _limit(rows, _DEVIATIONS + 1)
+        and columns <= limit(rows, _DEVIATIONS + 1)
     )

@@ -98,7 +98,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, target: Target) -> Vocabulary:
-        table = target.parts.table
+        table = target.parts.table.float()
         count = len(table)
         order = torch.arange(count, device=table.device, dtype=table.dtype)
         weight = 1.0 / (order + count / _FLAT)
@@ -161,7 +161,7 @@ def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> t
 
     `known` (n,) holds the ids that are certain, -1 elsewhere.
     """
-    table = comparison.target.parts.table
+    table = comparison.target.parts.table.float()
     fixed = table[known.clamp(min=0)]
     free = (known < 0)[:, None]
     shape = (len(known), prior.factors.shape[-2])

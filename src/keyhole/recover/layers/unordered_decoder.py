@@ -30,7 +30,8 @@ from keyhole.recover.leaks import Leak
 class UnorderedPrefixes:
     """Left-to-right search for the token and its row.
 
-    `fans`: how many of each row's likeliest tokens are tried, fewer first, until one fits.
+    `fans`: how many of each row's likeliest tokens are tried, fewer first, until one fits; in the
+    end the whole vocabulary is.
     `widest`: tokens in one pass. `samples`: random tokens to fit the ordering with (None: eight for
     each number in a row).
     """
@@ -67,9 +68,10 @@ class UnorderedPrefixes:
             pair = self._pair(branches, exposure, orderings, text, remaining)
             if pair is None:
                 text.given_up, text.unexplained = True, len(text.rows) - text.position
+                text.excluded = text.position
                 break
             token, row = pair
-            text.settle([token])
+            text.settle([token], [0.0])
             remaining = remaining[remaining != row]
             target.count.set(text.number, text.position)
         gaps = (~leaked).nonzero().flatten()
@@ -83,16 +85,16 @@ class UnorderedPrefixes:
     ) -> tuple[int, int] | None:  # fmt: skip
         """The next token and the row that it reproduces; `branches` is extended by it."""
         device, position = text.rows.device, text.position
-        ordering = orderings.rest if position else orderings.opening
+        ordering = orderings.at(position)
         scores, spread = ordering.likelihood(text.rows[remaining]), orderings.spread(position)
         limit = text.tolerance.limit(text.rows.shape[-1])
         tried = torch.zeros(0, device=device)
         no_chain = torch.zeros(1, dtype=torch.bool, device=device)  # tokens are alternatives
-        for count in self.fans:
+        for count in (*self.fans, scores.shape[1]):
             wanted = scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
             fresh = wanted[~torch.isin(wanted, tried)]
             tried = torch.cat([tried, fresh])
-            for tokens in fresh.split(self.widest):
+            for tokens in fresh.split(self.widest) if len(fresh) else ():
                 given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][0]
                 text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
                 misfits = torch.stack([
