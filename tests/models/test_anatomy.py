@@ -60,6 +60,7 @@ def test_parts_are_where_the_source_has_them(family, dtype):
     assert parts.key_heads == (2 if family in ("llama", "qwen3") else 4)
     assert parts.causal == causal
     assert parts.rotary == (family in ("llama", "qwen3"))
+    assert [rotation is not None for rotation in parts.rotations] == [parts.rotary] * 3
     for number, (each, attention) in enumerate(zip(blocks, parts.attentions, strict=True), 1):
         inside = each.get_submodule
         assert attention.module is inside(module)

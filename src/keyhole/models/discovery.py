@@ -518,4 +518,5 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
 
 def _differ(keys: Tensor) -> bool:
     """Do keys (1, h, n, k) of one token change with the position?"""
-    return _moved(keys, keys[:, :, :1].expand_as(keys), _TURNED)
+    rounded = max(_TURNED, 4 * torch.finfo(keys.dtype).eps)  # cosines and sines are rounded as well
+    return _moved(keys, keys[:, :, :1].expand_as(keys), rounded)
