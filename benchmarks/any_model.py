@@ -11,6 +11,7 @@ keeps of its first and its last layer. A text counts as read where it is exact a
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import time
@@ -128,7 +129,8 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
             model = made(name, scale)
             parts = anatomy(model)
         except (InputError, Unmade) as error:
-            unmade.append({"model": name, "reason": str(error)})
+            reason = re.sub(r" from '[^']*'", "", str(error))  # no place of this machine
+            unmade.append({"model": name, "reason": reason})
             continue
         except Exception as error:  # ours to mend
             yield show.every(name, 0, 1, f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 SipIt (arXiv 2510.15511) is run from its authors' code, which is not part of this repository
 (https://github.com/giorgosnikolaou/SIPIT, or its fork https://github.com/pranjayyelkotwar/SIPIT,
-commit 4f343c8). There is no record yet: it takes a GPU, or hours.
+commit 4f343c8). It takes a GPU, or hours.
 
     python benchmarks/peers/sipit.py --checkout SIPIT
 
