@@ -47,3 +47,11 @@ def test_one_block_is_said():
     (check,) = gradients.checks("", one_layer, 0)
     (skip,) = check.run(untracked).skips
     assert "second block" in skip.reason
+
+
+def test_half_precision_is_said():
+    half = target("llama", "AutoModelForCausalLM")
+    half.loaded.model.bfloat16()
+    (check,) = gradients.checks("", half, 0)
+    (skip,) = check.run(untracked).skips
+    assert "half precision" in skip.reason

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from operator import eq
 
+import torch
+
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
 from keyhole.core import Finding, Skip, Status
@@ -50,6 +52,8 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
         reason = "texts are put together by the second block, and the model has one"
     elif not all(each and each.projections for each in anatomy(model).attentions[:2]):
         reason = "queries, keys and values of the first blocks are not one linear map each"
+    elif next(model.parameters()).dtype != torch.float32:
+        reason = "a gradient in half precision is not read: on a CPU it is made in float32"
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
         reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
