@@ -259,7 +259,8 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
         "recover", "demo", "leak.safetensors", "--method", "guess",
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
-    assert done.returncode == 3, done.stderr  # a guess: the leak is not explained
+    assert done.returncode == 0, done.stderr
+    assert "unsolved" in done.stdout  # a guess explains nothing, and proves nothing of the model
     assert "leak.safetensors: " in done.stdout
 
 

@@ -111,6 +111,17 @@ def test_tokens_are_dropped_for_all_layers_and_special_ones_spared(kind, recorde
     assert len(seen) == 60
 
 
+def test_unknown_words_are_spared_as_in_the_released_code(recorder):
+    """A tokenizer's own `special_tokens_mask` does not mark them."""
+    model, tokenizer, (batch, _) = small.model(), tiny.tokenizer(), small.batch()
+    batch["input_ids"][:, 2] = tokenizer.unk_token_id
+    assert not batch["special_tokens_mask"][:, 2].any()
+    with SAttend(0.9, "token").apply(model, tokenizer):
+        for _ in range(10):
+            model(**batch)
+    assert not any(made[0][:, 0, 0, 2].any() for made in recorder.passes)
+
+
 def test_special_tokens_from_the_mask_among_the_inputs(recorder):
     model, (batch, _) = small.model(), small.batch()
     with SAttend(0.9, "token").apply(model):

@@ -12,7 +12,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Example
 from keyhole.models.capture import Exposure
-from keyhole.recover import recover_texts
+from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch, recover_texts
 from keyhole.recover.gradients import recover_batch
 from keyhole.recover.gradients.update import batch_of, update_of
 from keyhole.recover.run import recover_text
@@ -93,6 +93,14 @@ def test_a_model_without_numbers_is_refused_by_the_name_of_the_weight(family):
         leak_of(model, tokenizer, TEXTS[0], Exposure("hidden", 3))
 
 
+SHORT = {  # searches that do not arrive
+    "hidden:2": EncoderStates(rounds=12, opening=8),
+    "attention:1": SubLayerOutput(
+        TokenSearch(rounds=1, passes=10), EncoderStates(rounds=12, opening=8)
+    ),
+}
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("exposure", ["hidden:2", "kv:1", "attention:1"])
 def test_a_leak_of_a_model_that_was_damaged_since(family, exposure):
@@ -101,7 +109,8 @@ def test_a_leak_of_a_model_that_was_damaged_since(family, exposure):
     for change in (nan_in_a_layer, infinite_token):
         model, _ = damaged(family, change)
         about = type(leak)(**leak.tensors, layer=leak.layer)
-        recovery = recover_text(model, tokenizer, about)
+        short = SHORT.get(exposure) if family == "bert" else None
+        recovery = recover_text(model, tokenizer, about, method=short)
         assert not recovery.verified or recovery.text == TEXTS[0]
         assert "nan" not in recovery.reason
         assert "\n" not in recovery.reason

@@ -31,7 +31,7 @@ from keyhole.oracle.planted import Attention
 from keyhole.report import words
 
 LENGTH = 6  # tokens of the secret input
-_WEIGHT = 1.2  # seconds that a check takes, as measured on the demo
+_WEIGHT = 2.5  # seconds that a check takes, as measured on the demo
 
 
 def checks(part: str, oracle: Oracle, seed: int) -> list[Check]:

@@ -7,8 +7,9 @@ inference nothing is, and the model runs as if it had never been touched, bit fo
 
 - `unit`, as the paper writes: independent for each (layer, head, query, key).
 - `token`, as its code does: one draw for each key of each text, the same for all layers, heads and
-  queries; special tokens and padding are spared. Where they stand is read from
-  `special_tokens_mask` among the inputs, or from `input_ids` with the tokenizer's special ids.
+  queries; special tokens ([UNK] too) and padding are spared. Where they stand is read from
+  `input_ids` with the tokenizer's special ids, and from `special_tokens_mask` among the inputs,
+  which does not mark [UNK].
   Encoder–decoder models: the decoder's own tokens are drawn if `decoder_input_ids` are given.
 
 A row whose every key was drawn is left as it was (see keyhole.models.masking). Draws depend on the
@@ -140,15 +141,15 @@ class Drops(Untouched):
 
     def _special(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         given = inputs.get(SPECIAL, self.special)
+        known = torch.isin(ids, torch.tensor(self.ids, dtype=ids.dtype, device=ids.device))
         if isinstance(given, Tensor) and given.shape == ids.shape:
-            return given.flatten(0, -2).bool()
-        if not self.ids:
+            known = known | given.bool()
+        elif not self.ids:
             raise InputError(
                 "token mode needs a tokenizer, as in SAttend(…).apply(model, tokenizer), or "
                 "special_tokens_mask among the inputs"
             )
-        known = torch.tensor(self.ids, dtype=ids.dtype, device=ids.device)
-        return torch.isin(ids, known).flatten(0, -2)
+        return known.flatten(0, -2)
 
     def _draw(self, shape: torch.Size, where: str) -> Tensor:
         device = next(self.model.parameters()).device
