@@ -94,13 +94,15 @@ def test_who_does_not_answer_is_said(server, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = free.getsockname()[1]
     address = server.partition("?")[0]
-    with pytest.raises(KeyholeError, match=f"does not answer at its port of gRPC, {nobody}: open"):
+    with pytest.raises(KeyholeError, match=f"does not answer on its gRPC port, {nobody}: open"):
         opening(f"{address}?grpc_port={nobody}")
-    with pytest.raises(KeyholeError, match="does not answer as Weaviate: ") as refused:
+    with pytest.raises(KeyholeError, match="is Weaviate running there") as refused:
         opening(f"weaviate:http://somebody:s3cret@127.0.0.1:{nobody}")
     assert "s3cret" not in str(refused.value)
     for wrong in (f"weaviate:{tmp_path}", f"{address}?grpc_port=x", "weaviate:http://host:x"):
-        with pytest.raises(InputError, match="is no address of Weaviate: write weaviate:http://"):
+        with pytest.raises(
+            InputError, match="is not an address of Weaviate: write weaviate:http://"
+        ):
             opening(wrong)
 
 

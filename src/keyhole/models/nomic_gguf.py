@@ -106,7 +106,9 @@ class NomicFile:
             stem, _, ending = given.rpartition(".")
             known = names.get(given) or (f"{names[stem]}.{ending}" if stem in names else None)
             if known is None:
-                raise InputError(f"the GGUF file has {tensor.name}, which {ARCHITECTURE} has not")
+                raise InputError(
+                    f"the GGUF file has {tensor.name}, which {ARCHITECTURE} does not have"
+                )
             found[inside + known] = values
         return found
 

@@ -322,7 +322,7 @@ def open_weaviate(place: Place) -> Generator[Store]:
         address = weaviate.connect.ConnectionParams.from_url(place.path, port)
     except ValueError as error:
         raise InputError(
-            f"{shown} is no address of Weaviate: write weaviate:http://HOST:PORT, with "
+            f"{shown} is not an address of Weaviate: write weaviate:http://HOST:PORT, with "
             "?grpc_port=PORT where that is not 50051"
         ) from error
     headers = EndpointOptions().secrets()
@@ -331,6 +331,8 @@ def open_weaviate(place: Place) -> Generator[Store]:
         with closing(client):
             _connect_to_weaviate(client, address.grpc, shown)
             yield _weaviate_store(client, replace(place, path=shown))
+    except weaviate.exceptions.WeaviateStartUpError as error:
+        raise KeyholeError(f"nobody answers at {shown}: is Weaviate running there?") from error
     except weaviate.exceptions.WeaviateBaseError as error:
         if getattr(error, "status_code", None) in _REFUSED:
             raise InputError(f"{shown} asks for a key, or another: set {KEY}") from error
@@ -346,7 +348,7 @@ def _connect_to_weaviate(client: Any, grpc: Any, shown: str) -> None:
         socket.create_connection((grpc.host, grpc.port), timeout=10).close()
     except OSError as error:
         raise KeyholeError(
-            f"{shown} does not answer at its port of gRPC, {grpc.port}: open it, or add "
+            f"{shown} does not answer on its gRPC port, {grpc.port}: open it, or add "
             "?grpc_port=PORT"
         ) from error
 
