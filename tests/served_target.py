@@ -6,14 +6,16 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 import httpx
 import pytest
 
-from command_line import started
+import warm_process
 from keyhole import oracle
+from keyhole.cli import main
 
 
 @contextmanager
@@ -25,21 +27,8 @@ def served(target, folder, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "keyhole",
-        "lab",
-        "serve",
-        "t.safetensors",
-        "--port",
-        str(port),
-    ]
-    url = f"http://127.0.0.1:{port}"
-    with (
-        (folder / "log").open("w") as log,
-        started([*command, *options], cwd=folder, stdout=log, stderr=log) as process,
-    ):
+    url, command = f"http://127.0.0.1:{port}", ("lab", "serve", "t.safetensors", "--port", port)
+    with warm_process.started(_keyhole, *command, *options, cwd=folder) as process:
         for _ in range(300):
             try:
                 if httpx.get(f"{url}/v2/models/target/ready").is_success:
@@ -47,8 +36,16 @@ def served(target, folder, *options):
             except httpx.TransportError:
                 time.sleep(0.2)
         else:
-            pytest.fail((folder / "log").read_text())
+            pytest.fail(process.words)
+        where = f"serving t.safetensors at {url}/v2/models/target (Ctrl-C ends it)\n"
+        assert process.out.startswith(where)  # said while it runs
         yield url
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-    assert "Traceback" not in (folder / "log").read_text()
+        done = process.finish(30)
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def _keyhole(*arguments):
+    warnings.simplefilter("default")  # what MLServer warns of is not ours
+    sys.argv = ["keyhole", *map(str, arguments)]
+    main()

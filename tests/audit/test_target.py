@@ -20,7 +20,7 @@ from keyhole.core.machine import device_of
 from keyhole.models.loading import close_kept, kept_open
 from kill_points import lasting
 
-TEXT = "w3 w14 w15 w92 w65"
+TEXT = "w3 w14"
 
 
 @pytest.fixture(scope="module")

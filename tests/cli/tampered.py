@@ -124,7 +124,10 @@ def _whole() -> dict[str, Tampered]:
         "number": ("5", two),
         "cut-off": (json.dumps(good)[:-30], two),
         "two-documents": (json.dumps(good) * 2, two),
-        "million-numbers": (json.dumps({**good, "findings": "…"}).replace('"\\u2026"', numbers), two),
+        "million-numbers": (
+            json.dumps({**good, "findings": "…"}).replace('"\\u2026"', numbers),
+            two,
+        ),
         "nul": (json.dumps(good).replace("because", "be\0cause"), two),
         "surrogate": (json.dumps(good).replace("because", "\\ud800"), both),
         "markup": (json.dumps(good).replace("because", "[bold]</script>[/nothing]"), both),

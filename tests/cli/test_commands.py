@@ -198,7 +198,7 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
 
     def begun(process):
         assert "144 unknowns" in process.stderr.readline()
-        time.sleep(2)  # some steps of the first starts
+        time.sleep(0.7)  # some steps of the first starts
         return True
 
     done = interrupted(

@@ -20,7 +20,7 @@ IDS = tiny.ids(texts=3, length=12)
 
 @functools.cache
 def model(family="bert"):
-    return tiny.model(family)
+    return tiny.shared(family)
 
 
 def recovered(layer, forms, precision="float32", family="bert", ids=IDS):
