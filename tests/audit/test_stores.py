@@ -308,8 +308,8 @@ def test_columns_of_bytes_are_read(kept, known, tmp_path):
     writer.write_table(arrow.table(columns), tmp_path / "v.parquet")
     loaded = Loaded(WIDE, WORDS, identity(WIDE), "a wide encoder")
     with open_store(str(tmp_path / "v.parquet")) as store:
-        target = StoreTarget.of(store, loaded, texts=1)
-    assert target.vectors.shape == (1, 256)
+        target = StoreTarget.of(store, loaded, texts=2)
+    assert target.vectors.shape == (2, 256)
     assert target.pooling.sure is known
     assert ("one bit" in target.note) is (kept != "int8")
     (finding,) = audit(replace(target, method=SHORT)).findings
