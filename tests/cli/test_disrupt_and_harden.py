@@ -318,13 +318,13 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
     done = keyhole(
         "audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1, "--flips", 4,
-        "--layers", 1, "--json",
+        "--layers", 1, "--only", "predictions", "--only", "KH-TEXT-HIDDEN-STATES", "--json",
     )  # fmt: skip
     data = json.loads(done.stdout)
     assert done.returncode == exposed(data), done.stderr
     findings = data["findings"]
     flips = [row for row in findings if row["sought"] == "prediction"]
-    assert len(flips) == 4
+    assert len(flips) == 4 < len(findings)
     short = "the texts are too short"  # at 1%; the rest of the model can be checked all the same
     assert all("right answers flipped" in f["reason"] or short in f["reason"] for f in flips)
 

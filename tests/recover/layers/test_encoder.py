@@ -278,10 +278,10 @@ def test_stages_of_any_length_lead_there(settings):
     """Without forward-only passes, gradients alone find the text."""
     ids = tiny.ids(texts=1, length=10, seed=5)
     method = EncoderStates(feedback=0, samples=300, **settings)
-    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 2, ids), method=method)
+    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
-    assert all(result.passes > result.forwards for result in results)
+    assert all(result.forwards < result.passes < 100 for result in results)  # from the map's start
 
 
 def test_the_leak_survives_a_file(tmp_path):
