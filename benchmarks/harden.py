@@ -10,12 +10,18 @@ writes it, or one trained first. To look around, `--donor none --attacks stronge
 everything but the attack that counts; `--save-only` makes a donor. `--average` is how much of their
 running mean the weights keep. Time and memory are those of the same few batches, plain and defended
 in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
+
+`--released` trains as S-Attend's released program does (docs/papers.md), one `--rate` and
+`--warmup` of its grid a process; `--join` then keeps the best of the grid on the dev set, as its
+sweep does, for each method and seed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -27,6 +33,7 @@ import show
 import subjects
 import trained
 from keyhole import harden
+from keyhole.data import Example, encode
 from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
 from keyhole.models import Loaded, load_model
@@ -48,6 +55,8 @@ QUICK: dict[str, Any] = {
     "methods": ["plain", "freelb+attack-masks"], "seeds": [0], "examples": 96, "epochs": 2,
     "batch": 16, "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu",
 }  # fmt: skip
+# S-Attend's own for SST-2 (run_sattend.py and its sweep), besides a grid of rates and warm-ups.
+RELEASED: dict[str, Any] = {"epochs": 4, "batch": 32, "rate": 2e-5}
 SETTINGS = ("examples", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 
 
@@ -60,6 +69,7 @@ def run(
     donor: str | None = None,
     save: Path | None = None,
     save_only: bool = False,
+    released: bool = False,
 ) -> Iterator[Row]:
     trained.expect_known("attacks", options.attacks, ATTACKS)
     if save_only and save is None:
@@ -67,14 +77,16 @@ def run(
     if options.join:
         joined = trained.joined(options.join)
         yield from trained.kept(joined)
-        yield from table(joined)
+        yield from table(best_of_grid(joined))
         return
     on_gpu = options.device.startswith("cuda")
     small = quick or not (on_gpu or options.examples)
     usual = FULL if on_gpu else REDUCED
     missing = {name: value for name, value in usual.items() if not getattr(options, name)}
+    if released:
+        missing |= {name: RELEASED[name] for name in RELEASED if name in missing}
     options = replace(options, **(QUICK if quick else missing))
-    bench = Bench(options, quick, small, average, donor)
+    bench = Bench(options, quick, small, average, donor, released)
     runs: list[Run] = []
     for method, seed in options.trainings:
         folder = save
@@ -92,9 +104,10 @@ class Bench:
     """Trains, evaluates, compares; what another model's masks are is found out once a seed."""
 
     def __init__(
-        self, options: Options, quick: bool, small: bool, average: float, donor: str | None
-    ) -> None:
-        self.options, self.quick, self.small = options, quick, small
+        self, options: Options, quick: bool, small: bool, average: float, donor: str | None,
+        released: bool = False,
+    ) -> None:  # fmt: skip
+        self.options, self.quick, self.small, self.released = options, quick, small, released
         self.average, self.donor = average, donor
         self.donors: dict[int, Disruption] = {}
         texts = [subjects.with_a_word(number) for number in range(240)] if quick else []
@@ -131,8 +144,10 @@ class Bench:
                 for name, disruption in found.disruptions.items()
             },
         }  # fmt: skip
+        if self.released:
+            known["settings"] |= {"warmup": options.warmup, "released": True}
         details = words(found)
-        if method != "plain":
+        if method != "plain" and not self.released:
             known["time"], known["memory"] = self.cost(method, seed)
             details += f"; time ×{known['time']:.2f}"
         return Row(what, f"clean {found.accuracy:.1%}", details=details, run=known)
@@ -157,11 +172,62 @@ class Bench:
         """Trained on so many sentences, drawn from the seed."""
         stream, options = torch.Generator().manual_seed(seed), self.options
         chosen = torch.randperm(len(self.train), generator=stream)[:count].tolist()
+        examples = [self.train[number] for number in chosen]
+        if self.released:
+            return self.fit_as_released(loaded, examples, method, seed)
         return trained.fit(
-            loaded, [self.train[number] for number in chosen], method, options.device, seed=seed,
+            loaded, examples, method, options.device, seed=seed,
             epochs=epochs, rate=options.rate, batch=options.batch, warmup=options.warmup, pool=32,
             average=self.average,
         )  # fmt: skip
+
+    def fit_as_released(
+        self, loaded: Loaded, examples: Sequence[Example], method: str, seed: int
+    ) -> Training:
+        """AdamW without decay or clipping in float16, random batches, the best epoch on dev."""
+        model, options, started = loaded.model, self.options, time.perf_counter()
+        device, batch, epochs = options.device, options.batch or 0, options.epochs or 0
+        model.to(device).requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), options.rate or 0, weight_decay=0.0)
+        scaler = torch.amp.GradScaler(enabled=device.startswith("cuda"))
+        steps = epochs * math.ceil(len(examples) / batch)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, linear(steps, options.warmup))
+        stream, step, losses = torch.Generator().manual_seed(seed), 0, list[float]()
+        torch.manual_seed(seed)
+        best, weights = -1.0, model.state_dict()
+        for _ in range(epochs):
+            model.train()
+            total = torch.zeros((), device=device)
+            order = torch.randperm(len(examples), generator=stream).split(batch)
+            for numbers in order:
+                inputs, labels = encode(
+                    loaded.tokenizer, [examples[number] for number in numbers.tolist()]
+                )
+                inputs = {name: value.to(device) for name, value in inputs.items()}
+                parts = trained.defence(method).losses(model, inputs, labels.to(device), stream)
+                while True:
+                    with torch.autocast(
+                        torch.device(device).type, torch.float16, scaler.is_enabled()
+                    ):
+                        loss = next(parts, None)
+                    if loss is None:
+                        break
+                    scaler.scale(loss).backward()
+                    total += loss.detach()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                schedule.step()
+                step += 1
+            model.eval()
+            losses.append(float(total) / len(order))
+            accuracy = trained.Batches(model, loaded.tokenizer, self.dev, 256, 128).accuracy()
+            log(f"{method}, seed {seed}: {accuracy:.1%} after {step} of {steps}")
+            if accuracy > best:
+                best, weights = accuracy, copy.deepcopy(model.state_dict())
+        model.load_state_dict(weights)
+        peak = torch.cuda.max_memory_allocated(device) if scaler.is_enabled() else 0
+        return Training(step, time.perf_counter() - started, peak, tuple(losses))
 
     def found(self, loaded: Loaded) -> Disruption:
         """The units that the stronger attack cuts on the dev sentences."""
@@ -215,6 +281,23 @@ class Bench:
                 memory[name] = max(memory[name], done.peak - before)
         ratio = min(seconds[method]) / min(seconds["plain"])
         return ratio, memory[method] / memory["plain"] if on_gpu else None
+
+
+def linear(steps: int, warmup: float) -> Callable[[int], float]:
+    """Up over the share of the warm-up, then down to zero."""
+    return lambda step: min(step / (warmup * steps), (steps - step) / ((1 - warmup) * steps))
+
+
+def best_of_grid(runs: Sequence[Run]) -> list[Run]:
+    """Of runs with the released settings the best rate and warm-up on dev, as its sweep chose."""
+    best: dict[tuple[str, int], Run] = {}
+    for run in runs:
+        if run["settings"].get("released"):
+            key = run["method"], run["seed"]
+            best[key] = max(
+                best.get(key, run), run, key=lambda each: each["evaluation"]["accuracy"]
+            )
+    return [run for run in runs if not run["settings"].get("released")] + list(best.values())
 
 
 def words(found: Evaluation) -> str:
