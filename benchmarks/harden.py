@@ -11,9 +11,8 @@ everything but the attack that counts; `--save-only` makes a donor. `--average` 
 running mean the weights keep. Time and memory are those of the same few batches, plain and defended
 in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
 
-`--released` trains as S-Attend's released program does (docs/papers.md), one `--rate` and
-`--warmup` of its grid a process; `--join` then keeps the best of the grid on the dev set, as its
-sweep does, for each method and seed.
+`--released` trains plain and `sattend-token` as S-Attend's released program does (docs/papers.md):
+its grid of rates and warm-ups, of which the best epoch on the dev set is kept and attacked.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -33,7 +32,7 @@ import show
 import subjects
 import trained
 from keyhole import harden
-from keyhole.data import Example, encode
+from keyhole.data import encode
 from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
 from keyhole.models import Loaded, load_model
@@ -55,8 +54,10 @@ QUICK: dict[str, Any] = {
     "methods": ["plain", "freelb+attack-masks"], "seeds": [0], "examples": 96, "epochs": 2,
     "batch": 16, "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu",
 }  # fmt: skip
-# S-Attend's own for SST-2 (run_sattend.py and its sweep), besides a grid of rates and warm-ups.
-RELEASED: dict[str, Any] = {"epochs": 4, "batch": 32, "rate": 2e-5}
+# S-Attend's own for SST-2 (run_sattend.py and its sweep).
+RELEASED: dict[str, Any] = {
+    "epochs": 4, "batch": 32, "rate": (2e-5, 3e-5, 1e-5), "warmup": (0.06, 0.1),
+}  # fmt: skip
 SETTINGS = ("examples", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 
 
@@ -77,14 +78,14 @@ def run(
     if options.join:
         joined = trained.joined(options.join)
         yield from trained.kept(joined)
-        yield from table(best_of_grid(joined))
+        yield from table(joined)
         return
     on_gpu = options.device.startswith("cuda")
     small = quick or not (on_gpu or options.examples)
     usual = FULL if on_gpu else REDUCED
     missing = {name: value for name, value in usual.items() if not getattr(options, name)}
     if released:
-        missing |= {name: RELEASED[name] for name in RELEASED if name in missing}
+        missing |= {name: RELEASED[name] for name in ("epochs", "batch") if name in missing}
     options = replace(options, **(QUICK if quick else missing))
     bench = Bench(options, quick, small, average, donor, released)
     runs: list[Run] = []
@@ -121,7 +122,11 @@ class Bench:
     def run(self, method: str, seed: int, save: Path | None, save_only: bool) -> Row:
         options, what = self.options, f"{method}, seed {seed}"
         loaded = self.fresh(seed)
-        training = self.fit(loaded, method, seed, options.examples, options.epochs)
+        grid: dict[str, list[float]] = {}
+        if self.released:
+            training, grid = self.fit_as_released(loaded, method, seed)
+        else:
+            training = self.fit(loaded, method, seed, options.examples, options.epochs)
         log(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
         if save:
             self.save(loaded, save)
@@ -145,7 +150,8 @@ class Bench:
             },
         }  # fmt: skip
         if self.released:
-            known["settings"] |= {"warmup": options.warmup, "released": True}
+            settings = {name: RELEASED[name] for name in ("rate", "warmup")}
+            known |= {"settings": known["settings"] | settings, "grid": grid}
         details = words(found)
         if method != "plain" and not self.released:
             known["time"], known["memory"] = self.cost(method, seed)
@@ -173,8 +179,6 @@ class Bench:
         stream, options = torch.Generator().manual_seed(seed), self.options
         chosen = torch.randperm(len(self.train), generator=stream)[:count].tolist()
         examples = [self.train[number] for number in chosen]
-        if self.released:
-            return self.fit_as_released(loaded, examples, method, seed)
         return trained.fit(
             loaded, examples, method, options.device, seed=seed,
             epochs=epochs, rate=options.rate, batch=options.batch, warmup=options.warmup, pool=32,
@@ -182,52 +186,79 @@ class Bench:
         )  # fmt: skip
 
     def fit_as_released(
-        self, loaded: Loaded, examples: Sequence[Example], method: str, seed: int
-    ) -> Training:
-        """AdamW without decay or clipping in float16, random batches, the best epoch on dev."""
-        model, options, started = loaded.model, self.options, time.perf_counter()
-        device, batch, epochs = options.device, options.batch or 0, options.epochs or 0
+        self, loaded: Loaded, method: str, seed: int
+    ) -> tuple[Training, dict[str, list[float]]]:
+        """The best of the released grid on dev, and what each rate and warm-up gave by epoch."""
+        start, best, kept = copy.deepcopy(loaded.model.state_dict()), -1.0, None
+        grid: dict[str, list[float]] = {}
+        for rate in RELEASED["rate"]:
+            for warmup in RELEASED["warmup"]:
+                loaded.model.load_state_dict(start)
+                curve = grid[f"{rate:g}, {warmup:g}"] = []
+                for done in self.epochs_as_released(loaded, method, seed, rate, warmup):
+                    curve.append(
+                        trained.Batches(
+                            loaded.model, loaded.tokenizer, self.dev, 256, 128
+                        ).accuracy()
+                    )
+                    log(f"{method}, seed {seed}, {rate:g}, {warmup:g}: {curve[-1]:.1%}; {done}")
+                    if curve[-1] > best:
+                        best, kept = curve[-1], (done, copy.deepcopy(loaded.model.state_dict()))
+        assert kept is not None
+        loaded.model.load_state_dict(kept[1])
+        return kept[0], grid
+
+    def epochs_as_released(
+        self, loaded: Loaded, method: str, seed: int, rate: float, warmup: float
+    ) -> Iterator[Training]:
+        """AdamW without decay or clipping in float16, random batches; yields after each epoch.
+
+        Keys are dropped where the released code drops them, in the attention mask.
+        """
+        model, device, started = loaded.model, self.options.device, time.perf_counter()
+        batch, epochs = self.options.batch or 0, self.options.epochs or 0
+        examples = self.train[: self.options.examples]
         model.to(device).requires_grad_(True)
-        optimizer = torch.optim.AdamW(model.parameters(), options.rate or 0, weight_decay=0.0)
-        scaler = torch.amp.GradScaler(enabled=device.startswith("cuda"))
+        on_gpu = device.startswith("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=on_gpu)
+        scaler = torch.amp.GradScaler(enabled=on_gpu)
         steps = epochs * math.ceil(len(examples) / batch)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, linear(steps, options.warmup))
-        stream, step, losses = torch.Generator().manual_seed(seed), 0, list[float]()
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min(step / (warmup * steps), (steps - step) / ((1 - warmup) * steps)),
+        )
+        dropped = 0.0 if method == "plain" else float(method.removeprefix("sattend-token:"))
+        inputs, labels = encode(loaded.tokenizer, examples)
+        lengths = inputs["attention_mask"].sum(1)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+        spared = inputs.pop("special_tokens_mask").bool()  # no [UNK] in SST-2
+        labels = labels.to(device)
         torch.manual_seed(seed)
-        best, weights = -1.0, model.state_dict()
-        for _ in range(epochs):
+        losses = list[float]()
+        for epoch in range(epochs):
             model.train()
             total = torch.zeros((), device=device)
-            order = torch.randperm(len(examples), generator=stream).split(batch)
-            for numbers in order:
-                inputs, labels = encode(
-                    loaded.tokenizer, [examples[number] for number in numbers.tolist()]
-                )
-                inputs = {name: value.to(device) for name, value in inputs.items()}
-                parts = trained.defence(method).losses(model, inputs, labels.to(device), stream)
-                while True:
-                    with torch.autocast(
-                        torch.device(device).type, torch.float16, scaler.is_enabled()
-                    ):
-                        loss = next(parts, None)
-                    if loss is None:
-                        break
-                    scaler.scale(loss).backward()
-                    total += loss.detach()
+            order = torch.randperm(len(examples)).split(batch)
+            for chosen in order:
+                width, numbers = int(lengths[chosen].max()), chosen.to(device)
+                given = {name: value[numbers, :width] for name, value in inputs.items()}
+                if dropped:
+                    drawn = torch.rand(given["attention_mask"].shape, device=device) < dropped
+                    given["attention_mask"] *= spared[numbers, :width] | ~drawn
+                with torch.autocast(torch.device(device).type, torch.float16, on_gpu):
+                    loss = model(**given, labels=labels[numbers]).loss
+                scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
                 schedule.step()
-                step += 1
+                total += loss.detach()
             model.eval()
             losses.append(float(total) / len(order))
-            accuracy = trained.Batches(model, loaded.tokenizer, self.dev, 256, 128).accuracy()
-            log(f"{method}, seed {seed}: {accuracy:.1%} after {step} of {steps}")
-            if accuracy > best:
-                best, weights = accuracy, copy.deepcopy(model.state_dict())
-        model.load_state_dict(weights)
-        peak = torch.cuda.max_memory_allocated(device) if scaler.is_enabled() else 0
-        return Training(step, time.perf_counter() - started, peak, tuple(losses))
+            yield Training(
+                (epoch + 1) * len(order), time.perf_counter() - started,
+                torch.cuda.max_memory_allocated(device) if on_gpu else 0, tuple(losses),
+            )  # fmt: skip
 
     def found(self, loaded: Loaded) -> Disruption:
         """The units that the stronger attack cuts on the dev sentences."""
@@ -281,23 +312,6 @@ class Bench:
                 memory[name] = max(memory[name], done.peak - before)
         ratio = min(seconds[method]) / min(seconds["plain"])
         return ratio, memory[method] / memory["plain"] if on_gpu else None
-
-
-def linear(steps: int, warmup: float) -> Callable[[int], float]:
-    """Up over the share of the warm-up, then down to zero."""
-    return lambda step: min(step / (warmup * steps), (steps - step) / ((1 - warmup) * steps))
-
-
-def best_of_grid(runs: Sequence[Run]) -> list[Run]:
-    """Of runs with the released settings the best rate and warm-up on dev, as its sweep chose."""
-    best: dict[tuple[str, int], Run] = {}
-    for run in runs:
-        if run["settings"].get("released"):
-            key = run["method"], run["seed"]
-            best[key] = max(
-                best.get(key, run), run, key=lambda each: each["evaluation"]["accuracy"]
-            )
-    return [run for run in runs if not run["settings"].get("released")] + list(best.values())
 
 
 def words(found: Evaluation) -> str:
