@@ -85,7 +85,8 @@ def run(
     usual = FULL if on_gpu else REDUCED
     missing = {name: value for name, value in usual.items() if not getattr(options, name)}
     if released:
-        missing |= {name: RELEASED[name] for name in ("epochs", "batch") if name in missing}
+        given = {"epochs": RELEASED["epochs"], "batch": RELEASED["batch"], "rate": None}
+        missing |= {name: value for name, value in given.items() if name in missing}
     options = replace(options, **(QUICK if quick else missing))
     bench = Bench(options, quick, small, average, donor, released)
     runs: list[Run] = []
@@ -150,8 +151,7 @@ class Bench:
             },
         }  # fmt: skip
         if self.released:
-            settings = {name: RELEASED[name] for name in ("rate", "warmup")}
-            known |= {"settings": known["settings"] | settings, "grid": grid}
+            known |= {"settings": known["settings"] | {"released": True}, "grid": grid}
         details = words(found)
         if method != "plain" and not self.released:
             known["time"], known["memory"] = self.cost(method, seed)
@@ -191,8 +191,8 @@ class Bench:
         """The best of the released grid on dev, and what each rate and warm-up gave by epoch."""
         start, best, kept = copy.deepcopy(loaded.model.state_dict()), -1.0, None
         grid: dict[str, list[float]] = {}
-        for rate in RELEASED["rate"]:
-            for warmup in RELEASED["warmup"]:
+        for rate in self.options.rate and [self.options.rate] or RELEASED["rate"]:
+            for warmup in self.options.rate and [self.options.warmup] or RELEASED["warmup"]:
                 loaded.model.load_state_dict(start)
                 curve = grid[f"{rate:g}, {warmup:g}"] = []
                 for done in self.epochs_as_released(loaded, method, seed, rate, warmup):
