@@ -191,8 +191,8 @@ class Bench:
         """The best of the released grid on dev, and what each rate and warm-up gave by epoch."""
         start, best, kept = copy.deepcopy(loaded.model.state_dict()), -1.0, None
         grid: dict[str, list[float]] = {}
-        for rate in self.options.rate and [self.options.rate] or RELEASED["rate"]:
-            for warmup in self.options.rate and [self.options.warmup] or RELEASED["warmup"]:
+        for rate in (self.options.rate and [self.options.rate]) or RELEASED["rate"]:
+            for warmup in (self.options.rate and [self.options.warmup]) or RELEASED["warmup"]:
                 loaded.model.load_state_dict(start)
                 curve = grid[f"{rate:g}, {warmup:g}"] = []
                 for done in self.epochs_as_released(loaded, method, seed, rate, warmup):
