@@ -324,11 +324,19 @@ class Search:
         if text.coarse:  # at the first position nothing but the token itself tells tokens apart
             least = self.method.compared if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
-        place = torch.tensor([at], device=text.rows.device)
-        order = self.orders.first(text.rows, place, size + len(text.tried))[0].tolist()
+        order = self._order(text, size + len(text.tried)).tolist()
         tried = set(text.tried)
         order = dict.fromkeys([int(text.guesses[at]), *order])  # the guess may be a special token
         return [token for token in order if token not in tried][:size]
+
+    def _order(self, text: Text, count: int) -> Tensor:
+        """The tokens (count,) to try first at the next position, by all that is known of it."""
+        device, context = text.rows.device, 0.0
+        if len(text.tried) >= self.method.fan:
+            tried = torch.tensor(text.tried, device=device)
+            context = self.orders.context(text.position, tried, torch.stack(text.given))
+        place = torch.tensor([text.position], device=device)
+        return self.orders.first(text.rows, place, count, context)[0]
 
     def _try(
         self, branches: Branches, texts: Sequence[Text], chunks: Sequence[list[int]]
@@ -389,8 +397,7 @@ class Search:
         off = torch.stack(text.given) - text.rows[position]
         tried = torch.tensor(text.tried, device=off.device)
         nearest = Nearest.of(tried, off, text, spread)
-        place = torch.tensor([position], device=off.device)
-        order = self.orders.first(text.rows, place, self._most)[0]
+        order = self._order(text, self._most)
         order, done = order[~torch.isin(order, tried)], len(tried)
         while True:
             if text.rounded is not None and self._in_own_shape(text, nearest):

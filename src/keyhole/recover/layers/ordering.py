@@ -20,6 +20,9 @@ tokens than predicting the token from the row, because the table holds the whole
 - The last hidden state is what the model predicts the next token from. Where it leaks, the row
   before a position gives that prediction, and `log p(v | h_{t−1})` is added to the likelihood.
 
+- Where the order misses, most of `e` is often what the prefix adds to all tokens' rows behind it:
+  the mean of what is left of the rows that were tried there. It is subtracted from then on.
+
 The fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is
 kept for the next leak of the same exposure, which may be the same text in another precision.
 """
@@ -129,18 +132,25 @@ class Orderings:
     def spread(self, position: int) -> Tensor:
         return self.at(position).spread
 
-    def first(self, rows: Tensor, positions: Tensor, count: int) -> Tensor:
+    def context(self, position: int, tokens: Tensor, given: Tensor) -> Tensor:
+        """What a prefix adds to every row behind it (f,), by what tokens (k,) gave there (k, f)."""
+        order = self.at(position)
+        return (given - order.centre - order.predicted[tokens]).mean(0)
+
+    def first(
+        self, rows: Tensor, positions: Tensor, count: int, context: Tensor | float = 0.0
+    ) -> Tensor:
         """The `count` tokens (m, count) to try first at `positions` (m,) of a text's rows."""
         count = min(count, len(self.rest.predicted))
         return torch.cat([
-            self._scores(rows, part).topk(count).indices for part in positions.split(_ROWS)
+            self._scores(rows, part, context).topk(count).indices for part in positions.split(_ROWS)
         ])  # fmt: skip
 
-    def _scores(self, rows: Tensor, positions: Tensor) -> Tensor:
-        scores = self.rest.likelihood(rows[positions])
+    def _scores(self, rows: Tensor, positions: Tensor, context: Tensor | float) -> Tensor:
+        scores = self.rest.likelihood(rows[positions] - context)
         opening = positions == 0
         if bool(opening.any()):
-            scores[opening] = self.opening.likelihood(rows[positions[opening]])
+            scores[opening] = self.opening.likelihood(rows[positions[opening]] - context)
         if self.head is None:
             return scores
         predicted = (rows[positions - 1] @ self.head.mT).softmax(-1)
