@@ -79,7 +79,7 @@ def test_two_processes_give_what_this_one_gives(place, monkeypatch):
     monkeypatch.chdir(place)
     options = {"data": "texts.tsv", "texts": 1, "flips": 2, "layers": [1]}
     alone = audit("classifier", **options)
-    assert {finding.part for finding in alone.findings} == {"classifier"}
+    assert {finding.sought for finding in alone.findings} == {"text", "prediction"}
     shared = audit("classifier", **options, processes=2)
     assert facts(shared) == facts(alone)
 
