@@ -379,6 +379,12 @@ class Search:
             text.settle([chunk[best]], [float(misfits[best])])
             text.failed = 0
             return best, 1
+        if text.rounded is not None:
+            spread = self.orders.spread(text.position)
+            tokens = torch.tensor(chunk, device=rows.device)
+            nearest = Nearest.of(tokens, rows - text.rows[text.position], text, spread)
+            if self._in_own_shape(text, nearest.explained(text, spread)):
+                return 0, 0
         text.tried += chunk
         text.given += list(rows)
         if len(text.tried) >= min(self.method.widest, self._most):
@@ -400,7 +406,7 @@ class Search:
         order = self._order(text, self._most)
         order, done = order[~torch.isin(order, tried)], len(tried)
         while True:
-            if text.rounded is not None and self._in_own_shape(text, nearest):
+            if self._in_own_shape(text, nearest.explained(text, spread)):
                 return
             learnt = text.tolerance.learnt(nearest.off, spread)
             if learnt is not None and self._is_noise(text, nearest, learnt):
@@ -417,9 +423,10 @@ class Search:
             note = f"{done:,} of {self._most:,} tokens tried at position {text.start + position}"
             self.target.count.set(text.number, position, note)
         if text.rounded is not None:
-            misfits = text.rounded.share_of_limit(position, nearest.off, spread)
-            if misfits.min() <= 1:
-                text.failed, text.forced = 0, int(nearest.tokens[misfits.argmin()])
+            if self._in_own_shape(text, nearest.tokens):
+                return
+            if len(tokens := nearest.explained(text, spread)):
+                text.failed, text.forced = 0, int(tokens[0])
                 return
         elif not len(order) and self._reopen(at):
             return
@@ -445,12 +452,12 @@ class Search:
         at.text.passes, at.text.tested = at.text.passes + 1, at.text.tested + len(tokens)
         return contents(self.target, self.exposure, given, places)[0]
 
-    def _in_own_shape(self, text: Text, nearest: Nearest) -> bool:
-        """Does one of the nearest tokens fit where the whole text is run alone, as it leaked?"""
+    def _in_own_shape(self, text: Text, tokens: Tensor) -> bool:
+        """Does one of these tokens fit where the whole text is run alone, as it leaked?"""
         position, pads = text.position, [self.target.pads()[0]] * text.start
         device = text.rows.device
         places = torch.arange(text.start + len(text.rows), device=device)[None]
-        for token in nearest.tokens.tolist():
+        for token in tokens.tolist():
             if token in text.alone:
                 continue
             text.alone.add(token)
@@ -538,6 +545,14 @@ class Nearest:
     def joined(self, other: Nearest, spread: Tensor) -> Nearest:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Nearest(*(torch.cat(pair) for pair in pairs))._kept(spread)
+
+    def explained(self, text: Text, spread: Tensor) -> Tensor:
+        """Those that rounding explains, the best first; none where it does not move rows far."""
+        if text.rounded is None:
+            return self.tokens[:0]
+        shares = text.rounded.share_of_limit(text.position, self.off, spread)
+        order = shares.argsort()
+        return self.tokens[order[shares[order] <= 1]]
 
     def _kept(self, spread: Tensor) -> Nearest:
         sizes = (self.misfits, *((self.off / u).square().nanmean(-1) for u in (1.0, spread)))
