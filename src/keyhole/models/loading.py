@@ -77,6 +77,7 @@ _ENDINGS: dict[str, Task] = {  # how the library names classes with a head
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
     "ForConditionalGeneration": "seq2seq",
+    "MTModel": "seq2seq",
 }
 
 
