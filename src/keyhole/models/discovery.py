@@ -219,6 +219,9 @@ def _shown(base: nn.Module) -> Found | None:
             states: list[Tensor] = list(given.hidden_states)
             later = _run(base, other)[0].hidden_states[-1]
         except Exception as error:  # whatever a model raises that reads something else than text
+            read = str(getattr(base, "main_input_name", "input_ids"))
+            if read != "input_ids":
+                raise InputError(f"{type(base).__name__} reads {read}, not text") from error
             raise InputError(
                 f"{family} gives no hidden states of token ids alone: {first_line(error)}"
             ) from error

@@ -48,7 +48,7 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
     crossed = _crossed(decoder, states)
 
     def hand_over(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = next(
             kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
