@@ -145,6 +145,9 @@ def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
             exponent = torch.frexp(numbers.abs().clamp(min=1e-30)).exponent
             least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
             return name, torch.ldexp(torch.ones_like(numbers), exponent - bits).clamp(min=least)
+    name, floats = _scaled_floats(rows.reshape(1, -1))
+    if name:
+        return name, floats.view_as(rows)
     steps = _steps(rows)
     if bool((steps > 0).any()):
         return _integers(rows, steps), steps.unsqueeze(-1).expand_as(rows)
@@ -162,10 +165,10 @@ def _integers(rows: Tensor, steps: Tensor) -> str:
 def _grouped(part: Tensor) -> tuple[str, Tensor]:
     """The same for keys or values (heads, n, k) whose scales are of groups of numbers."""
     numbers = part.flatten()
-    for bits, groups in ((bits, groups) for bits in (3, 4) for groups in (1, len(part))):
-        steps = _eight_bit_floats(numbers.view(groups, -1), bits)
-        if bool((steps > 0).any()):
-            return _FLOATS[bits - 3][0], steps.view_as(part)
+    for groups in (1, len(part)):
+        name, floats = _scaled_floats(numbers.view(groups, -1))
+        if name:
+            return name, floats.view_as(part)
     best, name, found = 0.0, "float32", torch.zeros_like(numbers)
     for groups in _groupings(part):
         few = groups[:: -(-len(groups) // _SEEN)]
@@ -204,29 +207,34 @@ def _groupings(part: Tensor) -> Iterator[Tensor]:
             yield rows.reshape(-1, count, size).mT.reshape(-1, count)
 
 
-def _eight_bit_floats(rows: Tensor, bits: int) -> Tensor:
-    """The steps (g, s) of groups that are floats of so few bits times a scale; 0 where one is not.
+def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
+    """Groups (g, s) that are 8-bit floats times a scale each: their name and steps, or no name.
 
     A group's largest number is 2ᵇ⁻¹ … 2ᵇ − 1 times its step, which gives as many scales to test.
+    Whole numbers below 2ᵇ are such floats as well: there must be more than so many different ones.
     """
     sizes = rows.double().nan_to_num().abs()
     top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
     normal = sizes >= _NORMAL * top
+    count = (sizes.sort(-1).values.diff(dim=-1) > 1e-6 * top).sum(-1).min()
     if int(normal.sum(-1).min()) < _ENOUGH:
-        return torch.zeros_like(rows)
-    found = torch.zeros_like(sizes)
+        return "", sizes
     # Subnormal numbers, and what was rounded to 0, have the step of the smallest there is.
     least = sizes.where(sizes > 0, torch.inf).amin(-1, keepdim=True)
     least = least.where((sizes == 0).any(-1, keepdim=True), 0.0)
-    for leading in range(2 ** (bits - 1), 2**bits):
-        unit = top / leading
-        exponent = torch.frexp((sizes / unit).clamp(min=1e-30) * (1 + 1e-4)).exponent
-        step = torch.ldexp(unit.expand_as(sizes), exponent - bits)
-        whole = sizes / step
-        off = ((whole - whole.round()).abs() > _NEAR) & normal
-        fits = ~off.any(-1, keepdim=True)
-        found = torch.where((found == 0) & fits, step.maximum(least), found)
-    return found.to(rows)
+    for name, _, bits in _FLOATS[:2]:
+        found = torch.zeros_like(sizes)
+        for leading in range(2 ** (bits - 1), 2**bits) if count > 2**bits else ():
+            unit = top / leading
+            exponent = torch.frexp((sizes / unit).clamp(min=1e-30) * (1 + 1e-4)).exponent
+            step = torch.ldexp(unit.expand_as(sizes), exponent - bits)
+            whole = sizes / step
+            off = ((whole - whole.round()).abs() > _NEAR) & normal
+            fits = ~off.any(-1, keepdim=True)
+            found = torch.where((found == 0) & fits, step.maximum(least), found)
+        if bool((found > 0).all()):
+            return name, found.to(rows)
+    return "", sizes
 
 
 def _steps(rows: Tensor) -> Tensor:
