@@ -1,9 +1,9 @@
 """A decoder behind an encoder's states: the same numbers as the whole model's own decoder."""
 
 import pytest
-import tiny_architectures as zoo
 import torch
 
+import tiny_architectures as zoo
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy, capture
 from keyhole.models.pairs import behind, decoder_of, encoder_of, is_pair
@@ -45,8 +45,10 @@ def test_the_states_are_taken_away_again():
 def test_what_is_a_pair():
     model = zoo.model("bart")
     assert is_pair(model)
-    assert not is_pair(decoder_of(model)) and not is_pair(encoder_of(model))
-    assert not is_pair(zoo.model("bert")) and not is_pair(zoo.model("gpt2"))
+    assert not is_pair(decoder_of(model))
+    assert not is_pair(encoder_of(model))
+    assert not is_pair(zoo.model("bert"))
+    assert not is_pair(zoo.model("gpt2"))
     with (
         pytest.raises(InputError, match="takes no encoder states of shape"),
         behind(decoder_of(model), torch.randn(4, zoo.WIDTH + 1)),

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import tiny_architectures as zoo
-import tiny_models as tiny
 import torch
 
+import tiny_architectures as zoo
+import tiny_models as tiny
 from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core.errors import InputError
@@ -27,7 +27,8 @@ def test_read_exactly(family, exposure):
     model = zoo.model(family)
     leak = leak_of(model, WORDS, TEXT, exposure, encoder=states())
     recovery = recover_text(model, WORDS, leak)
-    assert recovery.verified and recovery.ids == TEXT
+    assert recovery.verified
+    assert recovery.ids == TEXT
 
 
 def test_each_behind_its_own_states(tmp_path):
@@ -54,6 +55,8 @@ def test_an_audit_reads_the_decoder_and_says_why_not_the_encoder():
     (skip,) = whole.checks(0)[0].run(None).skips
     assert skip.reason == "WhisperEncoder reads input_features, not text"
     rules = {check.exposure.rule: check for check in decoder.checks(0)}
-    assert decoder.name == "decoder" and not any("PREDICTIONS" in rule for rule in rules)
+    assert decoder.name == "decoder"
+    assert not any("PREDICTIONS" in rule for rule in rules)
     (finding,) = rules["KH-TEXT-KEYS-AND-VALUES"].run(lambda *_: lambda *_, **__: None).findings
-    assert finding.status == "recovered" and finding.exposure.part == "decoder"
+    assert finding.status == "recovered"
+    assert finding.exposure.part == "decoder"

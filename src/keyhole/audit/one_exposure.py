@@ -94,8 +94,7 @@ def _checks(
     else:
         leak = Exposure.parse(exposure)
         made = [
-            texts.checks_of(name, model, leak, precision, seed)
-            for name, model in models.items()
+            texts.checks_of(name, model, leak, precision, seed) for name, model in models.items()
         ]
     if not made:
         what = "an endpoint" if exposure == SCORES else "a model"

@@ -89,7 +89,8 @@ def test_read_from_the_librarys_own_fp8_cache(subject):
     keys, values = quantised.update(one_more, one_more, 1)  # all that is kept, and this
     leak = KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=1)
     recovery = recover_text(model, WORDS, leak)
-    assert recovery.verified and recovery.ids == ids
+    assert recovery.verified
+    assert recovery.ids == ids
 
 
 def test_read_from_kivi(subject, bits=2):
@@ -99,6 +100,7 @@ def test_read_from_kivi(subject, bits=2):
     more = reference.quantised(values.numpy(), bits, tokens_of(values.shape))[0]
     leak = KeyValues(torch.tensor(given), torch.tensor(more), layer=1)
     recovery = recover_text(model, WORDS, leak)
-    assert recovery.verified and recovery.ids == ids
+    assert recovery.verified
+    assert recovery.ids == ids
     other = recover_text(tiny.model("llama", seed=3, **WIDE), WORDS, leak)
     assert not other.verified

@@ -312,7 +312,9 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     most = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
-    within = (off.abs() <= precision.most.to(off.device)).all(-1)  # few steps: not quite even in one
+    within = (off.abs() <= precision.most.to(off.device)).all(
+        -1
+    )  # few steps: not quite even in one
     if typical <= most or bool(within[seen].all()) or precision.noise is not None:
         good = (strength <= most) | within | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
