@@ -9,7 +9,8 @@
 The library fills the caches in one pass over the text (`QuantizedCache`; quanto and hqq have to be
 installed, and are left out where they are not). `--models`: folders or .gguf files of causal
 models, `--texts` texts each, DREAM's turns joined to 32 tokens; from the first layer's cache, and
-those at a quarter and at half of the layers. Without a model a random Llama is read.
+those at a quarter and at half of the layers; `--kinds` takes some of the above. Without a model a
+random Llama is read.
 """
 
 from __future__ import annotations
@@ -50,17 +51,19 @@ def run(
     device: str = subjects.DEVICE,
     models: list[Path] = [],  # noqa: B006 - read, never changed
     texts: int = 5,
+    kinds: list[str] = [],  # noqa: B006
 ) -> Iterator[Row]:
+    chosen = tuple(kinds or KINDS)
     if quick or not models:
         loaded = subjects.tiny("llama")
-        kinds = ("fp8 e4m3", "fp8 e5m2") if quick else tuple(KINDS)
+        chosen = ("fp8 e4m3", "fp8 e5m2") if quick else chosen
         ids = subjects.tiny_texts(1 if quick else texts, LENGTH, framed=False)
-        yield from of_model("random llama", loaded, ids, kinds)
+        yield from of_model("random llama", loaded, ids, chosen)
     for name in models:
         loaded = load_model(name, device=device)
         words = subjects.encoded(loaded, subjects.turns(data, "dev"))
         ids = list(torch.cat(words)[: texts * LENGTH].view(texts, LENGTH))
-        yield from of_model(Path(name).name, loaded, ids, tuple(KINDS))
+        yield from of_model(Path(name).name, loaded, ids, chosen)
 
 
 def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ named arrays; queries, keys and values are one matrix, and keys have no bias of 
 from __future__ import annotations
 
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def read(path: Path) -> dict[str, Any]:
         at += size
         return data[at - size : at].rstrip(b"\0").decode()
 
-    take("I"), text(), take("I")  # the format's version, the model's kind and its version
+    for skip in (partial(take, "I"), text, partial(take, "I")):  # versions, and the model's kind
+        skip()
     arrays: dict[str, Any] = {}
     for _ in range(take("I")):
         name = text()

@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
@@ -323,7 +325,7 @@ def _recovering(
         return
     if texts[0].encoder is not None:
         for number, text in enumerate(texts):
-            with behind(target.model, text.encoder):
+            with behind(target.model, cast("Tensor", text.encoder)):
                 alone = [replace(text, encoder=None)]
                 ((_, recovery),) = _recovering(target, alone, method, progress, track)
             yield number, recovery

@@ -93,11 +93,11 @@ def test_read_from_the_librarys_own_fp8_cache(subject):
     assert recovery.ids == ids
 
 
-def test_read_from_kivi(subject, bits=2):
+def test_read_from_kivi(subject):
     model, ids = subject
     keys, values = cache(*subject)
-    given = reference.quantised(keys.numpy(), bits, channels_of(keys.shape))[0]
-    more = reference.quantised(values.numpy(), bits, tokens_of(values.shape))[0]
+    given = reference.quantised(keys.numpy(), 2, channels_of(keys.shape))[0]
+    more = reference.quantised(values.numpy(), 2, tokens_of(values.shape))[0]
     leak = KeyValues(torch.tensor(given), torch.tensor(more), layer=1)
     recovery = recover_text(model, WORDS, leak)
     assert recovery.verified
