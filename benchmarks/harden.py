@@ -10,11 +10,16 @@ writes it, or one trained first. To look around, `--donor none --attacks stronge
 everything but the attack that counts; `--save-only` makes a donor. `--average` is how much of their
 running mean the weights keep. Time and memory are those of the same few batches, plain and defended
 in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
+
+`--released` trains plain and `sattend-token` as S-Attend's released program does (docs/papers.md):
+its grid of rates and warm-ups, of which the best epoch on the dev set is kept and attacked.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +32,7 @@ import show
 import subjects
 import trained
 from keyhole import harden
+from keyhole.data import encode
 from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
 from keyhole.models import Loaded, load_model
@@ -48,6 +54,10 @@ QUICK: dict[str, Any] = {
     "methods": ["plain", "freelb+attack-masks"], "seeds": [0], "examples": 96, "epochs": 2,
     "batch": 16, "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu",
 }  # fmt: skip
+# S-Attend's own for SST-2 (run_sattend.py and its sweep).
+RELEASED: dict[str, Any] = {
+    "epochs": 4, "batch": 32, "rate": (2e-5, 3e-5, 1e-5), "warmup": (0.06, 0.1),
+}  # fmt: skip
 SETTINGS = ("examples", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 
 
@@ -60,6 +70,7 @@ def run(
     donor: str | None = None,
     save: Path | None = None,
     save_only: bool = False,
+    released: bool = False,
 ) -> Iterator[Row]:
     trained.expect_known("attacks", options.attacks, ATTACKS)
     if save_only and save is None:
@@ -73,8 +84,11 @@ def run(
     small = quick or not (on_gpu or options.examples)
     usual = FULL if on_gpu else REDUCED
     missing = {name: value for name, value in usual.items() if not getattr(options, name)}
+    if released:
+        given = {"epochs": RELEASED["epochs"], "batch": RELEASED["batch"], "rate": None}
+        missing |= {name: value for name, value in given.items() if name in missing}
     options = replace(options, **(QUICK if quick else missing))
-    bench = Bench(options, quick, small, average, donor)
+    bench = Bench(options, quick, small, average, donor, released)
     runs: list[Run] = []
     for method, seed in options.trainings:
         folder = save
@@ -92,9 +106,10 @@ class Bench:
     """Trains, evaluates, compares; what another model's masks are is found out once a seed."""
 
     def __init__(
-        self, options: Options, quick: bool, small: bool, average: float, donor: str | None
-    ) -> None:
-        self.options, self.quick, self.small = options, quick, small
+        self, options: Options, quick: bool, small: bool, average: float, donor: str | None,
+        released: bool = False,
+    ) -> None:  # fmt: skip
+        self.options, self.quick, self.small, self.released = options, quick, small, released
         self.average, self.donor = average, donor
         self.donors: dict[int, Disruption] = {}
         texts = [subjects.with_a_word(number) for number in range(240)] if quick else []
@@ -108,7 +123,11 @@ class Bench:
     def run(self, method: str, seed: int, save: Path | None, save_only: bool) -> Row:
         options, what = self.options, f"{method}, seed {seed}"
         loaded = self.fresh(seed)
-        training = self.fit(loaded, method, seed, options.examples, options.epochs)
+        grid: dict[str, list[float]] = {}
+        if self.released:
+            training, grid = self.fit_as_released(loaded, method, seed)
+        else:
+            training = self.fit(loaded, method, seed, options.examples, options.epochs)
         log(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
         if save:
             self.save(loaded, save)
@@ -131,8 +150,10 @@ class Bench:
                 for name, disruption in found.disruptions.items()
             },
         }  # fmt: skip
+        if self.released:
+            known |= {"settings": known["settings"] | {"released": True}, "grid": grid}
         details = words(found)
-        if method != "plain":
+        if method != "plain" and not self.released:
             known["time"], known["memory"] = self.cost(method, seed)
             details += f"; time ×{known['time']:.2f}"
         return Row(what, f"clean {found.accuracy:.1%}", details=details, run=known)
@@ -157,11 +178,87 @@ class Bench:
         """Trained on so many sentences, drawn from the seed."""
         stream, options = torch.Generator().manual_seed(seed), self.options
         chosen = torch.randperm(len(self.train), generator=stream)[:count].tolist()
+        examples = [self.train[number] for number in chosen]
         return trained.fit(
-            loaded, [self.train[number] for number in chosen], method, options.device, seed=seed,
+            loaded, examples, method, options.device, seed=seed,
             epochs=epochs, rate=options.rate, batch=options.batch, warmup=options.warmup, pool=32,
             average=self.average,
         )  # fmt: skip
+
+    def fit_as_released(
+        self, loaded: Loaded, method: str, seed: int
+    ) -> tuple[Training, dict[str, list[float]]]:
+        """The best of the released grid on dev, and what each rate and warm-up gave by epoch."""
+        start, best, kept = copy.deepcopy(loaded.model.state_dict()), -1.0, None
+        grid: dict[str, list[float]] = {}
+        for rate in (self.options.rate and [self.options.rate]) or RELEASED["rate"]:
+            for warmup in (self.options.rate and [self.options.warmup]) or RELEASED["warmup"]:
+                loaded.model.load_state_dict(start)
+                curve = grid[f"{rate:g}, {warmup:g}"] = []
+                for done in self.epochs_as_released(loaded, method, seed, rate, warmup):
+                    curve.append(
+                        trained.Batches(
+                            loaded.model, loaded.tokenizer, self.dev, 256, 128
+                        ).accuracy()
+                    )
+                    log(f"{method}, seed {seed}, {rate:g}, {warmup:g}: {curve[-1]:.1%}; {done}")
+                    if curve[-1] > best:
+                        best, kept = curve[-1], (done, copy.deepcopy(loaded.model.state_dict()))
+        assert kept is not None
+        loaded.model.load_state_dict(kept[1])
+        return kept[0], grid
+
+    def epochs_as_released(
+        self, loaded: Loaded, method: str, seed: int, rate: float, warmup: float
+    ) -> Iterator[Training]:
+        """AdamW without decay or clipping in float16, random batches; yields after each epoch.
+
+        Keys are dropped where the released code drops them, in the attention mask.
+        """
+        model, device, started = loaded.model, self.options.device, time.perf_counter()
+        batch, epochs = self.options.batch or 0, self.options.epochs or 0
+        examples = self.train[: self.options.examples]
+        model.to(device).requires_grad_(True)
+        on_gpu = device.startswith("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0, fused=on_gpu)
+        scaler = torch.amp.GradScaler(enabled=on_gpu)
+        steps = epochs * math.ceil(len(examples) / batch)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min(step / (warmup * steps), (steps - step) / ((1 - warmup) * steps)),
+        )
+        dropped = 0.0 if method == "plain" else float(method.removeprefix("sattend-token:"))
+        inputs, labels = encode(loaded.tokenizer, examples)
+        lengths = inputs["attention_mask"].sum(1)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+        spared = inputs.pop("special_tokens_mask").bool()  # no [UNK] in SST-2
+        labels = labels.to(device)
+        torch.manual_seed(seed)
+        losses = list[float]()
+        for epoch in range(epochs):
+            model.train()
+            total = torch.zeros((), device=device)
+            order = torch.randperm(len(examples)).split(batch)
+            for chosen in order:
+                width, numbers = int(lengths[chosen].max()), chosen.to(device)
+                given = {name: value[numbers, :width] for name, value in inputs.items()}
+                if dropped:
+                    drawn = torch.rand(given["attention_mask"].shape, device=device) < dropped
+                    given["attention_mask"] *= spared[numbers, :width] | ~drawn
+                with torch.autocast(torch.device(device).type, torch.float16, on_gpu):
+                    loss = model(**given, labels=labels[numbers]).loss
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                schedule.step()
+                total += loss.detach()
+            model.eval()
+            losses.append(float(total) / len(order))
+            yield Training(
+                (epoch + 1) * len(order), time.perf_counter() - started,
+                torch.cuda.max_memory_allocated(device) if on_gpu else 0, tuple(losses),
+            )  # fmt: skip
 
     def found(self, loaded: Loaded) -> Disruption:
         """The units that the stronger attack cuts on the dev sentences."""

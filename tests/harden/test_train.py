@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -259,3 +260,17 @@ def test_the_average_is_that_of_all_steps(tmp_path):
     assert torch.equal(weights(again), weights(model))
     with pytest.raises(InputError, match="average must be at least 0 and below 1, got 1"):
         train_small(Plain(), model, examples, average=1.0)
+
+
+def test_unknown_words_are_spared_as_in_the_released_code():
+    class Seen(Plain):
+        def losses(self, model, batch, labels, stream):
+            unknown = batch["input_ids"] == tiny.tokenizer().unk_token_id
+            seen.append((int(unknown.sum()), bool(batch["special_tokens_mask"][unknown].all())))
+            return super().losses(model, batch, labels, stream)
+
+    seen = []
+    example = replace(small.examples(1)[0], text="zzzunknownzzz and so on")
+    train_small(Seen(), small.model(labels=2), [example], epochs=1)
+    ((count, spared),) = seen
+    assert count >= 1 and spared

@@ -29,7 +29,7 @@ from keyhole.core.progress import Progress, silent
 from keyhole.core.result import typed
 from keyhole.data import Example, encode
 from keyhole.harden.defences.combined import current
-from keyhole.harden.defences.defence import Batch, Defence
+from keyhole.harden.defences.defence import SPECIAL, Batch, Defence
 from keyhole.models.anatomy import fitting
 from keyhole.models.loading import identity
 
@@ -185,6 +185,8 @@ def _batches(
     for numbers in _batched(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
+        if tokenizer.unk_token_id is not None:  # S-Attend's released code spares it too
+            inputs[SPECIAL] = inputs[SPECIAL] | (inputs["input_ids"] == tokenizer.unk_token_id)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
 
