@@ -51,9 +51,9 @@ def run(
     device: str = subjects.DEVICE,
     models: list[Path] = [],  # noqa: B006 - read, never changed
     texts: int = 5,
-    kinds: list[str] = [],  # noqa: B006
+    kinds: list[str] = list(KINDS),  # noqa: B006
 ) -> Iterator[Row]:
-    chosen = tuple(kinds or KINDS)
+    chosen = tuple(kinds)
     if quick or not models:
         loaded = subjects.tiny("llama")
         chosen = ("fp8 e4m3", "fp8 e5m2") if quick else chosen
