@@ -104,3 +104,14 @@ def test_read_from_kivi(subject):
     assert recovery.ids == ids
     other = recover_text(tiny.model("llama", seed=3, **WIDE), WORDS, leak)
     assert not other.verified
+
+
+def test_a_coarse_grid_that_lies_on_a_fine_one():
+    """Steps of 12 from 127 down: each is also one of 127 steps of the largest number."""
+    levels = torch.tensor([127, 67, 31, 19, 7, -5, -17, -29, -41, -53]) * 6e-4
+    stream = torch.Generator().manual_seed(0)
+    rows = levels[torch.randint(1, len(levels), (1, 4, 32), generator=stream)]
+    rows[..., 0] = levels[0]
+    found = precision_of(KeyValues(rows, rows, layer=0))
+    assert found.name == "int4"
+    assert torch.allclose(found.sigma * 12**0.5, torch.tensor(12 * 6e-4), rtol=0.01)

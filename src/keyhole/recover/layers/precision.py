@@ -270,7 +270,7 @@ def _step(rows: Tensor) -> Tensor:
     common = each.sum(-1) / count.clamp(min=1)
     fits = _whole((gaps / common[:, None]).where(apart, 0.0))
     fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
-    step = torch.where((step == 0) & fits, common, step)
+    step = torch.where(fits, common.maximum(step), step)  # the finer one may fit by chance
     return step.where(rows.abs().amax(-1) > 0, 0.0).float()
 
 
