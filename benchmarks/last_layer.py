@@ -41,7 +41,11 @@ p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256
 p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
 for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
     if name == "slots":
-        p.slot_save_path = value
+        p.slot_save_path, p.swa_full = value, True
+    elif name == "flash":
+        p.flash_attn_type = int(value)
+    elif name == "cache":
+        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
     else:
         p.embedding = True
         p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)

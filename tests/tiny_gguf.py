@@ -27,6 +27,8 @@ for setting in sys.argv[3:]:
     elif name == "pooling":
         p.embedding = True
         p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
+    elif name == "cache":
+        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
     elif name == "key":
         p.api_keys = [value]
 server = x.Server(p)
@@ -35,7 +37,7 @@ sys.stdin.read()
 """
 
 
-def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1):
+def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS):
     """Weights large enough that layers do something, in blocks of four bits."""
     draw = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
@@ -43,14 +45,14 @@ def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1):
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_HEADS)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_dimension_count(WIDTH // heads)
     writer.add_rope_freq_base(10000.0)
     words = _tokenizer(writer)
     writer.add_vocab_size(words)
-    size = WIDTH // HEADS * KEY_HEADS
+    size = WIDTH // heads * key_heads
     shapes = {"token_embd": (words, WIDTH), "output": (words, WIDTH)}
     for layer in range(LAYERS):
         shapes |= {

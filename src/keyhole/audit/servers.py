@@ -13,7 +13,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from keyhole.core.journal import digest
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import ARITHMETICS, capture
+from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, capture
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import FORMS, Completions, VectorPrompts
@@ -43,7 +43,7 @@ from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
-from keyhole.recover.files.contents import served_noise, with_served_noise
+from keyhole.recover.files.contents import as_served, served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
@@ -273,10 +273,14 @@ def _texts(
         if not answered.open:
             return _not_given(exposure, "none", answered)
         leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+        arithmetic = nullcontext()
         if route.arithmetic:
             target = Attacked.of(loaded.model, loaded.tokenizer)
             (leak,) = with_served_noise(target, [leak], route.arithmetic)
-        recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
+            if route.arithmetic == EIGHT_BITS:  # of bfloat16 it was not measured
+                arithmetic = as_served(target, leak.exposure, route.arithmetic)
+        with arithmetic:
+            recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
         progress(number + 1)
     originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
     readings = tuple(

@@ -10,6 +10,7 @@ which `--debug` shows the traceback.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -110,9 +111,19 @@ def examples_of(*lines: str) -> str:
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
 
 
+class _Said(logging.Handler):
+    """What the library logs, such as the memory that a model takes, is said to people."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
 def main() -> None:
     """Run a command; whatever goes wrong is one line and an exit code."""
     write_in_any_locale()
+    log = logging.getLogger("keyhole")
+    log.setLevel(logging.INFO)
+    log.addHandler(_Said())
     app(prog_name="keyhole")
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs non
     import torch
     from torch import nn
 
+_PASS = 0.25  # of what is free, for one pass of a model, …
+_OF_WEIGHTS = 0.1  # … and of what its weights take, …
+_LEAST = 2**30  # … or bytes, where that is less
 _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 
@@ -25,20 +28,34 @@ def available(device: str | torch.device = "cpu") -> int:
     if str(device).startswith("cuda"):
         import torch
 
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch holds for later is as good as free.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     import psutil  # on demand: `keyhole --help` needs none of it
 
     return psutil.virtual_memory().available
 
 
-def expect_memory(needed: int, what: str, device: str | torch.device = "cpu") -> None:
-    """Refuse `what` where it needs more bytes than there are on the device."""
+def expect_memory(
+    needed: int, what: str, device: str | torch.device = "cpu", instead: str = ""
+) -> None:
+    """Refuse `what` where it needs more bytes than there are; `instead` says what to do then."""
     free = int(_SHARE * available(device))
     if needed > free:
-        raise InputError(f"{what} needs {_shown(needed)} of memory, and {_shown(free)} are free")
+        words = f"{what} needs {shown(needed)} of memory, and {shown(free)} are free"
+        raise InputError(f"{words}: {instead}" if instead else words)
 
 
-def _shown(size: int) -> str:
+def room(device: str | torch.device, weights: int) -> int:
+    """Bytes that one pass of a model may take besides its weights, of so many bytes.
+
+    A small share of them, so that the whole takes little more than the model; of a small model, as
+    much as makes a pass worth its while; and never more than a part of what is free.
+    """
+    return min(int(_PASS * available(device)), max(_LEAST, int(_OF_WEIGHTS * weights)))
+
+
+def shown(size: int) -> str:
     """Bytes as people read them."""
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
         if size >= 10 ** (power + 2):

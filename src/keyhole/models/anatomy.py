@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
+from keyhole.core.machine import room
 from keyhole.models.discovery import Found, Seen, look
 from keyhole.models.pairs import encoder_of, is_pair
 
 NO_LIMIT = sys.maxsize
+_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,16 @@ class Anatomy(Found):
     @property
     def device(self) -> torch.device:
         return self.tokens.weight.device
+
+    def at_once(self, seen: int, kept: float = 0.0, *, modest: bool = True) -> int:
+        """How many tokens, each of which sees so many, fit into one pass by the free memory.
+
+        `kept` are the numbers that stay of each until its end. `modest`: little, beside weights.
+        """
+        weights = sum(each.numel() * each.itemsize for each in self.base.parameters())
+        weights = weights if modest else NO_LIMIT
+        numbers = kept + 4 * self.heads * seen + _ACTIVATIONS * self.width
+        return max(1, int(room(self.device, weights) / (4 * numbers)))
 
     @property
     def positions(self) -> tuple[nn.Embedding, int] | None:

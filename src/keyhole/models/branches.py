@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.machine import available
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 
@@ -24,8 +23,6 @@ _AGREES = 1e-3  # of a state's length: how far arithmetic in another order may b
 _ROUNDINGS = 4  # … in roundings of the model's own arithmetic, …
 _GROWTH = 2.0  # … and against the layer below
 _ROW = 128  # candidates that share one copy of the prefix
-_SHARE = 0.25  # of the free memory for one pass
-_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
 
 
 class _Layer:
@@ -161,10 +158,8 @@ class Branches:
     def at_once(self, length: int) -> int:
         """How many tokens behind so long a prefix fit into a pass of `each`, by the free memory."""
         parts = self.parts
-        cached = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
-        scores = 4 * parts.heads * (length + _ROW)
-        numbers = cached + scores + _ACTIVATIONS * parts.width
-        return _ROW * max(1, int(_SHARE * available(parts.device) / (4 * numbers)) // _ROW)
+        kept = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
+        return _ROW * max(1, parts.at_once(length + _ROW, kept=kept) // _ROW)
 
     def _repeated(self, row: int, count: int, length: int) -> Branches:
         """The beginning of one text's prefix, `count` times: for as many chunks."""

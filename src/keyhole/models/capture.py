@@ -26,6 +26,7 @@ from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.models.anatomy import Anatomy, Projection, anatomy
 from keyhole.models.discovery import cache_among, maps_among, state_among
 from keyhole.models.hooks import Wanted, eager, hooks, unhooked
+from keyhole.models.loading import STORED
 from keyhole.models.next_token import continued, last_states, unembedding
 
 KINDS = ("hidden", "kv", "maps", "attention", "pooled", "logits")
@@ -291,30 +292,47 @@ def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
 #
 # Servers of quantised weights round what goes into a matrix as well: llama.cpp (ggml) takes blocks
 # of 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole numbers of eight bits, and
-# multiplies those. The weights are the same, dequantised, so the difference is rounding alone,
-# which adds up from layer to layer. On other texts it says how exact such a server's answers can
-# be. Others, as vLLM, compute in bfloat16.
+# multiplies those; blocks of 256 and d in float32 where the weights are of the K or IQ kinds; and
+# float16 for float16. The weights are the same, dequantised, so the difference is rounding alone.
+#
+# The same rounding here does not give the same numbers. It does before the first attention; then a
+# difference in the last bit puts some numbers on the other side of a half, each a whole step away,
+# and after a few layers the two differ nearly as if they had rounded independently. llama.cpp
+# differs from itself by as much, with and without flash attention. So this says how exact such a
+# server's answers can be, and texts are verified within that (`recover/files/contents.py`).
+#
+# Others, as vLLM, compute in bfloat16.
 
-_BLOCK = 32
+_BLOCK, _LARGE_BLOCK = 32, 256
 _MOST = 127
 
 
-def in_blocks(numbers: Tensor) -> Tensor:
+def in_blocks(numbers: Tensor, size: int = _BLOCK) -> Tensor:
     """Numbers (…, n) as 8-bit blocks hold them; what is no whole number of blocks stays."""
-    if numbers.shape[-1] % _BLOCK:
+    if numbers.shape[-1] % size:
         return numbers
-    blocks = numbers.unflatten(-1, (-1, _BLOCK))
+    blocks = numbers.unflatten(-1, (-1, size))
     step = blocks.abs().amax(-1, keepdim=True) / _MOST
     whole = (blocks / step.clamp(min=torch.finfo(step.dtype).tiny)).round()
-    return (whole * step.half().to(step)).flatten(-2)
+    return (whole * (step.half().to(step) if size == _BLOCK else step)).flatten(-2)
+
+
+def as_multiplied(numbers: Tensor, stored: str) -> Tensor:
+    """Numbers as ggml takes them into a product with weights that are stored as such a type."""
+    if stored == "F32":
+        return numbers
+    if stored in ("F16", "BF16"):
+        return numbers.to(torch.float16 if stored == "F16" else torch.bfloat16).to(numbers)
+    large = stored.endswith("_K") or (stored.startswith("IQ") and stored != "IQ4_NL")
+    return in_blocks(numbers, _LARGE_BLOCK if large else _BLOCK)
 
 
 @contextmanager
 def eight_bit_activations(model: nn.Module) -> Generator[None]:
-    """Every linear map of the model takes its input in 8-bit blocks, for the length of a block."""
+    """Every linear map takes its input as llama.cpp would, for the length of a block."""
 
-    def rounded(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (in_blocks(inputs[0]), *inputs[1:])
+    def rounded(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (as_multiplied(inputs[0], getattr(module, STORED, "Q8_0")), *inputs[1:])
 
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     with hooks(*((module.register_forward_pre_hook, rounded) for module in linear)):

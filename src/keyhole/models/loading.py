@@ -20,10 +20,12 @@ import copy
 import hashlib
 import importlib
 import json
+import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,10 +37,15 @@ from torch import nn
 
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
-from keyhole.core.machine import expect_device, expect_memory
+from keyhole.core.machine import available, expect_device, expect_memory, shown
 from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 
 T = TypeVar("T")
+STORED = "stored_as"  # of a linear map: the type in which a GGUF file has its weights
+_log = logging.getLogger(__name__)
+_SAID = 2**30  # bytes: what smaller models take is not worth a line
+_HEADER = 2**27  # bytes that the header of a file of weights may have
+_FITS = "choose a smaller model, a GPU (--device cuda), where half precision is kept, or one larger"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
@@ -178,9 +185,11 @@ def load_model(
             output_loading_info=True,
         )  # fmt: skip
 
-    _expect_memory(name, dtype, device)
     with _gguf_read_once() if "gguf_file" in options else nullcontext():
+        _expect_memory(name, where, options, dtype, device)
         model, report = _quietly(load_weights, f"the model {name}")
+        if "gguf_file" in options:
+            _note_types(model, Path(where) / options["gguf_file"])
         own_tokenizer = load_tokenizer(name) if tokenizer else None
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
@@ -196,19 +205,66 @@ def _own_dtype(name: str | Path) -> torch.dtype:
     return own if own in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def _expect_memory(name: str | Path, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Refuse a configuration whose model would not fit into memory, before any weights are read."""
-    if not is_folder(name):
-        return
-    config = load_config(name)
-    sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
-    for size, value in sizes.items():
-        if not isinstance(value, int) or not 0 <= value < 2**63:
-            raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
-    vocabulary, width, layers, inner = sizes.values()
-    parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
-    needed = dtype.itemsize * parameters
-    expect_memory(needed, f"the configuration of {name}", device)
+def _expect_memory(
+    name: str | Path,
+    where: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> None:
+    """Refuse a model that would not fit into memory, before any weights are read; else say it."""
+    if is_folder(name):
+        config = load_config(name)
+        sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
+        for size, value in sizes.items():
+            if not isinstance(value, int) or not 0 <= value < 2**63:
+                raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
+        vocabulary, width, layers, inner = sizes.values()
+        parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
+        expect_memory(dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS)
+    needed = dtype.itemsize * _parameters(Path(where), options)
+    expect_memory(needed, f"the model {name}", device, _FITS)
+    if needed >= _SAID:
+        free = shown(available(device))
+        _log.info("the weights of %s take %s of memory; %s free", name, shown(needed), free)
+
+
+def _parameters(where: Path, options: dict[str, Any]) -> int:
+    """How many numbers the files of weights hold, by their headers; 0 where none are here yet."""
+    if "gguf_file" in options:
+        reader = _quietly(
+            lambda: importlib.import_module("gguf").GGUFReader(where / options["gguf_file"]),
+            f"the model {where / options['gguf_file']}",
+        )
+        return sum(int(tensor.n_elements) for tensor in reader.tensors)
+    count = 0
+    for path in where.glob("*.safetensors"):
+        with path.open("rb") as file, suppress(ValueError, TypeError, AttributeError):
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _HEADER)))
+            header.pop("__metadata__", None)
+            count += sum(math.prod(each["shape"]) for each in header.values())
+    return count  # whoever reads a broken file says so
+
+
+def _note_types(model: Any, path: Path) -> None:
+    """Note at each linear map in which type the file has its weights: a server rounds by it."""
+    reader = importlib.import_module("gguf").GGUFReader(path)
+    reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    architecture = reader.fields["general.architecture"].contents()
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    if architecture == ARCHITECTURE:
+        given = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in _linear(model)}
+    else:
+        processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)
+        names = reading.get_gguf_hf_weights_map(model, processor(config={}))
+        given = {name.removesuffix(".weight"): tensor for tensor, name in names.items()}
+    for name, module in _linear(model):
+        if given.get(name) in types:
+            setattr(module, STORED, types[given[name]])
+
+
+def _linear(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
 
 
 def task_of(name: str | Path) -> Task:
@@ -374,12 +430,12 @@ def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
 
 def _quietly(load: Callable[[], Any], what: str) -> Any:
     """Load without progress bars and warnings; any failure of the library becomes one line."""
-    logging = transformers().utils.logging
-    loggers = [logging, importlib.import_module("huggingface_hub").utils.logging]
-    levels, bars = [logger.get_verbosity() for logger in loggers], logging.is_progress_bar_enabled()
+    bars_of = transformers().utils.logging
+    loggers = [bars_of, importlib.import_module("huggingface_hub").utils.logging]
+    levels, bars = [logger.get_verbosity() for logger in loggers], bars_of.is_progress_bar_enabled()
     for logger in loggers:
         logger.set_verbosity_error()
-    logging.disable_progress_bar()
+    bars_of.disable_progress_bar()
     try:
         return load()
     except Exception as error:
@@ -390,7 +446,7 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
         for logger, level in zip(loggers, levels, strict=True):
             logger.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            bars_of.enable_progress_bar()
 
 
 def identity(model: nn.Module, *, head: bool = False) -> str:

@@ -118,7 +118,7 @@ class Target:
         `mask` (n,) or (b, n) is 1 on text. `each` is applied to the rows of one pass at a time.
         """
         masks = torch.ones_like(ids) if mask is None else mask.to(ids).expand_as(ids)
-        size = max(1, _TOKENS // ids.shape[1])
+        size = max(1, min(_TOKENS, self.parts.at_once(ids.shape[1])) // ids.shape[1])
         return torch.cat([
             each(leak.rows(capture(
                 self.model, leak.exposure, ids=part, mask=None if mask is None else text

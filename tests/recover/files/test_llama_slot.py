@@ -9,12 +9,16 @@ import pytest
 import torch
 
 import tiny_gguf
+import tiny_models as tiny
 from command_line import inside
 from keyhole import recover
 from keyhole.core.errors import InputError
-from keyhole.models.capture import eight_bit_activations, in_blocks
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import as_multiplied, eight_bit_activations, in_blocks
 from keyhole.models.demo import open_model
-from keyhole.recover.files.arrays import read_slot
+from keyhole.models.loading import STORED
+from keyhole.recover.files.arrays import arrays_of_slot, read_slot
+from keyhole.recover.files.readings import slot_of
 
 TEXT = "the doctor says no"
 
@@ -31,8 +35,12 @@ def loaded(weights):
 
 @pytest.fixture(scope="module")
 def slot(weights):
+    return saved_slot(weights)
+
+
+def saved_slot(weights, *settings):
     tiny_gguf.expect_server()
-    with tiny_gguf.serving(weights, f"slots={weights.parent}/") as url:
+    with tiny_gguf.serving(weights, f"slots={weights.parent}/", *settings) as url:
         asked = {"prompt": TEXT, "n_predict": 1, "temperature": 0}
         httpx.post(f"{url}/completion", json=asked, timeout=60).raise_for_status()
         saved = httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60)
@@ -80,6 +88,46 @@ def test_what_is_no_whole_slot(slot, tmp_path):
         read_slot(tmp_path / "long.bin")
 
 
+@pytest.mark.parametrize(("kind", "heads"), [("Q8_0", 1), ("Q8_0", 2), ("F32", 4)])
+def test_other_types_of_caches(kind, heads, tmp_path):
+    """Heads of 64 numbers are turned before they are rounded, shorter ones are not."""
+    path = tiny_gguf.write(tmp_path / "tiny.gguf", heads=heads, key_heads=1)
+    slot = saved_slot(path, f"cache={kind}")
+    (result,) = recover.run(open_model(str(path)), slot, method="cached-keys")
+    assert (result.method, result.text, result.verified) == ("CachedKeys", TEXT, True)
+    assert (read_slot(slot).error > 0) == (kind == "Q8_0")
+
+
+def test_layers_with_a_window_come_after_the_others(tmp_path):
+    """As a real server saved Gemma's: two caches, one after the other."""
+    words = lambda *numbers: b"".join(n.to_bytes(4, "little") for n in numbers)  # noqa: E731
+
+    def cache(layers, first):
+        content = words(1, 2, 0, 1, 0, 1, 1, 0, 0, layers)  # two cells, not transposed
+        for number in range(2 * layers):  # keys, then values
+            rows = torch.full((2, 4), first + number, dtype=torch.float16)
+            content += words(1) + (8).to_bytes(8, "little") + rows.numpy().tobytes()
+        return content
+
+    (tmp_path / "two.bin").write_bytes(b"qsgg" + words(2, 2, 7, 8) + cache(1, 0) + cache(2, 10))
+    slot = read_slot(tmp_path / "two.bin")
+    assert (slot.ids, len(slot.cache.keys), len(slot.sliding.keys)) == ((7, 8), 1, 2)
+    model = tiny.language_model("gemma3", num_hidden_layers=3)
+    parts = anatomy(model)
+    model.config.layer_types[:] = ["sliding_attention", "full_attention", "sliding_attention"]
+    first = {name: float(rows[0, 0]) for name, rows in arrays_of_slot(slot).items() if "g" in name}
+    assert {(slot_of(name, parts).layer, slot_of(name, parts).part): number
+            for name, number in first.items()} == {
+        (0, "keys"): 10, (1, "keys"): 0, (2, "keys"): 11,
+        (0, "values"): 12, (1, "values"): 1, (2, "values"): 13,
+    }  # fmt: skip
+
+
+def test_a_file_says_how_its_weights_are_stored(loaded):
+    linear = [each for each in loaded.model.modules() if isinstance(each, torch.nn.Linear)]
+    assert {getattr(each, STORED) for each in linear} == {"Q4_1"}
+
+
 def test_older_files_and_transposed_values(tmp_path):
     """As servers before the words around the ids wrote them, and without flash attention."""
     ids, cells, width = [7, 8, 9], 3, 4
@@ -94,13 +142,13 @@ def test_older_files_and_transposed_values(tmp_path):
     (tmp_path / "old.bin").write_bytes(content)
     slot = read_slot(tmp_path / "old.bin")
     assert slot.ids == (7, 8, 9)
-    assert torch.equal(slot.keys[0], keys)
-    assert torch.equal(slot.values[0], keys + 100)
-    quantised = content.replace((1).to_bytes(4, "little") + (8).to_bytes(8, "little"),
-                                (8).to_bytes(4, "little") + (8).to_bytes(8, "little"))  # fmt: skip
-    (tmp_path / "quantised.bin").write_bytes(quantised)
-    with pytest.raises(InputError, match="f32, f16 or bf16, not type 8"):
-        read_slot(tmp_path / "quantised.bin")
+    assert torch.equal(slot.cache.keys[0], keys)
+    assert torch.equal(slot.cache.values[0], keys + 100)
+    other = content.replace((1).to_bytes(4, "little") + (8).to_bytes(8, "little"),
+                            (99).to_bytes(4, "little") + (8).to_bytes(8, "little"))  # fmt: skip
+    (tmp_path / "other.bin").write_bytes(other)
+    with pytest.raises(InputError, match="Q4_0, not of type 99"):
+        read_slot(tmp_path / "other.bin")
 
 
 def test_the_arithmetic_of_the_server(slot, loaded):
@@ -110,7 +158,7 @@ def test_the_arithmetic_of_the_server(slot, loaded):
     leak = recover.leak_of(loaded.model, loaded.tokenizer, list(read.ids), "kv:0")
     with eight_bit_activations(loaded.model), torch.no_grad():
         rounded = loaded.model(ids, use_cache=True).past_key_values.layers[0].values[0]
-    served = read.values[0].float().unflatten(-1, (tiny_gguf.KEY_HEADS, -1)).transpose(0, 1)
+    served = read.cache.values[0].float().unflatten(-1, (tiny_gguf.KEY_HEADS, -1)).transpose(0, 1)
     off = (served - rounded).norm() / served.norm()
     assert off < 1e-3 < 3e-3 < (served - leak.values).norm() / served.norm()
 
@@ -123,3 +171,18 @@ def test_blocks_of_eight_bits():
     assert (given != numbers).any()
     assert torch.equal(in_blocks(numbers[:31]), numbers[:31])
     assert torch.equal(in_blocks(torch.zeros(32)), torch.zeros(32))
+
+
+@pytest.mark.parametrize(
+    ("stored", "size"), [("Q4_0", 32), ("IQ4_NL", 32), ("Q4_K", 256), ("IQ2_XXS", 256)]
+)
+def test_blocks_are_as_large_as_the_type_of_the_weights_says(stored, size):
+    numbers = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    given = as_multiplied(numbers, stored)
+    for start in range(0, 512, size):
+        step = float(numbers[start : start + size].abs().max()) / 127
+        for before, after in zip(numbers[start : start + size].tolist(),
+                                 given[start : start + size].tolist(), strict=True):  # fmt: skip
+            assert after == pytest.approx(round(before / step) * step, rel=1e-3, abs=1e-6)
+    assert torch.equal(as_multiplied(numbers, "F32"), numbers)
+    assert torch.equal(as_multiplied(numbers, "F16"), numbers.half().float())

@@ -9,7 +9,7 @@ import torch
 
 import reference
 import tiny_models as tiny
-from keyhole.core import Status
+from keyhole.core import Status, machine
 from keyhole.models import Exposure, branches, capture
 from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch
 from keyhole.recover.attack import Target
@@ -73,7 +73,7 @@ def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatc
 
     wide = recover_text(model, WORDS, leak, method=FEW, progress=progress)
     assert any("of 2,000 tokens tried at position" in note for note in notes)
-    monkeypatch.setattr(branches, "available", lambda device: 0)
+    monkeypatch.setattr(machine, "available", lambda device: 0)
     narrow = recover_text(model, WORDS, leak, method=FEW)
     assert narrow.ids == wide.ids == ids[0].tolist()
     assert narrow.passes > wide.passes

@@ -75,7 +75,7 @@ def test_the_strength_is_the_one_that_cross_validation_prefers(width):
     map_ = torch.randn(7, width, generator=stream, dtype=torch.float64)
     y = x @ map_ + torch.randn(60, width, generator=stream, dtype=torch.float64)
     y -= y.mean(0)
-    matrix, freedom = ordering.ridge(x, y)
+    matrix, freedom = ordering.ridge(x.mT @ x, x.mT @ y, y.square().sum(0), 60)
     base = torch.zeros(7, width, dtype=torch.float64)
     if width == 7:
         base = torch.stack([(x[:, k] @ y[:, k]) / (x[:, k] @ x[:, k]) for k in range(7)]).diag()

@@ -157,12 +157,19 @@ class Encoder:
         self.passes += len(texts)
         model = self._fast if fast else self.target.model
         order = texts.lengths.argsort()
-        step = max(1, _TOKENS[self.device.type] // (texts.ids.shape[1] + 2))
+        step = self._step(texts.ids.shape[1] + 2)
         parts: list[Tensor] = []
         for rows in order.split(step):
             ids, mask = self.framed(texts[rows])
             parts.append(capture(model, self.exposure, ids=ids, mask=mask)["values"])
         return torch.cat(parts)[order.argsort()]
+
+    def _step(self, length: int) -> int:
+        """How many texts of such a length are run at once."""
+        most = _TOKENS[self.device.type]
+        if self.device.type != "cpu":  # where that many may not fit
+            most = min(most, self.target.parts.at_once(length, modest=False))
+        return max(1, most // length)
 
     @cached_property
     def speaks(self) -> bool:
@@ -178,7 +185,7 @@ class Encoder:
         """
         self.passes += len(texts)
         order, n = texts.lengths.argsort(), texts.ids.shape[1]
-        step = max(1, _TOKENS[self.device.type] // (n + 2))
+        step = self._step(n + 2)
         vectors: list[Tensor] = []
         log_p: list[Tensor] = []
         for rows in order.split(step):

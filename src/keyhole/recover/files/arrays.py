@@ -6,10 +6,12 @@ are flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
 
 from __future__ import annotations
 
+import importlib
 import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,12 +33,14 @@ _DEEPEST = 8  # lists in lists
 class Dump:
     """Arrays by name that another program wrote; `name` is the file's.
 
-    `served`: they come from a server of quantised weights, whose arithmetic is coarser than ours.
+    `served`: they come from a server of quantised weights, whose arithmetic is coarser than ours;
+    `error`: what rounding them to a few bits took away.
     """
 
     name: str
     arrays: Mapping[str, Tensor]
     served: bool = False
+    error: float = 0.0
 
 
 def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
@@ -52,7 +56,8 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     if start.startswith(b"PK"):
         return {}, Dump(str(path), arrays_of(_unzipped(path)))
     if start.startswith(SLOT_MAGIC):
-        return {}, Dump(str(path), arrays_of_slot(read_slot(path)), served=True)
+        slot = read_slot(path)
+        return {}, Dump(str(path), arrays_of_slot(slot), served=True, error=slot.error)
     if start[:1] == b"\x80":  # a pickle, as torch.save wrote before version 1.6
         return {}, Dump(str(path), arrays_of(read_pickled(path)))
     if start[8:] != b"{":  # where the header of .safetensors begins
@@ -180,22 +185,45 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
 #     for each layer: type, bytes of a row as 64 bits, the keys: a row of all heads for each cell
 #     for each layer the values: the same; or transposed: type, bytes of a number, numbers of a row,
 #         and then a row of all cells for each number
+#     of a model with sliding windows, after its other layers: all that again, from the streams on,
+#         for the layers that have one
+#
+# Quantised numbers are dequantised, which leaves what their rounding took away (`error`).
 #
 # Keys of the llama family are stored as GGUF orders them, the two numbers of a rotated plane side
 # by side; transformers has them half a head apart.
 
-_TYPES = {0: (torch.float32, 4), 1: (torch.float16, 2), 30: (torch.bfloat16, 2)}
+_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_STEPS = {"Q8_0": 254, "Q5_1": 31, "Q5_0": 31, "Q4_1": 15, "Q4_0": 15}  # from end to end of a block
 _FRAMED = 0xFFFFFFFF  # where newer servers say that more than ids follows
 _GAPS = (0, 8)  # bytes between the number of layers and the first of them
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """Token ids (n,), and keys and values (cells, numbers of all heads) of each layer."""
+class Cache:
+    """Keys and values (cells, numbers of all heads) of each layer; `error`: of their rounding."""
 
-    ids: tuple[int, ...]
+    positions: tuple[int, ...]
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    error: float
+
+    @property
+    def whole(self) -> bool:
+        return self.positions == tuple(range(len(self.positions)))
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Token ids (n,) and their cache; `sliding`: that of the layers that have a window."""
+
+    ids: tuple[int, ...]
+    cache: Cache
+    sliding: Cache | None = None
+
+    @property
+    def error(self) -> float:
+        return max(self.cache.error, 0.0 if self.sliding is None else self.sliding.error)
 
 
 def read_slot(path: str | Path) -> Slot:
@@ -214,8 +242,13 @@ def read_slot(path: str | Path) -> Slot:
 def arrays_of_slot(slot: Slot) -> dict[str, Tensor]:
     """Under the names of a cache of transformers, with the ids."""
     named = {"input_ids": torch.tensor(slot.ids)}
-    for layer, (keys, values) in enumerate(zip(slot.keys, slot.values, strict=True)):
-        named |= {f"gguf.{layer}.keys": keys, f"gguf.{layer}.values": values}
+    caches = {"": slot.cache}
+    if slot.sliding is not None:
+        caches = {".full_attention": slot.cache, ".sliding_attention": slot.sliding}
+    for kind, cache in caches.items():
+        if cache.whole:  # or else the text is longer than the window
+            for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+                named |= {f"gguf.{layer}.keys{kind}": keys, f"gguf.{layer}.values{kind}": values}
     return named
 
 
@@ -228,31 +261,25 @@ def _parsed_slot(content: bytes) -> Slot:
         ids = words[3 : 3 + count]
         if len(ids) < count:
             raise _bad_slot(f"{count} token ids announced, {len(ids)} there")
-    if reader.word() != 1:
-        raise _bad_slot("cells of several streams, where one was saved")
-    cells = reader.word()
-    positions: list[int] = []
-    for _ in range(cells):
-        positions.append(reader.word())
-        reader.words(reader.word())
-    if positions != list(range(cells)):
-        raise _bad_slot("positions that do not count from 0: the context was shifted")
-    if len(ids) < cells:
-        raise _bad_slot(f"{len(ids)} token ids for {cells} cells")
-    transposed, layers = bool(reader.word()), reader.word()
     refused = _bad_slot("no layers")
     for gap in _GAPS:
-        attempt = _Reader(content, reader.at + gap)
+        attempt = _Reader(content, reader.at)
         try:
-            keys = tuple(attempt.rows(cells) for _ in range(layers))
-            read = attempt.columns if transposed else attempt.rows
-            values = tuple(read(cells) for _ in range(layers))
+            cache = attempt.cache(gap)
         except InputError as error:
             refused = error if isinstance(error, _AnotherType) or gap == _GAPS[0] else refused
             continue
-        if attempt.at == len(content):
-            return Slot(tuple(ids[:cells]), keys, values)
-        refused = _bad_slot(f"{len(content) - attempt.at} bytes after the last layer")
+        sliding, end = None, attempt.at
+        if end < len(content):
+            with suppress(InputError):
+                sliding = attempt.cache(gap)
+        if not cache.whole:
+            raise _bad_slot("positions that do not count from 0: the context was shifted")
+        if len(ids) < len(cache.positions):
+            raise _bad_slot(f"{len(ids)} token ids for {len(cache.positions)} cells")
+        if attempt.at == len(content) and (sliding is not None or end == len(content)):
+            return Slot(tuple(ids[: len(cache.positions)]), cache, sliding)
+        refused = _bad_slot(f"{len(content) - end} bytes after the last layer")
     raise refused
 
 
@@ -283,28 +310,57 @@ class _Reader:
     def words(self, count: int) -> list[int]:
         return np.frombuffer(self.take(4 * count), "<u4").tolist()
 
-    def rows(self, cells: int) -> Tensor:
-        """(cells, numbers)."""
-        dtype, size = self._type()
-        width = self.word(8) // size
-        return self._tensor(cells * width, dtype, size).reshape(cells, width)
+    def cache(self, gap: int) -> Cache:
+        """Cells, and keys and values of each layer, `gap` bytes behind the number of layers."""
+        if self.word() != 1:
+            raise _bad_slot("cells of several streams, where one was saved")
+        positions: list[int] = []
+        for _ in range(self.word()):
+            positions.append(self.word())
+            self.words(self.word())
+        cells, transposed, layers = len(positions), bool(self.word()), self.word()
+        self.take(gap)
+        keys = [self.rows(cells) for _ in range(layers)]
+        read = self.columns if transposed else self.rows
+        values = [read(cells) for _ in range(layers)]
+        error = max((error for _, error in keys + values), default=0.0)
+        made = (tuple(rows for rows, _ in part) for part in (keys, values))
+        return Cache(tuple(positions), next(made), next(made), error)
 
-    def columns(self, cells: int) -> Tensor:
+    def rows(self, cells: int) -> tuple[Tensor, float]:
+        """(cells, numbers), and the error of their rounding where they are quantised."""
+        kind, size = self.word(), self.word(8)
+        content = self.take(cells * size)
+        if kind in _TYPES and content:
+            numbers = torch.frombuffer(bytearray(content), dtype=_TYPES[kind])
+            return numbers.reshape(cells, -1), 0.0
+        quants = importlib.import_module("gguf")
+        known = {int(quants.GGMLQuantizationType[name]): name for name in _STEPS}
+        if kind not in known or not content:
+            raise _another_type(kind)
+        blocks = np.frombuffer(content, np.uint8).reshape(cells, size)
+        rows = torch.from_numpy(quants.quants.dequantize(blocks, quants.GGMLQuantizationType(kind)))
+        each = rows.unflatten(-1, (-1, 32))
+        reach = each.amax(-1) - each.amin(-1)
+        if known[kind].endswith("_0"):  # zero is in the middle
+            reach = 2 * each.abs().amax(-1)
+        step = reach / _STEPS[known[kind]]
+        return rows, float((step.square() / 12).mean(-1).max().sqrt())
+
+    def columns(self, cells: int) -> tuple[Tensor, float]:
         """The same from rows of one number in all cells."""
-        dtype, size = self._type()
-        if self.word() != size:
+        kind, size, width = self.word(), self.word(), self.word()
+        content = self.take(cells * width * size)
+        if kind not in _TYPES or not content:
+            raise _another_type(kind)
+        numbers = torch.frombuffer(bytearray(content), dtype=_TYPES[kind])
+        if numbers.numel() != cells * width:
             raise _bad_slot("numbers of another size than their type's")
-        width = self.word()
-        return self._tensor(cells * width, dtype, size).reshape(width, cells).mT.contiguous()
+        return numbers.reshape(width, cells).mT.contiguous(), 0.0
 
-    def _type(self) -> tuple[torch.dtype, int]:
-        number = self.word()
-        if number not in _TYPES:
-            raise _AnotherType(
-                "cannot read the saved slot of llama.cpp: keys and values must be f32, f16 or "
-                f"bf16, not type {number}"
-            )
-        return _TYPES[number]
 
-    def _tensor(self, count: int, dtype: torch.dtype, size: int) -> Tensor:
-        return torch.frombuffer(bytearray(self.take(count * size)), dtype=dtype)
+def _another_type(number: int) -> _AnotherType:
+    return _AnotherType(
+        "cannot read the saved slot of llama.cpp: keys and values must be f32, f16, bf16 or in "
+        f"blocks of {', '.join(_STEPS)}, not of type {number}"
+    )

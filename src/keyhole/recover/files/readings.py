@@ -41,6 +41,7 @@ MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
 _LOOKED = 32  # tokens whose keys tell in which order llama.cpp keeps their numbers
 _BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or what it makes
+_TURN = 64  # numbers that newer llama.cpp turns together, at least
 _LENS = r"(?:^|\.)blocks\.(\d+)\."
 
 
@@ -76,6 +77,36 @@ def readings_of(
         return [tuple(sections)], None
     array, lengths = _joined(arrays)
     return _by_shape(array, parts, None if expose is None else expose.kind), lengths
+
+
+def turned(reading: Reading) -> Reading:
+    """A quantised cache of newer llama.cpp, turned back.
+
+    There each head is multiplied by a Hadamard matrix before it is rounded, so that no number is
+    much larger than the others: of the largest power of two that divides a key, of 64 for values.
+    The matrix is its own inverse.
+    """
+    return tuple(
+        replace(section, tensors={
+            name: _hadamard(tensor.float(), None if name == "keys" else _TURN)
+            for name, tensor in section.tensors.items()
+        })
+        for section in reading
+    )  # fmt: skip
+
+
+def _hadamard(numbers: Tensor, size: int | None) -> Tensor:
+    """The product of each `size` numbers, a power of two, with the matrix of Sylvester."""
+    width = numbers.shape[-1]
+    if width % _TURN:
+        return numbers
+    blocks = numbers.unflatten(-1, (-1, size or width & -width))
+    half = 1
+    while half < blocks.shape[-1]:
+        pairs = blocks.unflatten(-1, (-1, 2, half))
+        sums = torch.stack([pairs.sum(-2), pairs[..., 0, :] - pairs[..., 1, :]], -2)
+        blocks, half = sums.flatten(-3), 2 * half
+    return (blocks / half**0.5).flatten(-2)
 
 
 def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -288,8 +319,8 @@ _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
     (_LENS + r"attn\.(?:hook_k|k\.hook_out)$", "kv", "raw", _AFTER),
     (_LENS + r"attn\.(?:hook_v|v\.hook_out)$", "kv", "rows", _AFTER),
     (_LENS + r"attn\.hook_pattern$", "maps", "values", _AFTER),
-    (r"^gguf\.(\d+)\.keys$", "kv", "paired", _AFTER),
-    (r"^gguf\.(\d+)\.values$", "kv", "rows", _AFTER),
+    (r"^gguf\.(\d+)\.keys(?:\.(\w+))?$", "kv", "paired", _AFTER),
+    (r"^gguf\.(\d+)\.values(?:\.(\w+))?$", "kv", "rows", _AFTER),
 )
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
 _OUTPUT = re.compile(r"\.(?:output|out)s?(?:\.0)?$")
@@ -303,9 +334,19 @@ def slot_of(name: str, parts: Anatomy) -> Slot | None:
         return Slot("logits", 0) if final[1] == "logits" else Slot("hidden", parts.layers)
     for pattern, kind, form, side in _PATTERNS:
         match = re.search(pattern, name)
+        if match is not None and match.lastindex == 2:
+            layers = _layers_of_type(parts, match[2])
+            number = int(match[1])
+            return _slot(kind, form, layers[number] + side, parts) if number < len(layers) else None
         if match is not None:
             return _slot(kind, form, int(match[1]) + side, parts)
     return _of_module(name, parts)
+
+
+def _layers_of_type(parts: Anatomy, name: str) -> list[int]:
+    """The numbers of the layers whose attention is of a type, such as sliding_attention."""
+    types = getattr(parts.base.config, "layer_types", None) or ()
+    return [number for number, each in enumerate(types) if each == name]
 
 
 def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot:
@@ -379,8 +420,10 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
             if slot.part not in taken or not slot.raw:  # keys after their rotation come first
                 taken[slot.part] = (name, slot)
     sections: list[Section] = []
-    paired = any(slot is not None and slot.paired for slot in slots.values())
-    paired = paired and _neighbours(arrays, parts)
+    name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
+    ids = arrays.get("input_ids")
+    paired = first is not None and first.paired and ids is not None
+    paired = paired and _neighbours(arrays[name], cast("Tensor", ids), parts)
     for (kind, layer), taken in chosen.items():
         if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
@@ -397,22 +440,24 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 
 
 @torch.no_grad()
-def _neighbours(arrays: Mapping[str, Tensor], parts: Anatomy) -> bool:
+def _neighbours(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
     """Are the two numbers of a rotated plane neighbours in these keys of llama.cpp?
 
     It is by the model's architecture, which neither the file nor the name of a family tells: a
-    Mistral is converted as a Llama, a Qwen is not. The first layer's keys of the ids that the file
-    holds do: they are nearer one way than the other.
+    Mistral is converted as a Llama, a Qwen is not. The first layer's `keys` of the ids that the
+    file holds do: as they are or turned, they are nearer one way than the other.
     """
-    ids = arrays.get("input_ids")
-    if ids is None or not parts.rotary or 1 not in parts.cached:
+    if not parts.rotary or 1 not in parts.cached:
         return False
     ids = ids[: min(_LOOKED, parts.max_length)].to(parts.device)[None]
     if not bool(((ids >= 0) & (ids < len(parts.table))).all()):
         return False
     own = capture(parts.base, Exposure("kv", 0), ids=ids)["keys"].cpu()
-    kept = _batched("kv", arrays["gguf.0.keys"][: ids.shape[1]], parts, positions_first=True)
-    apart = [float((keys.float() - own).norm()) for keys in (_unpaired(kept), kept)]
+    kept = _batched("kv", keys[: ids.shape[1]], parts, positions_first=True).float()
+    ways = [kept, _hadamard(kept, None)]
+    apart = [
+        min(float((way - own).norm()) for way in tried) for tried in (map(_unpaired, ways), ways)
+    ]
     return apart[0] < apart[1]
 
 

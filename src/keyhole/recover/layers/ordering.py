@@ -26,7 +26,9 @@ kept for the next leak of the same exposure, which may be the same text in anoth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ _UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not c
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ`, the predicted rows `w_v`, the errors (n, f) of the fit, and each number's `spread`.
+    """`μ`, the predicted rows `w_v`, the mean products of errors (f, f), each number's `spread`.
 
     `seen` (m, f) are some of the random rows, and `meant` (m,) their tokens.
     """
@@ -219,12 +221,38 @@ def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Te
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Rows (b, n, f) of texts ids (b, n)."""
     places = torch.arange(ids.shape[1], device=ids.device)
+    size = max(1, min(_CHUNK, target.parts.at_once(ids.shape[1])) // ids.shape[1])
     return torch.cat([
         contents(
             target, exposure, capture(target.model, exposure, ids=part), places.expand(part.shape)
         )
-        for part in ids.split(max(1, _CHUNK // ids.shape[1]))
+        for part in ids.split(size)
     ])  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows `chosen` (n,) of an array, less their mean, in float64.
+
+    A large model's are as large as a part of itself: they are held some at a time.
+    """
+
+    array: Tensor
+    chosen: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, array: Tensor, chosen: Tensor) -> _Rows:
+        total = sum(array[some].double().sum(0) for some in chosen.split(_CHUNK))
+        return cls(array, chosen, cast("Tensor", total) / len(chosen))
+
+    def parts(self) -> Iterator[Tensor]:
+        return (self.array[some].double() - self.mean for some in self.chosen.split(_CHUNK))
+
+    def times(self, other: _Rows) -> Tensor:
+        """The sum of the products of both rows' numbers, (f, g)."""
+        pairs = zip(self.parts(), other.parts(), strict=True)
+        return cast("Tensor", sum(mine.mT @ others for mine, others in pairs))
 
 
 def _regress(
@@ -235,63 +263,74 @@ def _regress(
     `inputs` of the layer: fit in two steps by way of them. `alone`: `A = 1`.
     """
     size = rows.square().mean(-1)
-    kept = size <= 25 * size.median()  # a few random tokens become attention sinks of their own
-    if not bool(kept.any()):
+    # A few random tokens become attention sinks of their own.
+    kept = (size <= 25 * size.median()).nonzero().flatten()
+    if not len(kept):
         raise LinAlgError("the model's answers to random texts are not finite")
-    tokens = tokens[kept]
-    x, y = table[tokens].double(), rows[kept].double()
-    x_mean, y_mean = x.mean(0), y.mean(0)
-    x, y = x - x_mean, y - y_mean
+    x, y = _Rows.of(table, tokens[kept]), _Rows.of(rows, kept)
+    count, squares = len(kept), cast("Tensor", sum(part.square().sum(0) for part in y.parts()))
     if alone:
-        matrix, freedom = torch.eye(x.shape[1], dtype=x.dtype, device=x.device), 0.0
+        matrix, freedom = torch.eye(len(x.mean), dtype=torch.float64, device=rows.device), 0.0
     elif inputs is None:
-        matrix, freedom = ridge(x, y)
+        matrix, freedom = ridge(x.times(x), x.times(y), squares, count)
     else:
-        layer_input = inputs[kept].double()
-        layer_input = layer_input - layer_input.mean(0)
-        matrix, freedom = ridge(x, layer_input)
-        matrix = matrix @ ridge(layer_input, y)[0]
-    errors = (y - x @ matrix) / max(1 - freedom / len(x), 0.1)
-    predicted = ((table.double() - x_mean) @ matrix).to(table)
-    spread = y.std(0).clamp(min=1e-9)
-    seen, meant = rows[kept][:_SEEN], tokens[:_SEEN]
-    return Fit(y_mean.to(table), predicted, errors, spread, seen, meant)
+        layer_input = _Rows.of(inputs, kept)
+        own = layer_input.times(layer_input)
+        matrix, freedom = ridge(x.times(x), x.times(layer_input), own.diagonal(), count)
+        matrix = matrix @ ridge(own, layer_input.times(y), squares, count)[0]
+    off = (b - a @ matrix for a, b in zip(x.parts(), y.parts(), strict=True))
+    errors = cast("Tensor", sum(part.mT @ part for part in off)) / count
+    errors = errors / max(1 - freedom / count, 0.1) ** 2
+    every = torch.arange(len(table), device=table.device)
+    predicted = torch.cat([
+        (part @ matrix).to(table) for part in _Rows(table, every, x.mean).parts()
+    ])  # fmt: skip
+    spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
+    seen, meant = rows[kept[:_SEEN]], tokens[kept[:_SEEN]]
+    return Fit(y.mean.to(table), predicted, errors, spread, seen, meant)
 
 
-def ridge(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:
     """`A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom.
 
-    x and y are centred. The strength, relative to the number of rows and to the variance of each
-    column of x, is the one of 15 from 1e-5 to 100 that generalised cross-validation prefers.
+    Of `count` centred rows x and y come `xx = xᵀx`, `xy = xᵀy` and the sums of squares `yy` (g,).
+    The strength, relative to the number of rows and to the variance of each column of x, is the one
+    of 15 from 1e-5 to 100 that generalised cross-validation prefers.
     """
-    scale = x.std(0).clamp(min=1e-12)
-    matrix = x.new_zeros(x.shape[1], y.shape[1])
-    if x.shape[1] == y.shape[1]:
-        matrix = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).diag()
-    remainder, x = y - x @ matrix, x / scale
-    values, vectors = torch.linalg.eigh(x.mT @ x)
+    own = xx.diagonal()
+    scale = (own / max(count - 1, 1)).sqrt().clamp(min=1e-12)
+    diagonal = torch.zeros_like(yy)
+    rest, left = xy, yy  # of y − x D: the products with x, and the sums of squares
+    if len(xx) == len(yy):
+        diagonal = xy.diagonal() / own.clamp(min=1e-12)
+        rest = xy - xx * diagonal
+        left = (yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own).clamp(min=0)
+    values, vectors = torch.linalg.eigh(xx / scale / scale[:, None])
     values = values.clamp(min=0)
-    weights = vectors.mT @ (x.mT @ remainder)
-    unit = remainder.var(0).clamp(min=1e-24)
-    squares = weights.square() / unit
-    total = (remainder.square().sum(0) / unit).sum()
+    weights = vectors.mT @ (rest / scale[:, None])
+    unit = (left / max(count - 1, 1)).clamp(min=1e-24)
+    squares = (weights.square() / unit).sum(-1)
+    total = (left / unit).sum()
     best = (float("inf"), 0.0, 0.0)
-    for strength in (_STRENGTHS * len(x)).tolist():
+    for strength in (_STRENGTHS * count).tolist():
         freedom = float((values / (values + strength)).sum())
         # ‖remainder − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ remainder, without X.
         gain = (2 - values / (values + strength)) / (values + strength)
-        loss = float(total - (gain[:, None] * squares).sum()) / remainder.numel()
-        loss = max(loss, 0.0) / max(1 - freedom / len(x), 0.05) ** 2
+        loss = float(total - (gain * squares).sum()) / (count * len(yy))
+        loss = max(loss, 0.0) / max(1 - freedom / count, 0.05) ** 2
         if loss < best[0]:
             best = (loss, strength, freedom)
-    correction = vectors @ (weights / (values + best[1])[:, None])
-    return matrix + correction / scale[:, None], best[2]
+    correction = vectors @ (weights / (values + best[1])[:, None]) / scale[:, None]
+    return (correction + diagonal.diag() if len(xx) == len(yy) else correction), best[2]
 
 
 def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
-    """The inverse covariance of errors (n, f), correlations shrunk, the leak's own error added."""
-    spread = errors.std(0).clamp(min=_LEAST_ERROR * unit)
-    correlation = (errors / spread).mT @ (errors / spread) / len(errors)
+    """The inverse covariance of errors, by their mean products (f, f).
+
+    Correlations are shrunk, and the leak's own error is added.
+    """
+    spread = errors.diagonal().sqrt().clamp(min=_LEAST_ERROR * unit)
+    correlation = errors / spread / spread[:, None]
     correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(errors)
     inverse = torch.linalg.inv(correlation + (error / spread).square().diag())
     return inverse / spread / spread[:, None]

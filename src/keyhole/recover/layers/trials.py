@@ -40,6 +40,7 @@ _SMALLEST = 1e-30
 _ARITHMETIC = 1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
 
 Misfits = Callable[[Tensor], Tensor]
+_TOKENS = 4096  # in one pass
 _TEXTS = 4096  # tried in one sweep at most: long texts get fewer candidates for each position
 _WORTH = 0.8  # a further sweep is worth it while the loss falls by a fifth
 _WON = 0.5  # of a row's squared residual, or less, must be left for a candidate to count
@@ -85,9 +86,9 @@ class Comparison:
         off = (self.leak.rows(exposed) * self.weights - self.expected).square()
         return off.flatten(1).sum(1) / (self.weights > 0).sum()
 
-    def losses(self, ids: Tensor, tokens_at_once: int = 4096) -> Tensor:
+    def losses(self, ids: Tensor) -> Tensor:
         """The loss of each of many texts (b, n), without gradients."""
-        step = max(1, tokens_at_once // ids.shape[1])
+        step = max(1, min(_TOKENS, self.target.parts.at_once(ids.shape[1])) // ids.shape[1])
         with torch.no_grad():
             return torch.cat([self.loss(self.target.parts.tokens(b)) for b in ids.split(step)])
 
