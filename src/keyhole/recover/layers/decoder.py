@@ -42,9 +42,10 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import Orderings, contents, fit
 from keyhole.recover.layers.precision import precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
-from keyhole.recover.leaks import Leak
+from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
 _COARSE = 0.01  # of the leak's spread: with stated noise above it several tokens may pass
+_ROUGH = 0.1  # … and so they may with steps that are coarser than that
 _ARITHMETIC = 1e-4
 _ACCEPTED = 6.0
 _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error is believed
@@ -131,11 +132,12 @@ class Text:
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
         rounding = rounding_error(target, leak.exposure)
-        tolerance, rounded = Tolerance.of(leak, start, rounding), None
+        tolerance, rounded = Tolerance.of(target, leak, start, rounding), None
         if rounding > _CHAOTIC:
-            tolerance, rounded = Tolerance.of(leak, start, 0.0), tolerance
+            tolerance, rounded = Tolerance.of(target, leak, start, 0.0), tolerance
+        relative = precision_of(leak, rounding).relative
         coarse = bool(leak.noise) or _COARSE < rounding <= _CHAOTIC
-        coarse = coarse and precision_of(leak, rounding).relative > _COARSE
+        coarse = (coarse and relative > _COARSE) or relative > _ROUGH
         mask = None if leak.mask is None else leak.mask[None].to(device)
         return cls(number, rows, start, tolerance, coarse, mask, rounded)
 
@@ -188,9 +190,9 @@ def begun(
 ) -> tuple[list[Text], Orderings]:
     """The texts of leaks, none of them read yet, and in which order tokens are tried for them."""
     texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
-    error = torch.tensor([text.tolerance.error for text in texts]).median()
+    error = torch.stack([text.tolerance.error for text in texts]).median(0).values
     samples = samples or 8 * max(texts[0].rows.shape[-1], 128)
-    return texts, fit(target, leaks[0].exposure, samples, seed, float(error))
+    return texts, fit(target, leaks[0].exposure, samples, seed, error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,18 +218,17 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, leak: Leak, start: int, arithmetic: float) -> Tolerance:
+    def of(cls, target: Target, leak: Leak, start: int, arithmetic: float) -> Tolerance:
         """What the leak says about itself, from position `start` on, and the model's arithmetic."""
-        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma[start:]
-        if leak.kind == "kv":
-            # Undoing the rotation mixes the errors of two numbers: the row's own mean is right.
-            sigma = sigma.square().nanmean(-1, keepdim=True).sqrt().expand_as(sigma)
-        return cls(sigma.nan_to_num(0.0), float(leak.noise or 0.0))
+        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma.nan_to_num(0.0)
+        if isinstance(leak, KeyValues):
+            sigma = _unrotated(target, leak, sigma)
+        return cls(sigma[start:], float(leak.noise or 0.0))
 
     @property
-    def error(self) -> float:
-        """The typical error of one number, for the ordering."""
-        return float((self.rounding.square().mean(-1).median() + self.noise**2).sqrt())
+    def error(self) -> Tensor:
+        """The typical error (f,) of each number, for the ordering."""
+        return (self.rounding.square().median(0).values + self.noise**2).sqrt()
 
     def misfit(self, position: int, differences: Tensor, spread: Tensor) -> Tensor:
         """`q` of differences (k, f) between what tokens gave and what leaked at a position."""
@@ -256,6 +257,24 @@ class Tolerance:
             better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
             explanations.append(Learnt(best, surprise, usual / size**2, better))
         return min(explanations, key=lambda learnt: learnt.surprise, default=None)
+
+
+def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
+    """The errors (n, f) of keys and values once the rotation of keys is undone.
+
+    That mixes the errors of two numbers of a key, which are neighbours or half a key apart. With
+    signs that differ between the two in half of four cases, the mean square is the sum of squares.
+    """
+    heads, length, size = leak.keys.shape
+    keys, values = (
+        sigma.view(length, heads, -1).transpose(0, 1).split([size, leak.values.shape[-1]], -1)
+    )
+    places = torch.arange(size, device=sigma.device)
+    halves, odd = (1.0 - 2 * (places >= size // 2), 1.0 - 2 * (places % 2))
+    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])[:, None, None]
+    positions = torch.arange(length, device=sigma.device).expand(len(signs), -1)
+    mixed = target.parts.unrotated(leak.layer, signs * keys, positions)
+    return rows_of({"keys": mixed.square().mean(0).sqrt(), "values": values})
 
 
 @dataclass(frozen=True, eq=False)
