@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import typer.main
-
-from keyhole.cli import app, main
+from keyhole.cli import main
+from keyhole.cli.app import command_line
 
 PYTHON = (sys.executable, "-W", "error")
 KEYHOLE = (*PYTHON, "-m", "keyhole")
@@ -71,8 +70,7 @@ def interrupted(
 
 def parts(name: str) -> dict[str, Any]:
     """The commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
-    group: Any = typer.main.get_command(app)
-    made = group.commands[name]
+    made = command_line().commands[name]
     inner: dict[str, Any] = getattr(made, "commands", {})
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 
@@ -82,6 +80,7 @@ def inside(*arguments: object, cwd: Path, monkeypatch, capsys) -> subprocess.Com
     command = ["keyhole", *map(str, arguments)]
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", command)
+    capsys.readouterr()  # what was said before is not the command's
     code = 0
     try:
         main()

@@ -6,6 +6,7 @@ torch, and what took long when all tests were last timed (timings.py).
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,9 @@ settings.load_profile("keyhole")
 # inherits that; here it must work. Ended from outside, tests unwind and end what they started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+# All that is imported stays: to look through it for garbage again and again takes seconds.
+gc.disable()
 
 _seconds: dict[str, float] = {}
 
@@ -57,6 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name_of(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
     config.stash[TESTS] = {item.nodeid: item for item in items}
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

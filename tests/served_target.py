@@ -6,38 +6,29 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import httpx
 import pytest
 
-from command_line import started
+import warm_process
 from keyhole import oracle
+from keyhole.cli import main
 
 
 @contextmanager
 def served(target, folder, *options):
     """The server's address; it is stopped in the end, and has said nothing of a fault."""
-    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
+    if find_spec("mlserver") is None:  # the server's process imports it, this one need not
+        pytest.skip("MLServer is not installed: pip install keyhole[serve]")
     oracle.save(target, folder / "t.safetensors")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "keyhole",
-        "lab",
-        "serve",
-        "t.safetensors",
-        "--port",
-        str(port),
-    ]
-    url = f"http://127.0.0.1:{port}"
-    with (
-        (folder / "log").open("w") as log,
-        started([*command, *options], cwd=folder, stdout=log, stderr=log) as process,
-    ):
+    url, command = f"http://127.0.0.1:{port}", ("lab", "serve", "t.safetensors", "--port", port)
+    with warm_process.started(_keyhole, *command, *options, cwd=folder) as process:
         for _ in range(300):
             try:
                 if httpx.get(f"{url}/v2/models/target/ready").is_success:
@@ -45,8 +36,17 @@ def served(target, folder, *options):
             except httpx.TransportError:
                 time.sleep(0.2)
         else:
-            pytest.fail((folder / "log").read_text())
+            pytest.fail(process.words)
+        said = " ".join(process.out.split())  # while it runs
+        assert said.startswith("serving t.safetensors")
+        assert f" at {url}/v2/models/target (Ctrl-C ends it)" in said
         yield url
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-    assert "Traceback" not in (folder / "log").read_text()
+        done = process.finish(30)
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def _keyhole(*arguments):
+    warnings.simplefilter("default")  # what MLServer warns of is not ours
+    sys.argv = ["keyhole", *map(str, arguments)]
+    main()

@@ -10,6 +10,7 @@ import ast
 import graphlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,16 @@ MODULES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(SOURCE.rglob("*.py"))
 }
-NODES = {name: list(ast.walk(ast.parse(path.read_text("utf-8")))) for name, path in MODULES.items()}
+
+
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(MODULES[module].read_text("utf-8"))))
 
 
 def imports(module: str) -> Iterator[tuple[str, int]]:
     """The project's own modules that a module imports, anywhere in it, with the lines."""
-    for node in NODES[module]:
+    for node in nodes(module):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -104,8 +109,8 @@ def test_modules_stay_small():
 def test_the_library_prints_nothing():
     printed = [
         f"{MODULES[module].relative_to(SOURCE)}:{node.lineno}"
-        for module, nodes in NODES.items()
-        for node in nodes
+        for module in MODULES
+        for node in nodes(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"

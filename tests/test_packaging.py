@@ -134,6 +134,7 @@ def works_without_torch(keyhole: list[str], folder: Path) -> None:
         assert done.returncode == 2
 
 
+@pytest.mark.release
 def test_commands_that_need_no_torch_work_without_it(tmp_path):
     absent = {Requirement(need).name.replace("-", "_") for need in EXTRAS["models"]}
     hidden = f"import sys; sys.modules |= dict.fromkeys({sorted(absent)!r})"  # imports of it fail

@@ -70,7 +70,7 @@ def test_ctrl_c_is_heard(tmp_path):
     assert finished([sys.executable, "-c", code], cwd=tmp_path).stdout == "True\n"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ctrl_c_is_heard_in_tests_that_a_shell_started_in_the_background(root, tmp_path):
     test = f"{root / 'tests/test_processes.py'}::test_ctrl_c_is_heard"
     pytest_itself = f"{sys.executable} -m pytest -p no:cacheprovider --basetemp={tmp_path} {test}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -72,6 +74,23 @@ def model(family, seed=0, head="AutoModel", **changes):
         torch.manual_seed(seed)
         made = getattr(transformers, head).from_config(config)
     return made.eval().requires_grad_(False)
+
+
+def shared(family, seed=0, **changes):
+    """The same model for all tests that leave it as it is: its parts are found out once."""
+    made, before = _shared(family, seed, **changes)
+    assert torch.equal(_sums(made), before), "a test has changed a model that others share"
+    return made
+
+
+@cache
+def _shared(family, seed, **changes):
+    made = model(family, seed, **changes)
+    return made, _sums(made)
+
+
+def _sums(made):
+    return torch.stack([weight.double().sum() for weight in made.parameters()])
 
 
 def ids(texts=3, length=12, seed=0, causal=False):

@@ -61,6 +61,11 @@ class Warm:
         return self._process.pid
 
     @property
+    def out(self) -> str:
+        """What it has written to stdout."""
+        return self._out.read_text()
+
+    @property
     def words(self) -> str:
         """What it has written to stderr."""
         return self._words.read_text()

@@ -36,10 +36,8 @@ def invoke(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-@pytest.mark.slow
-def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp_path):
-    arguments = ("--method", "single-head", "--json", "--out", "r.json")
-    done = keyhole("extract", target, *arguments, cwd=tmp_path)
+def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp_path, invoke):
+    done = invoke("extract", target, "--method", "single-head", "--json", "--out", "r.json")
     assert done.returncode == 1  # something was given away
     assert json.loads(done.stdout)["queries"] == 72
     assert re.fullmatch(r"extract: (\d+) of \1 queries, the judge's included, .*\n", done.stderr)
@@ -198,7 +196,7 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
 
     def begun(process):
         assert "144 unknowns" in process.stderr.readline()
-        time.sleep(2)  # some steps of the first starts
+        time.sleep(0.7)  # some steps of the first starts
         return True
 
     done = interrupted(

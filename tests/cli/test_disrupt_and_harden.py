@@ -6,17 +6,17 @@ import importlib
 import json
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 import tiny_classifiers
 import tiny_heads
 import tiny_models
+from command_line import inside
 from keyhole import disrupt, harden
-from keyhole.cli import app
 from keyhole.core import Exposure
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
 from keyhole.lab import certificates
@@ -32,17 +32,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def keyhole(monkeypatch, tmp_path):
+def keyhole(monkeypatch, capsys, tmp_path):
     """A command in this process, which has torch already."""
 
-    def run(*arguments, cwd=tmp_path):
-        monkeypatch.chdir(cwd)
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        if done.exception is not None and not isinstance(done.exception, SystemExit):
-            raise done.exception
-        return done
-
-    return run
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.fixture
@@ -67,7 +60,7 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     assert json.loads((tmp_path / "f.json").read_text()) == data
     found = Disruption.from_dict(data)
     assert len(found.outcomes) == 6
-    assert done.exit_code == (1 if found.flips else 0), done.stderr
+    assert done.returncode == (1 if found.flips else 0), done.stderr
     assert found.flips, "a share of 20% flips something"
     assert max(outcome.worst_head for outcome in found.attacked) <= 0.2
     assert "became <b>LABEL_" in page.read_text()
@@ -103,7 +96,7 @@ def test_certificates_by_the_command(keyhole, place, tmp_path):
     assert found == certificates.Certification.from_dict(data)
     assert len(found.certificates) == 3
     open_ = len(found.right) - found.certified
-    assert done.exit_code == (1 if found.flipped else 3 if open_ or not found.right else 0)
+    assert done.returncode == (1 if found.flipped else 3 if open_ or not found.right else 0)
     for proof in found.right:
         assert proof.units in (2 * 4 * 7**2, 2 * 4 * 8**2)  # layers, heads, words
         assert proof.alone <= proof.margin
@@ -164,7 +157,7 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
         "disrupt", "lm", "--data", "t.txt", "--share", 0.3, "--json", "--output", "html=p.html",
     )  # fmt: skip
     data = json.loads(done.stdout)
-    assert done.exit_code == (1 if data["success"] else 0), done.stderr
+    assert done.returncode == (1 if data["success"] else 0), done.stderr
     assert data["accuracy"] is None  # of its own answers there is none
     assert data["own_answers"]
     assert (tmp_path / "p.html").exists()
@@ -177,7 +170,7 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, 
         "-o", "mode=token", "--epochs", 2, "-o", "learning_rate=1e-3", "--resume", "kept", "--json",
     )  # fmt: skip
     first = keyhole(*arguments, "--out", "new")
-    assert first.exit_code == 0, first.stderr
+    assert first.returncode == 0, first.stderr
     data = json.loads(first.stdout)
     assert data == json.loads((tmp_path / "new" / "hardening.json").read_text())
     (run,) = data["runs"]
@@ -223,7 +216,7 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
     both = keyhole(
         *view, *options, "--dev", place / "dev.tsv", "--flips", 3, "--seeds", 2, "--out", "both"
     )
-    assert both.exit_code == 0, both.stderr
+    assert both.returncode == 0, both.stderr
     runs = json.loads(both.stdout)["runs"]
     assert [(run["seed"], run["folder"]) for run in runs] == [(0, "seed-0"), (1, "seed-1")]
     keyhole(*view, *options, "--seed", 1, "--out", "one")
@@ -252,29 +245,29 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
 
     monkeypatch.setattr(module, "evaluate", stop)
     done = keyhole(*command)
-    assert done.exit_code == 130
+    assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "keyhole: stopped"
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["before"] is not None
     assert card["runs"][0]["after"] is None
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
     other = keyhole(*command, "--epochs", 2)
-    assert other.exit_code == 2
+    assert other.returncode == 2
     assert re.search(r"this run has epochs 2, that of .* has epochs 1: .*--force", other.stderr)
-    assert keyhole(*command).exit_code == 0  # the folder is this command's own
+    assert keyhole(*command).returncode == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["runs"][0]["after"] is not None
     again = keyhole(*command)
-    assert again.exit_code == 2
+    assert again.returncode == 2
     assert re.match(r"keyhole: new holds a trained model already: give --force to ", again.stderr)
-    assert keyhole(*command, "--force").exit_code == 0
+    assert keyhole(*command, "--force").returncode == 0
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
     tiny_models.save("bert", tmp_path / "base")
     view = ("harden", "base", "--data", place / "train.tsv", "--method", "plain", "--epochs", 1)
     done = keyhole(*view, "--out", "new")
-    assert done.exit_code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     assert load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
 
 
@@ -287,7 +280,7 @@ def exposed(data):
 
 
 def written(folder, family, task):
-    tiny_heads.model(family, task, seed=1).save_pretrained(folder)
+    tiny_heads.model(family, task, seed=1, scale=0.1).save_pretrained(folder)
     tiny_models.tokenizer(causal=task == "causal").save_pretrained(folder)
     lines = [" ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(12)) for i in range(3)]
     (folder.parent / "t.txt").write_text("\n".join(lines))
@@ -298,27 +291,19 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     written(tmp_path / "model", family, task)
     view = ("model", "--data", "t.txt", "--json")
     options = (
-        "--share",
-        0.05,
-        "--output",
-        "html=p.html",
-        "-o",
-        "continuation=2",
-        "-o",
-        "spare=padding",
-    )
+        "--share", 0.05, "--output", "html=p.html", "-o", "continuation=2", "-o", "spare=padding",
+    )  # fmt: skip
     cut = json.loads(keyhole("disrupt", *view, *options).stdout)
     assert all(len(outcome["before"]) == 2 for outcome in cut["outcomes"])
     assert cut["own_answers"]
     assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
-    done = keyhole("audit", *view, "--texts", 2)
+    done = keyhole("audit", *view, "--texts", 1, "--flips", 1, "--layers", 1)
     found = json.loads(done.stdout)
-    assert done.exit_code == exposed(found), done.stderr
+    assert done.returncode == exposed(found), done.stderr
     assert {row["sought"] for row in found["findings"]} == {"text", "prediction"}
     ids = {str(Exposure(**row["exposure"])): row["status"] for row in found["findings"]}
-    assert "text-hidden-states-layer-1" in ids  # of an encoder with wild weights it may stay
-    assert family == "t5" or ids["text-hidden-states-layer-1"] == "recovered"
+    assert ids["text-hidden-states-layer-1"] == "recovered"
 
 
 def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path):
@@ -333,13 +318,13 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
     done = keyhole(
         "audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1, "--flips", 4,
-        "--layers", 1, "--json",
+        "--layers", 1, "--only", "predictions", "--only", "KH-TEXT-HIDDEN-STATES", "--json",
     )  # fmt: skip
     data = json.loads(done.stdout)
-    assert done.exit_code == exposed(data), done.stderr
+    assert done.returncode == exposed(data), done.stderr
     findings = data["findings"]
     flips = [row for row in findings if row["sought"] == "prediction"]
-    assert len(flips) == 4
+    assert len(flips) == 4 < len(findings)
     short = "the texts are too short"  # at 1%; the rest of the model can be checked all the same
     assert all("right answers flipped" in f["reason"] or short in f["reason"] for f in flips)
 
@@ -449,7 +434,7 @@ def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
     if "base" in arguments:
         tiny_models.save("bert", place / "base")
     done = keyhole(*arguments, "--data", "dev.tsv", cwd=place)
-    assert done.exit_code in (2, 3)
+    assert done.returncode in (2, 3)
     (line,) = done.stderr.splitlines()
     assert re.search(words, line)
     assert not (place / "o").exists()  # what cannot begin leaves nothing behind
@@ -458,7 +443,7 @@ def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
 @pytest.mark.parametrize("option", ["--column", "--label", "--classes"])
 def test_columns_are_of_a_file(keyhole, option):
     done = keyhole("disrupt", "demo", "--examples", 1, option, "a,b")
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert f"{option}" in done.stderr
 
 
@@ -467,7 +452,7 @@ def test_methods_have_names_of_the_registry(keyhole, place, command):
     out = () if command == "disrupt" else ("--out", "o")
     data = ("my-classifier", "--data", "dev.tsv")
     done = keyhole(command, *data, *out, "--method", "weakest", cwd=place)
-    assert done.exit_code == 2
+    assert done.returncode == 2
     names = {"disrupt": ATTACKERS, "harden": harden.DEFENCES}[command]
     assert f"there is no method 'weakest': choose among {', '.join(names)}" in done.stderr
 
@@ -477,7 +462,7 @@ def test_a_cluster_needs_dask(keyhole, place, monkeypatch):
     done = keyhole(
         "disrupt", "my-classifier", "--data", "dev.tsv", "--dask", "tcp://127.0.0.1:9", cwd=place
     )
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert "pip install 'keyhole[cluster]'" in done.stderr
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import tiny_classifiers
 import tiny_models as tiny
-from command_line import KEYHOLE, finished, inside, started
+from command_line import KEYHOLE, finished, inside
 from keyhole import invert, oracle
 from keyhole.assess.severity import cost
 from keyhole.audit import audit
@@ -165,16 +165,6 @@ def test_a_reader_who_has_enough_is_no_error(place):
     with os.fdopen(writer, "w") as nobody:
         done = finished([*KEYHOLE, "report", "audit.json"], cwd=place, stdout=nobody)
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_serve_says_where_on_stdout(place):
-    with started(
-        [*KEYHOLE, "lab", "serve", "t.safetensors", "--port", "18099"], cwd=place
-    ) as process:
-        assert process.stdout.readline() == (
-            "serving t.safetensors at http://127.0.0.1:18099/v2/models/target (Ctrl-C ends it)\n"
-        )
 
 
 def test_recovered_text_does_not_steer_a_terminal():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from keyhole.cli import app
+from command_line import inside
 
-RUN = CliRunner()
 POLICY = """
 targets = ["head.safetensors"]
 exposures = ["KH-WEIGHTS-SCORES"]
@@ -19,21 +17,24 @@ fail-on = []
 """
 
 
-def keyhole(*words: str) -> tuple[int, str]:
-    ended = RUN.invoke(app, list(words))
-    return ended.exit_code, ended.output
+@pytest.fixture
+def keyhole(tmp_path, monkeypatch, capsys):
+    def run(*words):
+        ended = inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    return run
 
 
 @pytest.fixture
-def planted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def planted(tmp_path, monkeypatch, keyhole):
     monkeypatch.delenv("KEYHOLE_ENVIRONMENT", raising=False)
     assert keyhole("lab", "plant", "head.safetensors", "-o", "dim=4")[0] == 0
     (tmp_path / "keyhole.toml").write_text(POLICY)
     return tmp_path
 
 
-def test_a_policy_names_the_target_and_what_fails(planted):
+def test_a_policy_names_the_target_and_what_fails(planted, keyhole):
     code, words = keyhole("audit")
     assert code == 1
     assert "fail-on weights" in " ".join(words.split())
@@ -52,7 +53,7 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     assert code == 0
 
 
-def test_what_the_service_does_not_return_does_not_fail(planted):
+def test_what_the_service_does_not_return_does_not_fail(planted, keyhole):
     """The head gives scores, but the service in front of it labels alone."""
     (planted / "keyhole.toml").write_text('returns = ["labels"]\nallow-unchecked = true\n')
     scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
@@ -70,7 +71,7 @@ def test_what_the_service_does_not_return_does_not_fail(planted):
     assert keyhole(*scores, "--returns", "nothing")[0] == 2
 
 
-def test_what_a_baseline_has_does_not_fail(planted):
+def test_what_a_baseline_has_does_not_fail(planted, keyhole):
     (planted / "keyhole.toml").unlink()
     only = ("--only", "KH-WEIGHTS-SCORES")
     assert keyhole("audit", "head.safetensors", *only, "--output", "json=old.json")[0] == 1
@@ -99,21 +100,21 @@ def test_what_a_baseline_has_does_not_fail(planted):
         (("--only", "everything"), "families"),
     ],
 )
-def test_wrong_input_is_one_line_before_any_work(planted, words, message):
+def test_wrong_input_is_one_line_before_any_work(planted, keyhole, words, message):
     code, output = keyhole("audit", "head.safetensors", *words)
     assert code == 2
     assert message in " ".join(output.split())
     assert not (planted / "keyhole-head.safetensors.json").exists()
 
 
-def test_an_audit_of_nothing_says_what_it_wants(planted):
+def test_an_audit_of_nothing_says_what_it_wants(planted, keyhole):
     (planted / "keyhole.toml").write_text("fail-on = []\n")
     code, output = keyhole("audit")
     assert code == 2
     assert "TARGET" in output
 
 
-def test_several_targets_of_a_policy_are_a_fleet(planted):
+def test_several_targets_of_a_policy_are_a_fleet(planted, keyhole):
     assert keyhole("lab", "plant", "other.safetensors", "-o", "dim=4", "--seed", "2")[0] == 0
     several = POLICY.replace('"head.safetensors"', '"head.safetensors", "other.safetensors"')
     (planted / "keyhole.toml").write_text(several)

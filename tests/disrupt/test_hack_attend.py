@@ -331,7 +331,7 @@ def test_sequence_to_sequence(family, continuation):
 def test_images(family):
     model = tiny_heads.model(family, "image", classes=3, seed=12)
     batch = tiny_architectures.inputs(family)
-    method = HackAttend(share=0.3, schedule=Rerank(rounds=1, prefixes=2, refine=1))
+    method = HackAttend(share=0.05, schedule=Rerank(rounds=1, prefixes=2, refine=1))
     found = method(model, batch, tiny_heads.own_labels(model, batch))
     assert found.control.change == 0
     assert any(outcome.masked for outcome in found.outcomes)

@@ -220,10 +220,10 @@ def check(result: extract.Extraction, case: Case, budget: int | None) -> None:
 
 
 def budgets(needed: int, d: int) -> list[int]:
-    """From one question to more than enough."""
+    """From one question to just enough."""
     if FULL and needed <= 60:
         return list(range(1, needed + 45))
-    few = (1, d + 1, 2 * d + 1, needed - 1, needed, needed + 20)
+    few = (1, d + 1, 2 * d + 1, needed - 1, needed)
     return sorted(
         {count for count in (*few, *(int(share * needed) for share in SHARES)) if count > 0}
     )

@@ -28,6 +28,11 @@ KINDS = {
     "one layer": lambda: oracle.plant("one-layer", dim=4, width=4, seed=2),
 }
 HARD = {("one layer", "bfloat16"), ("one layer", "3 decimals")}
+# Every form with one head and with a layer; the others once rounded, once behind a link.
+PAIRS = [
+    (kind, form) for kind in KINDS for form in FORMS
+    if kind in ("head", "one layer") or form in ("bfloat16", "sigmoid", "softmax")
+]  # fmt: skip
 
 
 class Answering:
@@ -38,8 +43,7 @@ class Answering:
         return self.form(self.inner(sequences))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "form"), PAIRS)
 def test_no_leaking_target_is_called_clean(kind, form):
     target = Answering(KINDS[kind](), FORMS[form])
     result = extract.Auto()(target)

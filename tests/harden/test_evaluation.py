@@ -202,6 +202,8 @@ def test_pools_hold_every_example_once_and_less_padding(words):
     seen = {}
 
     class Counting:
+        unk_token_id = words.unk_token_id
+
         def __init__(self, name):
             self.name = name
 

@@ -9,11 +9,10 @@ import torch
 
 from keyhole import oracle
 
-pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
-
 
 @pytest.mark.parametrize("in_file", [None, oracle.Degradation(max_norm=1.0)])
 def test_a_served_target_degrades_its_answers(in_file, tmp_path):
+    pytest.importorskip("mlserver", reason="it is not installed: pip install keyhole[serve]")
     from mlserver import ModelSettings
     from mlserver.codecs import NumpyCodec
     from mlserver.settings import ModelParameters

@@ -19,7 +19,7 @@ def alone(model, exposure, ids):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("exposure", ["hidden:2", "hidden:3", "kv:1", "attention:2"])
 def test_chains_and_fans_of_texts_of_different_lengths(family, attention, exposure):
-    model, exposure = tiny.model(family), Exposure.parse(exposure)
+    model, exposure = tiny.shared(family), Exposure.parse(exposure)
     model.config._attn_implementation = attention
     texts = tiny.ids(texts=3, length=9, causal=True).tolist()
     branches = Branches(model, torch.zeros(3, dtype=torch.long))
@@ -46,7 +46,7 @@ def test_chains_and_fans_of_texts_of_different_lengths(family, attention, exposu
 
 
 def test_memory_grows_with_the_prefix_not_with_the_candidates():
-    model = tiny.model("llama")
+    model = tiny.shared("llama")
     branches = Branches(model, torch.zeros(1, dtype=torch.long))
     chain, exposure = torch.tensor([True]), Exposure("hidden", 2)
     branches.expose(exposure, chain, ids=tiny.ids(1, 10, causal=True))
@@ -61,7 +61,7 @@ def test_memory_grows_with_the_prefix_not_with_the_candidates():
 @pytest.mark.parametrize("family", tiny.DECODERS)
 def test_rotation_is_undone(family):
     """A key without its position is the same token's key at position 0."""
-    model = tiny.model(family)
+    model = tiny.shared(family)
     parts, places = anatomy(model), torch.arange(6)
     cached = capture(model, Exposure("kv", 0), ids=torch.full((1, 6), 9))["keys"]
     keys = parts.unrotated(0, cached, places[None])

@@ -56,7 +56,7 @@ def test_whole_vectors_have_neither(tmp_path):
 
 @pytest.mark.parametrize("kind", ["product quantisation", "8 bits"])
 def test_a_text_is_judged_by_its_code(tmp_path, kind):
-    model, words = tiny.model("bert", hidden_size=96), tiny.tokenizer()
+    model, words = tiny.shared("bert", hidden_size=96), tiny.tokenizer()
     texts = [" ".join(f"w{n}" for n in STREAM.integers(0, 195, 3)) for _ in range(300)]
     vectors = embeddings(model, words, [TEXT, *texts], ways(model)[0]).numpy().astype(np.float32)
     index = faiss.IndexPQ(96, 24, 4)

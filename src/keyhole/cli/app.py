@@ -16,10 +16,12 @@ import sys
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, cast
 
 import typer
 import typer.core
+import typer.main
 
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.options import with_options
@@ -118,13 +120,22 @@ class _Said(logging.Handler):
         say(record.getMessage())
 
 
+_SAID = _Said()
+
+
 def main() -> None:
     """Run a command; whatever goes wrong is one line and an exit code."""
     write_in_any_locale()
     log = logging.getLogger("keyhole")
     log.setLevel(logging.INFO)
-    log.addHandler(_Said())
-    app(prog_name="keyhole")
+    log.addHandler(_SAID)
+    command_line()(prog_name="keyhole")
+
+
+@cache
+def command_line() -> Any:
+    """Every command, made of its options once: that takes as long as many a command."""
+    return typer.main.get_command(app)
 
 
 def _version(asked: bool) -> None:

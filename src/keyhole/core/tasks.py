@@ -32,8 +32,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from keyhole.core.errors import InputError, KeyholeError, MissingExtra, first_line
 
 MOST_PROCESSES = 1024
@@ -294,20 +292,20 @@ def _process() -> ProcessPoolExecutor:
     below it, whose threads then stand in the way of other processes.
     """
     before = os.environ.get(_THREADS)
-    os.environ.setdefault(_THREADS, "1")
+    os.environ[_THREADS] = "1"
     try:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(1, context, _begin, (os.getpid(),))
         pool.submit(os.getpid)  # started now
         return pool
     finally:
-        if before is None:
-            os.environ.pop(_THREADS, None)
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
 
 
 def _begin(parent: int) -> None:
-    """One thread; Ctrl-C is for the parent, with which its workers end, killed or not."""
-    torch.set_num_threads(1)
+    """Ctrl-C is for the parent, with which its workers end, killed or not."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 

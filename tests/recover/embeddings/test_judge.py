@@ -37,7 +37,7 @@ TEXTS = [ids.tolist() for ids in tiny.ids(texts=2, length=7)]
 
 @functools.cache
 def target():
-    return Target.of(tiny.model("bert", hidden_size=192), tiny.tokenizer())
+    return Target.of(tiny.shared("bert", hidden_size=192), tiny.tokenizer())
 
 
 def leak_for(ids, whose=None):
@@ -126,7 +126,7 @@ def test_two_equal_tokens_leave_each_other_open():
 
 def test_few_bits_hold_no_long_text():
     """Signs of 16 numbers for 6 tokens of 200, which are 46 bits, and odds of e¹⁰ : 1 are 14."""
-    small = Target.of(tiny.model("bert", hidden_size=16), tiny.tokenizer())
+    small = Target.of(tiny.shared("bert", hidden_size=16), tiny.tokenizer())
     ids = TEXTS[0]
     leak = degrade(leak_for(ids, small), "binary")
     verdict = judge_vector(small, leak, ids)
@@ -145,7 +145,7 @@ def test_few_bits_hold_no_long_text():
 def test_vectors_of_nobody_are_nobodys(form):
     stream = torch.Generator().manual_seed(0)
     first, second = (leak_for(ids) for ids in TEXTS)
-    other = Target.of(tiny.model("bert", seed=5, hidden_size=192), tiny.tokenizer())
+    other = Target.of(tiny.shared("bert", seed=5, hidden_size=192), tiny.tokenizer())
     mean = torch.nn.functional.normalize(first.values + second.values, dim=0)
     for values in (torch.randn(192, generator=stream) / 14, mean, leak_for(TEXTS[0], other).values):
         leak = replace(FORMS[form](Pooled(values)), precision=None)
@@ -173,7 +173,7 @@ def test_what_was_run_before_is_not_run_again():
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_other_families_and_poolings(family, pooling):
     causal = family == "gpt2"
-    whose = Target.of(tiny.model(family), tiny.tokenizer(causal))
+    whose = Target.of(tiny.shared(family), tiny.tokenizer(causal))
     ids = tiny.ids(1, 5, causal=causal)[0].tolist()
     way = Exposure("pooled", 0, pooling, normalised=False)
     leak = replace(leak_of(whose.model, whose.tokenizer, ids, way), tokens=None)

@@ -18,8 +18,8 @@ FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FU
 TEXTS = ["w1 w20 w3 w4 w99", "w7 w8 w9", "w100 w101 w102 w103"]
 
 
-def loaded(family):
-    model = tiny.model(family)
+def loaded(family, **changes):
+    model = tiny.shared(family, **changes)
     return Loaded(model, tiny.tokenizer(family in tiny.DECODERS), identity(model), family)
 
 
@@ -38,7 +38,8 @@ def read(subject, source, **options):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_a_layer_is_found_out(family):
-    subject = loaded(family)
+    layers = 2 if family == "bert" else 3  # a search at each layer that it is not takes long
+    subject = loaded(family, num_hidden_layers=layers)
     _, given = outputs(subject, TEXTS[:1])
     for rows in given.hidden_states:
         result = recover.recover_text(subject.model, subject.tokenizer, rows[0].numpy())

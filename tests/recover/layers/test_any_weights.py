@@ -33,10 +33,11 @@ def leaks_of(model, exposure, ids):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("scale", [0.1, 0.5])
-@pytest.mark.parametrize("exposure", ["hidden:1", "hidden:4", "kv:1", "kv:3"])
+@pytest.mark.parametrize(
+    ("scale", "exposure"), [(0.1, "hidden:1"), (0.5, "hidden:4"), (0.5, "kv:1"), (0.1, "kv:3")]
+)
 def test_every_token_of_random_weights(family, scale, exposure):
-    model = tiny.model(family, initializer_range=scale, num_hidden_layers=4)
+    model = tiny.shared(family, initializer_range=scale, num_hidden_layers=4)
     ids = tiny.ids(texts=2, length=6, causal=True, seed=1)
     for result, truth in zip(
         recover_texts(model, WORDS, leaks_of(model, exposure, ids), method=FEW),
@@ -49,7 +50,7 @@ def test_every_token_of_random_weights(family, scale, exposure):
 
 
 def test_as_a_plain_loop_over_the_vocabulary_reads_it():
-    model = tiny.model("llama", initializer_range=0.5, vocab_size=60)
+    model = tiny.shared("llama", initializer_range=0.5, vocab_size=60)
     ids = torch.tensor([[17, 59, 5, 17]])
     leak = leaks_of(model, "hidden:2", ids)[0]
 
@@ -63,7 +64,7 @@ def test_as_a_plain_loop_over_the_vocabulary_reads_it():
 
 
 def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatch):
-    model = tiny.model("gpt2", initializer_range=0.5, vocab_size=2000)
+    model = tiny.shared("gpt2", initializer_range=0.5, vocab_size=2000)
     ids = torch.tensor([[1999, 5, 1234]])
     leak = leaks_of(model, "hidden:3", ids)[0]
     notes = set()
@@ -84,8 +85,8 @@ def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatc
 
 def test_what_no_token_explains_is_a_mismatch():
     ids = tiny.ids(texts=1, length=6, causal=True)
-    leak = leaks_of(tiny.model("llama", seed=7, initializer_range=0.1), "hidden:3", ids)[0]
-    result = recover_text(tiny.model("llama", initializer_range=0.1), WORDS, leak, method=FEW)
+    leak = leaks_of(tiny.shared("llama", seed=7, initializer_range=0.1), "hidden:3", ids)[0]
+    result = recover_text(tiny.shared("llama", initializer_range=0.1), WORDS, leak, method=FEW)
     assert result.status is Status.MISMATCH
     assert "no token of the vocabulary fits at position 0" in result.reason
     assert result.tested >= VOCABULARY
@@ -116,16 +117,21 @@ def test_a_token_accepted_wrongly_is_taken_back(monkeypatch):
 
 
 def test_rows_in_no_order():
-    model, ids = tiny.model("gpt2", initializer_range=0.5), tiny.ids(1, 6, seed=2, causal=True)
+    model, ids = tiny.shared("gpt2", initializer_range=0.5), tiny.ids(1, 6, seed=2, causal=True)
     leak = degrade(leaks_of(model, "hidden:3", ids)[0], forms=["permuted"])
     result = recover_text(model, WORDS, leak, method=UnorderedPrefixes(fans=(1,), samples=256))
     assert result.ids == ids[0].tolist()
     assert result.verified
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("exposure", ["hidden:1", "hidden:3", "kv:0", "kv:2"])
+@pytest.mark.parametrize(
+    ("dtype", "exposure"),
+    [
+        (torch.bfloat16, "hidden:3"), (torch.bfloat16, "kv:0"),
+        (torch.float16, "hidden:1"), (torch.float16, "kv:2"),
+    ],
+)  # fmt: skip
 def test_models_of_few_bits(dtype, family, exposure):
     model = tiny.language_model(family, initializer_range=0.1).to(dtype)
     ids = tiny.ids(texts=2, length=8, causal=True, seed=4)
@@ -169,7 +175,7 @@ def test_the_arithmetic_is_measured_in_two_shapes():
 
 @pytest.mark.parametrize("scale", [0.02, 0.1, 0.5])
 def test_an_encoder_that_is_not_read_is_no_mismatch(scale):
-    model, words = tiny.model("bert", initializer_range=scale), tiny.tokenizer()
+    model, words = tiny.shared("bert", initializer_range=scale), tiny.tokenizer()
     leak = replace(leak_of(model, words, "w3 w5 w77 w8 w9 w11", "hidden:3"), model=None)
     result = recover_text(model, words, leak, method=STATES)
     assert result.text == "w3 w5 w77 w8 w9 w11" or result.status is Status.UNSOLVED
@@ -177,7 +183,7 @@ def test_an_encoder_that_is_not_read_is_no_mismatch(scale):
 
 def test_a_token_that_shows_in_no_attention_output_is_not_claimed():
     """Attention that is all elsewhere: the output is the same for several tokens."""
-    model = tiny.model("llama", initializer_range=1.0)
+    model = tiny.shared("llama", initializer_range=1.0)
     ids = tiny.ids(texts=40, length=4, causal=True, seed=1)[[1, 2, 13]]
     leaks = leaks_of(model, "attention:2", ids)
     told = recover_texts(model, WORDS, leaks, method=FEW)

@@ -38,7 +38,7 @@ def leaks_of(model, exposure, ids, **about):
 @pytest.mark.parametrize("family", tiny.DECODERS)
 @pytest.mark.parametrize("exposure", ["hidden:0", "hidden:1", "hidden:3", "kv:2", "attention:2"])
 def test_every_token_of_every_family(family, exposure):
-    model, ids = tiny.model(family, **SMALL), tiny.ids(texts=2, length=9, causal=True, seed=3)
+    model, ids = tiny.shared(family, **SMALL), tiny.ids(texts=2, length=9, causal=True, seed=3)
     for result, truth in zip(
         recover_texts(model, TOKENIZER, leaks_of(model, exposure, ids), method=QUICK),
         ids.tolist(),
@@ -52,7 +52,7 @@ def test_every_token_of_every_family(family, exposure):
 
 
 def test_texts_of_different_lengths_side_by_side():
-    model, ids = tiny.model("llama", **SMALL), tiny.ids(texts=3, length=12, causal=True)
+    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=3, length=12, causal=True)
     leaks = [leaks_of(model, "hidden:2", ids[n : n + 1, : 12 - 4 * n])[0] for n in range(3)]
     single = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=1))
     many = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=3))
@@ -62,7 +62,7 @@ def test_texts_of_different_lengths_side_by_side():
 
 
 def test_padding_before_the_text():
-    model = tiny.model("gpt2", **SMALL)
+    model = tiny.shared("gpt2", **SMALL)
     ids = tiny.ids(texts=1, length=10, causal=True)
     ids[0, :3] = 0
     mask = torch.ones_like(ids)
@@ -76,7 +76,7 @@ def test_padding_before_the_text():
 @pytest.mark.parametrize("known", [True, False])
 def test_a_first_token_that_the_tokenizer_adds(known):
     """The frame is tried first, and given up where the leak says otherwise."""
-    model, framed = tiny.model("llama", **SMALL), tiny.tokenizer(causal=False)
+    model, framed = tiny.shared("llama", **SMALL), tiny.tokenizer(causal=False)
     ids = tiny.ids(texts=1, length=8, causal=True)
     ids[0, 0] = 2 if known else 17
     result = recover_text(model, framed, leaks_of(model, "hidden:3", ids)[0], method=QUICK)
@@ -87,7 +87,7 @@ def test_a_first_token_that_the_tokenizer_adds(known):
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "int8", "noise", "unknown noise"])
 @pytest.mark.parametrize("exposure", ["hidden:2", "kv:1"])
 def test_rounded_and_noisy_leaks(precision, exposure):
-    model, ids = tiny.model("llama", **SMALL), tiny.ids(texts=1, length=10, causal=True)
+    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=1, length=10, causal=True)
     leak = leaks_of(model, exposure, ids)[0]
     stream = torch.Generator().manual_seed(0)
     changed, about = {}, {}
@@ -107,8 +107,8 @@ def test_rounded_and_noisy_leaks(precision, exposure):
 
 def test_a_leak_of_another_model_is_not_believed():
     ids = tiny.ids(texts=1, length=8, causal=True)
-    leak = leaks_of(tiny.model("llama", seed=7, **SMALL), "hidden:3", ids)[0]
-    result = recover_text(tiny.model("llama", **SMALL), TOKENIZER, leak, method=QUICK)
+    leak = leaks_of(tiny.shared("llama", seed=7, **SMALL), "hidden:3", ids)[0]
+    result = recover_text(tiny.shared("llama", **SMALL), TOKENIZER, leak, method=QUICK)
     assert not result.verified
     assert result.status is not Status.RECOVERED
     assert len(result.ids) == 8
@@ -116,7 +116,7 @@ def test_a_leak_of_another_model_is_not_believed():
 
 def test_the_search_gives_up_and_says_so():
     """Numbers of no model at all: two positions are searched, not all."""
-    model = tiny.model("llama", **SMALL)
+    model = tiny.shared("llama", **SMALL)
     values = 50 * torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     result = recover_text(model, TOKENIZER, HiddenStates(values, 3), method=QUICK)
     assert not result.verified
@@ -126,7 +126,7 @@ def test_the_search_gives_up_and_says_so():
 
 def test_a_position_that_did_not_leak():
     """What stands before the gap is certain; the gap itself is not verified."""
-    model, ids = tiny.model("llama", **SMALL), tiny.ids(texts=1, length=8, causal=True)
+    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=1, length=8, causal=True)
     leak = leaks_of(model, "hidden:2", ids)[0]
     values = leak.values.clone()
     values[5] = torch.nan
@@ -136,7 +136,7 @@ def test_a_position_that_did_not_leak():
 
 
 def test_an_encoder_is_not_read_left_to_right():
-    model = tiny.model("bert")
+    model = tiny.shared("bert")
     leak = leaks_of(model, "hidden:1", tiny.ids(texts=1))[0]
     result = recover_text(model, tiny.tokenizer(), leak, method=QUICK)
     assert result.status is Status.NOT_APPLICABLE
@@ -144,7 +144,7 @@ def test_an_encoder_is_not_read_left_to_right():
 
 
 def test_the_model_is_left_as_it_was():
-    model, ids = tiny.model("qwen3", **SMALL), tiny.ids(texts=1, length=6, causal=True)
+    model, ids = tiny.shared("qwen3", **SMALL), tiny.ids(texts=1, length=6, causal=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     recover_text(model, TOKENIZER, leaks_of(model, "kv:1", ids)[0], method=QUICK)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

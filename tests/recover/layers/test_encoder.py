@@ -26,7 +26,7 @@ WORDS = tiny.tokenizer()
 
 @functools.cache
 def model(family="bert"):
-    return tiny.model(family)
+    return tiny.shared(family)
 
 
 def leaks(family, layer, ids, change=lambda values: values, **about):
@@ -115,7 +115,10 @@ def test_special_tokens_where_nobody_expects_them():
     """No frame at all, and a separator in the middle: nothing is taken for granted for ever."""
     ids = tiny.ids(texts=2, length=10, seed=3, causal=True)
     ids[1, 5] = 3
-    results = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids))
+    method = EncoderStates(
+        rounds=12, opening=8
+    )  # the frame, which is not there, is given up sooner
+    results = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
 
@@ -278,7 +281,7 @@ def test_stages_of_any_length_lead_there(settings):
     results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
-    assert all(result.passes > result.forwards for result in results)
+    assert all(result.forwards < result.passes < 100 for result in results)  # from the map's start
 
 
 def test_the_leak_survives_a_file(tmp_path):

@@ -26,7 +26,7 @@ FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
 @functools.cache
 def target(family="bert", seed=0):
-    return Target.of(tiny.model(family, seed=seed, hidden_size=192), tiny.tokenizer())
+    return Target.of(tiny.shared(family, seed=seed, hidden_size=192), tiny.tokenizer())
 
 
 def leak_of(ids, layer=2, whose=None):
@@ -125,7 +125,7 @@ def test_leaks_of_something_else():
 @pytest.mark.parametrize("width", [32, 192])
 def test_two_texts_in_one_leak_are_never_verified(width):
     """Spliced or mixed, each position may look right; the residual then is no noise."""
-    whose = Target.of(tiny.model("bert", hidden_size=width), tiny.tokenizer())
+    whose = Target.of(tiny.shared("bert", hidden_size=width), tiny.tokenizer())
     first, second = tiny.ids(texts=2, length=14, seed=9)
     a, b = leak_of(first, 1, whose), leak_of(second, 1, whose)
     for cut in range(2, 13):
@@ -138,7 +138,7 @@ def test_two_texts_in_one_leak_are_never_verified(width):
 
 
 def test_unknown_noise_in_too_few_numbers_is_not_vouched_for():
-    whose = Target.of(tiny.model("bert"), tiny.tokenizer())
+    whose = Target.of(tiny.shared("bert"), tiny.tokenizer())
     leak = leak_of(IDS[0], whose=whose)
     loud = replace(leak, values=noisy(leak.values, 0.05))
     verdict = judge_rows(whose, loud, IDS[0].tolist())

@@ -27,7 +27,7 @@ def leaks_of(model, layer, ids):
 @pytest.mark.parametrize(("family", "layer"), FIRST)
 def test_the_first_layer_is_closed_form(family, layer):
     causal = family in tiny.DECODERS
-    model, ids = tiny.model(family), tiny.ids(texts=3, length=14, causal=causal)
+    model, ids = tiny.shared(family), tiny.ids(texts=3, length=14, causal=causal)
     texts = [ids[:1], ids[1:2, :9], ids[2:]]
     leaks = [leaks_of(model, layer, text)[0] for text in texts]
     for result, text in zip(
@@ -42,7 +42,7 @@ def test_the_first_layer_is_closed_form(family, layer):
 @pytest.mark.parametrize("family", ["bert", "albert", "gpt2"])
 def test_least_squares_gives_the_attentions_input(family):
     """Against NumPy's own least squares on weights taken apart by hand."""
-    model = tiny.model(family)
+    model = tiny.shared(family)
     causal = family == "gpt2"
     ids = tiny.ids(texts=1, causal=causal)
     layer = 1 if causal else 2
@@ -74,7 +74,7 @@ def test_least_squares_gives_the_attentions_input(family):
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_deeper_layers_of_an_encoder(family):
-    model, ids = tiny.model(family), tiny.ids(texts=2, length=10)
+    model, ids = tiny.shared(family), tiny.ids(texts=2, length=10)
     for result, text in zip(
         recover_texts(model, tiny.tokenizer(), leaks_of(model, 2, ids)), ids.tolist(), strict=True
     ):
@@ -83,7 +83,7 @@ def test_deeper_layers_of_an_encoder(family):
 
 
 def test_noise_and_a_missing_position():
-    model, ids = tiny.model("bert"), tiny.ids(texts=1, length=10)
+    model, ids = tiny.shared("bert"), tiny.ids(texts=1, length=10)
     leak = leaks_of(model, 1, ids)[0]
     stream = torch.Generator().manual_seed(0)
     sigma = 0.05 * float(leak.keys.std())
@@ -102,14 +102,14 @@ def test_noise_and_a_missing_position():
 
 def test_another_models_keys_are_not_believed():
     ids = tiny.ids(texts=1, length=10)
-    leak = leaks_of(tiny.model("bert", seed=7), 1, ids)[0]
-    result = recover_text(tiny.model("bert"), tiny.tokenizer(), leak)
+    leak = leaks_of(tiny.shared("bert", seed=7), 1, ids)[0]
+    result = recover_text(tiny.shared("bert"), tiny.tokenizer(), leak)
     assert not result.verified
     assert result.status is not Status.RECOVERED
 
 
 def test_another_kind_of_leak():
-    model = tiny.model("bert")
+    model = tiny.shared("bert")
     leak = HiddenStates(torch.zeros(5, 32), 1)
     result = recover_text(model, tiny.tokenizer(), leak, method=CachedKeys())
     assert result.status is Status.NOT_APPLICABLE

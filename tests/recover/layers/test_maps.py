@@ -31,7 +31,7 @@ def rounded(maps, decimals):
 
 @pytest.fixture(scope="module")
 def bert():
-    return tiny.model("bert")
+    return tiny.shared("bert")
 
 
 def right(result, truth):
@@ -69,7 +69,7 @@ def test_the_loss_is_the_naive_loops(bert):
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_layer_one_is_closed_form(family):
-    model, ids = tiny.model(family), tiny.ids(3, 12)
+    model, ids = tiny.shared(family), tiny.ids(3, 12)
     leaks = [AttentionMaps(maps, 1) for maps in maps_of(model, ids)]
     leaks.append(AttentionMaps(maps_of(model, tiny.ids(1, 5, seed=1))[0], 1))
     results = recover_texts(model, TOKENIZER, leaks)
@@ -84,7 +84,7 @@ def test_layer_one_is_closed_form(family):
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_deeper_layers_are_searched(family):
-    model, ids = tiny.model(family), tiny.ids(1, 9, seed=2)
+    model, ids = tiny.shared(family), tiny.ids(1, 9, seed=2)
     leak = AttentionMaps(maps_of(model, ids, 2)[0], 2)
     result = recover_text(model, TOKENIZER, leak, method=QUICK)
     assert result.ids == ids[0].tolist()
@@ -136,7 +136,7 @@ def test_padding_is_left_out(bert):
 
 
 def test_another_models_maps_are_never_verified(bert):
-    other, ids = tiny.model("bert", seed=1), tiny.ids(3, 10, seed=7)
+    other, ids = tiny.shared("bert", seed=1), tiny.ids(3, 10, seed=7)
     leaks = [AttentionMaps(maps, 1) for maps in maps_of(other, ids)]
     results = recover_texts(bert, TOKENIZER, leaks)
     assert not any(result.verified or result.status is Status.RECOVERED for result in results)
@@ -174,7 +174,7 @@ def test_without_known_tokens_layer_one_says_so(bert):
 
 
 def test_maps_of_a_causal_model_have_no_attack_here():
-    model = tiny.model("gpt2")
+    model = tiny.shared("gpt2")
     maps = maps_of(model, tiny.ids(1, 6, causal=True))[0]
     result = recover_text(model, tiny.tokenizer(causal=True), AttentionMaps(maps, 1))
     assert result.status is Status.NOT_APPLICABLE

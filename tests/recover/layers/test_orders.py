@@ -20,7 +20,7 @@ IDS = tiny.ids(texts=2, length=14)
 
 @functools.cache
 def target():
-    return Target.of(tiny.model("bert", hidden_size=192), tiny.tokenizer())
+    return Target.of(tiny.shared("bert", hidden_size=192), tiny.tokenizer())
 
 
 def permuted(text, precision="float32", layer=2, forms=("permuted",)):

@@ -68,7 +68,7 @@ def test_the_smallest_gains_count_too():
 
 @pytest.mark.parametrize("family", tiny.ENCODERS + tiny.DECODERS)
 def test_whole_rows_of_every_layer_that_comes_out_of_a_norm(family):
-    model = tiny.model(family)
+    model = tiny.shared(family)
     target = Target.of(model, tiny.tokenizer(causal=family in tiny.DECODERS))
     ids = tiny.ids(texts=1, length=9)
     for layer in range(anatomy(model).layers + 1):

@@ -29,7 +29,7 @@ def test_rows_that_did_not_leak_fill_what_is_left():
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_rows_of_the_first_layer_find_their_places(family):
-    target = Target.of(tiny.model(family), tiny.tokenizer())
+    target = Target.of(tiny.shared(family), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
     positions = fit_positions(target, exposure, 12, 4000, 0)
     right = 0
@@ -41,7 +41,7 @@ def test_rows_of_the_first_layer_find_their_places(family):
 
 
 def test_the_model_s_own_answer_corrects_an_order():
-    target = Target.of(tiny.model("bert"), tiny.tokenizer())
+    target = Target.of(tiny.shared("bert"), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
     positions = fit_positions(target, exposure, 12, 4000, 0)
     (text,) = tiny.ids(texts=1, length=12)

@@ -17,7 +17,7 @@ WRONG = torch.tensor([3, 4, 11, 20, 27, 33])
 
 @functools.cache
 def model():
-    return tiny.model("bert")
+    return tiny.shared("bert")
 
 
 def rows(ids):

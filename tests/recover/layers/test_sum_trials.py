@@ -17,7 +17,7 @@ LENGTH = 24
 
 @functools.cache
 def model():
-    return tiny.model("bert")
+    return tiny.shared("bert")
 
 
 def rows(ids):

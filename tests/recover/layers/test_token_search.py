@@ -9,7 +9,13 @@ import tiny_models as tiny
 from keyhole.core import OUTCOMES, Outcome, Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
-from keyhole.recover import PooledEmbedding, SubLayerOutput, TokenSearch, recover_text
+from keyhole.recover import (
+    EncoderStates,
+    PooledEmbedding,
+    SubLayerOutput,
+    TokenSearch,
+    recover_text,
+)
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.token_search import Prior, Vocabulary
 from keyhole.recover.layers.trials import Comparison, substitute
@@ -18,11 +24,12 @@ from keyhole.recover.leaks import AttentionOutput, Pooled
 TOKENIZER = tiny.tokenizer()
 QUICK = TokenSearch(rounds=2, passes=30, candidates=8)
 BRIEF = TokenSearch(rounds=1, passes=12, candidates=8)
+STATES = EncoderStates(rounds=12, opening=8)
 
 
 @pytest.fixture(scope="module")
 def bert():
-    return tiny.model("bert")
+    return tiny.shared("bert")
 
 
 def output_of(model, ids, layer=1):
@@ -67,9 +74,9 @@ def test_trials_repair_a_text(bert):
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_sub_layer_output(family):
-    model, ids = tiny.model(family), tiny.ids(1, 8, seed=1)
+    model, ids = tiny.shared(family), tiny.ids(1, 8, seed=1)
     leak = AttentionOutput(output_of(model, ids), 1)
-    result = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    result = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK, STATES))
     assert result.ids == ids[0].tolist()
     assert result.verified
 
@@ -77,19 +84,21 @@ def test_sub_layer_output(family):
 def test_sub_layer_output_rounded_and_with_gaps(bert):
     ids = tiny.ids(1, 8, seed=2)
     leak = AttentionOutput(output_of(bert, ids).bfloat16(), 1)
-    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(QUICK, STATES))
     assert result.ids == ids[0].tolist()
     values = output_of(bert, ids)
     values[3] = torch.nan
-    result = recover_text(bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF))
+    result = recover_text(
+        bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF, STATES)
+    )
     assert len(result.ids) == 8
     assert not result.verified or result.ids == ids[0].tolist()
 
 
 def test_another_models_output_is_never_verified(bert):
     ids = tiny.ids(1, 7, seed=3)
-    leak = AttentionOutput(output_of(tiny.model("bert", seed=1), ids), 1)
-    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF))
+    leak = AttentionOutput(output_of(tiny.shared("bert", seed=1), ids), 1)
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF, STATES))
     assert not result.verified
     assert result.status is not Status.RECOVERED
 

@@ -12,6 +12,7 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
+from keyhole.recover import EncoderStates
 from keyhole.recover.layers.unordered import UnorderedStates
 
 WORDS = tiny.tokenizer()
@@ -20,17 +21,17 @@ IDS = tiny.ids(texts=3, length=12)
 
 @functools.cache
 def model(family="bert"):
-    return tiny.model(family)
+    return tiny.shared(family)
 
 
-def recovered(layer, forms, precision="float32", family="bert", ids=IDS):
+def recovered(layer, forms, precision="float32", family="bert", ids=IDS, method=None):
     stream = torch.Generator().manual_seed(0)
     values = capture(model(family), Exposure("hidden", layer), ids=ids)["values"]
     leaks = [
         invert.degrade(invert.HiddenStates(text, layer), precision, 0.0, stream, forms)
         for text in values
     ]
-    return invert.recover_texts(model(family), WORDS, leaks)
+    return invert.recover_texts(model(family), WORDS, leaks, method=method)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,9 @@ def test_texts_come_back_and_are_verified(layer, forms, precision):
 
 @pytest.mark.parametrize("forms", [["subset:8"], ["subset:9", "permuted"], ["truncated:4"]])
 def test_what_is_lost_is_never_claimed(forms):
-    for result, truth in zip(recovered(2, forms), IDS.tolist(), strict=True):
-        assert not result.verified or result.ids == truth
+    method = None if "permuted" in forms else EncoderStates(rounds=12, opening=8)
+    (result,) = recovered(2, forms, ids=IDS[:1], method=method)
+    assert not result.verified or result.ids == IDS[0].tolist()
 
 
 def test_an_order_that_leaks_nothing_is_not_claimed():

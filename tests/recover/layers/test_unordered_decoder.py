@@ -17,7 +17,7 @@ IDS = tiny.ids(texts=2, length=12)
 
 
 def recovered(family, layer, forms, precision="float32"):
-    model, stream = tiny.model(family), torch.Generator().manual_seed(0)
+    model, stream = tiny.shared(family), torch.Generator().manual_seed(0)
     values = capture(model, Exposure("hidden", layer), ids=IDS)["values"]
     leaks = [
         invert.degrade(invert.HiddenStates(text, layer), precision, 0.0, stream, forms)

@@ -105,7 +105,8 @@ class EncoderStates:
                 texts.snap()
             else:
                 break
-        texts.return_to_best()
+        if self.feedback:  # else nothing was tried yet
+            texts.return_to_best()
 
     def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
         """Gradients and trials in turn: what is clear after one stage is fixed in the next."""

@@ -103,7 +103,10 @@ def rounding_error(target: Target, exposure: Exposure) -> float:
 
     The largest error of a position, as a root mean square over its numbers, and a margin.
     """
-    return target.remembered("rounding", exposure, lambda: _rounding_error(target, exposure))
+    known = target.remembered("rounding", None, dict[Exposure, float])
+    if exposure not in known:
+        known[exposure] = _rounding_error(target, exposure)
+    return known[exposure]
 
 
 @torch.no_grad()
