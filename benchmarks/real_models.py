@@ -2,7 +2,10 @@
 
 `--models`: folders and .gguf files, each read in its own precision (or `--dtype bfloat16`) from
 hidden states at a quarter, half and all of its layers, and from the caches of a causal one: turns
-of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right.
+of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right. Of an encoder
+and a decoder both are read: the decoder's text is what the model itself answers to the turn, behind
+the encoder's states of it. An encoder that reads no text (Whisper's; a folder of CTranslate2, too)
+is given noise, and the turns are what the decoder is read from.
 
 `--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
 in bfloat16 on a GPU, which says what size costs: random texts of `--length` tokens, `--together` of
@@ -23,10 +26,14 @@ import torch
 
 import show
 import subjects
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, Loaded, anatomy, identity, load_model
+from keyhole.models.loading import task_of
+from keyhole.models.pairs import decoder_of, encoder_of, is_pair
 from keyhole.recover import recover_texts
 from show import Row
 from subjects import leak_of
+from whisper_files import whisper
 
 # Layers, width, width of the feed-forward layer, heads: SmolLM2, Qwen2.5-1.5B and Llama 2 7B.
 SHAPES = {0.1: (30, 576, 1536, 9), 1.5: (28, 1536, 8960, 12), 7.0: (32, 4096, 11008, 32)}
@@ -50,12 +57,23 @@ def run(
         yield from of_model("random llama", subjects.tiny("llama"), ids)
         return
     for name in models:
-        loaded = load_model(name, device=device)
+        loaded = opened(Path(name), device)
         if dtype:
             loaded = replace(loaded, model=loaded.model.to(DTYPES[dtype]))
-        yield from of_model(Path(name).name, loaded, turns_of(loaded, data, texts))
+        ids = turns_of(loaded, data, texts)
+        if is_pair(loaded.model):
+            yield from of_pair(Path(name).name, loaded, ids)
+        else:
+            yield from of_model(Path(name).name, loaded, ids)
     for size in sizes:
         yield from of_size(size, device, length, together)
+
+
+def opened(name: Path, device: str) -> Loaded:
+    if (name / "model.bin").exists():
+        return whisper(name)
+    task = "base" if task_of(name) in ("classification", "choice", "causal") else task_of(name)
+    return load_model(name, device=device, task=task)
 
 
 def turns_of(loaded: Loaded, data: Path, count: int) -> list[torch.Tensor]:
@@ -65,7 +83,29 @@ def turns_of(loaded: Loaded, data: Path, count: int) -> list[torch.Tensor]:
     return [each for each in ids if 8 <= len(each) <= 40][:count]
 
 
-def of_model(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row]:
+def of_pair(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row]:
+    """The encoder where it reads text, then the decoder behind its states."""
+    model, decoder = loaded.model, replace(loaded, model=decoder_of(loaded.model))
+    try:
+        anatomy(model)
+    except InputError as error:
+        yield Row(f"{name}, its encoder", "skipped", "", True, str(error), promise=False)
+        stream = torch.Generator().manual_seed(0)
+        sounds = torch.randn(
+            1, model.config.num_mel_bins, 2 * model.config.max_source_positions, generator=stream
+        )
+        states = [encoder_of(model)(sounds).last_hidden_state[0]] * len(ids)
+    else:
+        yield from of_model(f"{name}, its encoder", loaded, ids)
+        with torch.no_grad():
+            states = [encoder_of(model)(input_ids=each[None]).last_hidden_state[0] for each in ids]
+            ids = [model.generate(each[None], num_beams=1, max_new_tokens=60)[0] for each in ids]
+    yield from of_model(f"{name}, its decoder", decoder, ids, states)
+
+
+def of_model(
+    name: str, loaded: Loaded, ids: list[torch.Tensor], states: list[torch.Tensor] | None = None
+) -> Iterator[Row]:
     parts = anatomy(loaded.model)
     weights = next(loaded.model.parameters()).dtype
     half = parts.layers // 2
@@ -75,7 +115,7 @@ def of_model(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row
     if parts.causal:
         wanted += [Exposure("kv", layer) for layer in sorted({half, parts.layers - 1})]
     for exposure in wanted:
-        items, seconds = read(loaded, exposure, ids)
+        items, seconds = read(loaded, exposure, ids, states)
         exact = sum(item["exact"] and item["verified"] for item in items)
         false = sum(item["verified"] and not item["exact"] for item in items)
         tokens = sum(item["tokens"] for item in items)
@@ -90,9 +130,15 @@ def of_model(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row
 
 
 def read(
-    loaded: Loaded, exposure: Exposure, ids: list[torch.Tensor]
+    loaded: Loaded,
+    exposure: Exposure,
+    ids: list[torch.Tensor],
+    states: list[torch.Tensor] | None = None,
 ) -> tuple[list[dict[str, Any]], float]:
-    leaks = [leak_of(loaded, text, exposure) for text in ids]
+    leaks = [
+        leak_of(loaded, text, exposure, encoder=given)
+        for text, given in zip(ids, states or [None] * len(ids), strict=True)
+    ]
     found, seconds = show.timed(lambda: recover_texts(loaded.model, loaded.tokenizer, leaks))
     return [
         {"tokens": len(text), "exact": each.ids == text.tolist(), "verified": each.verified,

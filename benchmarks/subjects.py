@@ -34,14 +34,18 @@ Change = Callable[[Leak], Leak]
 
 
 def leak_of(
-    loaded: Loaded, ids: Tensor | list[int], exposure: Exposure, change: Change | None = None
+    loaded: Loaded,
+    ids: Tensor | list[int],
+    exposure: Exposure,
+    change: Change | None = None,
+    encoder: Tensor | None = None,
 ) -> Leak:
     """What the model exposes for `ids`, changed as an exposure might change it.
 
     It does not say whose it is: the numbers alone have to tell.
     """
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
-    leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure)
+    leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure, encoder=encoder)
     leak = replace(leak, model=None)
     return leak if change is None else change(leak)
 

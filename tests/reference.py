@@ -212,3 +212,16 @@ def left_to_right(exposed, leaked: np.ndarray, vocabulary: int) -> list[int]:
         ]
         text.append(apart.index(min(apart)))
     return text
+
+
+def quantised(numbers, bits, groups):
+    """Numbers of each group of places, as whole steps from its least to its largest; the steps."""
+    shape, numbers = numbers.shape, numbers.ravel().astype(np.float64)
+    given, steps = numbers.copy(), np.zeros_like(numbers)
+    for group in groups:
+        least, largest = min(numbers[i] for i in group), max(numbers[i] for i in group)
+        step = (largest - least) / (2**bits - 1)
+        for i in group:
+            given[i] = least + round((numbers[i] - least) / step) * step
+            steps[i] = step
+    return given.reshape(shape), steps.reshape(shape)

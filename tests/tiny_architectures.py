@@ -69,6 +69,12 @@ CONFIGS = {
     "gpt_oss": lambda: hf.GptOssConfig(
         **_GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=4
     ),
+    "whisper": lambda: hf.WhisperConfig(
+        vocab_size=WORDS, d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS, decoder_attention_heads=HEADS, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, max_source_positions=20, max_target_positions=40, num_mel_bins=8,
+        pad_token_id=0, decoder_start_token_id=2, **_ENDS,
+    ),
     "deberta": lambda: hf.DebertaV2Config(**_PLAIN),
     "bloom": lambda: hf.BloomConfig(
         vocab_size=WORDS, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, **_ENDS

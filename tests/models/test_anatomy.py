@@ -125,5 +125,5 @@ def test_the_encoder_is_read_of_an_encoder_and_a_decoder():
 def test_what_reads_no_text_is_refused():
     with pytest.raises(InputError, match="Linear is not a model of the transformers library"):
         anatomy(torch.nn.Linear(2, 2))
-    with pytest.raises(InputError, match="vit gives no hidden states of token ids alone"):
+    with pytest.raises(InputError, match="ViTModel reads pixel_values, not text"):
         anatomy(zoo.model("vit"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import tiny_models as tiny
 from keyhole.models import Exposure, anatomy, capture
@@ -69,3 +70,32 @@ def test_rotation_is_undone(family):
         assert not torch.allclose(cached[:, :, 1:], cached[:, :, :1].expand_as(cached[:, :, 1:]))
     else:
         assert torch.equal(keys, cached)
+
+
+def test_a_window_is_the_configurations_to_say():
+    """Two models that differ in it alone give the same for texts that are shorter than it.
+
+    Real windows are thousands of tokens long, so that no trial of a few shows one: here the cache
+    would go on past it, and be wrong.
+    """
+    config = tiny.model("llama").config
+    shape = {name: getattr(config, name) for name in tiny.SHAPE}
+    made = transformers.MistralConfig(
+        **shape, num_key_value_heads=2, head_dim=8, sliding_window=6, initializer_range=0.12
+    )
+    torch.manual_seed(0)
+    model = transformers.MistralModel(made).eval()
+    text, exposure = tiny.ids(1, 10, causal=True)[0].tolist(), Exposure("hidden", 3)
+    for told in (True, False):
+        made.sliding_window = 6
+        branches = Branches(model, torch.zeros(1, dtype=torch.long))
+        if not told:
+            made.sliding_window = None
+            branches = Branches(model, torch.zeros(1, dtype=torch.long))
+            made.sliding_window = 6
+        chain = torch.tensor([True])
+        branches.expose(exposure, chain, ids=torch.tensor([text[:9]]))
+        branches.accept(torch.tensor([0]), torch.tensor([9]), torch.tensor([0]))
+        given = branches.expose(exposure, ~chain, ids=torch.tensor([text[9:]]))["values"][0, 0]
+        right = torch.allclose(given, alone(model, exposure, text), atol=1e-4)
+        assert right == told

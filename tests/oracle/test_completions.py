@@ -16,6 +16,7 @@ import tiny_gguf
 from keyhole.core.errors import InputError
 from keyhole.oracle import ask
 from keyhole.oracle.completions import OPENAI, Completions, cut_out
+from keyhole.oracle.http import Http
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
 
 PROMPT = torch.tensor([40, 41, 42, 43])
@@ -136,3 +137,12 @@ def test_questions_are_prompts_and_raised_tokens():
     assert ask(squares, question(PROMPT)).tolist() == [[1600.0, 1681.0, 1764.0, 1849.0]]
     chosen = question(PROMPT, torch.tensor([3, 0]), torch.tensor([1.0, 1.0]))
     assert ask(squares, chosen).tolist() == [[1849.0, 1600.0]]
+
+
+def test_a_server_that_says_nothing_of_half_a_character(monkeypatch, url):
+    """By chance llama.cpp samples one: its log-probabilities are null then."""
+    with closing(Completions.at(f"{url}/v1/completions")) as server:
+        said = {"choices": [{"text": "\ufffd", "logprobs": None}]}
+        monkeypatch.setattr(Http, "ask", lambda *_, **__: said)
+        raised = question(PROMPT, torch.tensor([60, 61]), torch.tensor([-30.0, -30.0]))
+        assert ask(server, raised)[0].tolist() == [ABSENT, ABSENT]

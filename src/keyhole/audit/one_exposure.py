@@ -74,6 +74,8 @@ def _checks(
     seed: int,
 ) -> Sequence[Check]:  # fmt: skip
     kind = exposure.partition(":")[0]
+    # Of an encoder and a decoder the encoder is meant.
+    models = {name: model for name, model in target.models.items() if model.encoder is None}
     if kind not in NAMES:
         raise InputError(
             f"there is no exposure {exposure}: give one such as hidden:3, {', '.join(NAMES[1:])}"
@@ -86,14 +88,13 @@ def _checks(
     elif exposure == "pooled" and target.stores:
         made = [store.checks(seed) for store in target.stores.values()]
     elif exposure == FLIPS:
-        made = [flips.checks(name, model, seed, share) for name, model in target.models.items()]
+        made = [flips.checks(name, model, seed, share) for name, model in models.items()]
     elif exposure == GRADIENT:
-        made = [gradients.checks(name, model, seed) for name, model in target.models.items()]
+        made = [gradients.checks(name, model, seed) for name, model in models.items()]
     else:
         leak = Exposure.parse(exposure)
         made = [
-            texts.checks_of(name, model, leak, precision, seed)
-            for name, model in target.models.items()
+            texts.checks_of(name, model, leak, precision, seed) for name, model in models.items()
         ]
     if not made:
         what = "an endpoint" if exposure == SCORES else "a model"

@@ -19,7 +19,7 @@ from typing import Any
 from keyhole.audit.check import Check, Checked, joined, nothing_to_try
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreFacts, StoreTarget, whole
-from keyhole.audit.target import NamedTarget, Target, target_of
+from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
 from keyhole.core import Audit, Skip, environment
@@ -155,8 +155,8 @@ class Plan:
 
     It is made where the target is opened, by a worker maybe; whoever has it can name every check
     and make the audit of what they gave. `determined` is everything that the findings follow from.
-    `several`: the target has several parts, and what one does not give another does. `seconds` is
-    what opening took.
+    `several`: the target has several parts, and what one does not give another does (a decoder
+    gives nothing in its encoder's place). `seconds` is what opening took.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Plan:
             checks={key: check.exposure for key, check in checks.items()},
             weights={key: check.weight for key, check in checks.items()},
             skips=(*opened.skips, *(skip for skips in untried for skip in skips)),
-            several=len(opened.parts) > 1,
+            several=len([part for part in opened.parts if part.name != DECODER]) > 1,
             stores={store.exposure.part: store.facts for store in opened.stores.values()},
             seed=options.seed,
             seconds=seconds,

@@ -9,10 +9,12 @@ target not opened yet, small enough to be sent to another process.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
@@ -34,6 +36,7 @@ from keyhole.endpoints import demo_endpoints, describe, open_endpoint, server_an
 from keyhole.models import Loaded, demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
+from keyhole.models.pairs import behind, decoder_of, encoder_of, is_pair
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.open_inference import TakesTexts
@@ -46,6 +49,8 @@ from keyhole.target import TargetKind
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
+DECODER = "decoder"  # the name of that part of an encoder and a decoder
+_DRAWN = 16  # states that stand for an encoder's of sounds or images
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +113,42 @@ class ModelPart(Part):
         }
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
+        model, states = self.target.loaded.model, self.target.encoder
+        alone = states is None
         try:
-            anatomy(self.target.loaded.model)
+            with nullcontext() if states is None else behind(model, states):
+                anatomy(model)
         except InputError as error:  # a model that does not read text alone
-            skip = Skip(Exposure("KH-TEXT-OTHER"), "none", str(error))
-            return [nothing_to_try(skip), *flips.checks(self.name, self.target, seed)]
-        families = [texts.checks, gradients.checks, flips.checks]
-        families += [defences.model_checks] if against_defences else []
+            skip = Skip(Exposure("KH-TEXT-OTHER", part=self.name), "none", str(error))
+            others = flips.checks(self.name, self.target, seed) if alone else []
+            return [nothing_to_try(skip), *others]
+        families = [texts.checks, *([gradients.checks, flips.checks] if alone else [])]
+        families += [defences.model_checks] if against_defences and alone else []
         return [check for family in families for check in family(self.name, self.target, seed)]
+
+
+def _models(subject: TextTarget) -> tuple[ModelPart, ...]:
+    """The model; of an encoder and a decoder the decoder besides, behind states of the encoder.
+
+    These are its states of the first text, or drawn ones where it reads something else than text:
+    whatever they are, an attacker who has them reads the decoder's text.
+    """
+    whole, model = ModelPart("", subject), subject.loaded.model
+    if not is_pair(model):
+        return (whole,)
+    encoder = encoder_of(model)
+    try:
+        parts = anatomy(model)
+        ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"][: parts.max_length]
+        with torch.no_grad():
+            given = encoder(input_ids=torch.tensor([ids], device=parts.device))
+        states = given.last_hidden_state[0]
+    except InputError:
+        width = int(cast("Any", encoder).config.hidden_size)
+        states = torch.randn(_DRAWN, width, generator=torch.Generator().manual_seed(0))
+    loaded = replace(subject.loaded, model=decoder_of(model))
+    behind_it = replace(subject, loaded=loaded, encoder=states, examples=(), hardened=None)
+    return whole, ModelPart(DECODER, behind_it)
 
 
 @dataclass(frozen=True)
@@ -186,7 +219,7 @@ def target_of(
     if isinstance(target, StoreTarget):
         return Target(name or target.name, (target,))
     if isinstance(target, TextTarget):
-        return Target(name or target.loaded.name, (ModelPart("", target),))
+        return Target(name or target.loaded.name, _models(target))
     endpoints = target if isinstance(target, Mapping) else {"": target}
     return Target(name, tuple(EndpointPart(*each) for each in endpoints.items()))
 
@@ -330,7 +363,7 @@ class _Opener:
             loaded, texts, self.options.layers, examples=examples,
             notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
-        return Target(self.name, (ModelPart("", subject),))
+        return Target(self.name, _models(subject))
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""

@@ -70,7 +70,8 @@ class TextTarget:
     `notes` are short texts besides, for attacks that read those alone; `corpus` is a file of texts
     like them, for attacks that learn from one. `examples` are what a classifier's predictions are
     flipped on, by default the texts; `about` says how they were chosen, where that matters;
-    `hardened` is the same model trained against flips, to be shown next to it.
+    `hardened` is the same model trained against flips, to be shown next to it. With `encoder`
+    states (m, e) the model is a decoder, which is read behind them.
     """
 
     loaded: Loaded
@@ -82,6 +83,7 @@ class TextTarget:
     about: str = ""
     notes: Sequence[str] = ()
     corpus: Path | None = None
+    encoder: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -213,7 +215,7 @@ def _check(
     started = time.perf_counter()
     leaking = Captured(row.kind, exposure.layer or 0, steps=row.steps)
     texts = [*target.texts, *(target.notes if row.short else ())]
-    exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
+    exact = [leak_of(model, tokenizer, text, leaking, encoder=target.encoder) for text in texts]
     parts = anatomy(model)
     max_length = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, max_length) for text in texts]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError
 from keyhole.core.machine import room
 from keyhole.models.discovery import Found, Seen, look
+from keyhole.models.pairs import encoder_of, is_pair
 
 NO_LIMIT = sys.maxsize
 _ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
@@ -188,8 +189,8 @@ def anatomy(model: nn.Module) -> Anatomy:
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise InputError(f"{type(model).__name__} is not a model of the transformers library")
     base = getattr(whole, str(getattr(whole, "base_model_prefix", "")), whole)
-    if getattr(base.config, "is_encoder_decoder", False):
-        base = base.get_encoder()
+    if is_pair(base):
+        base = cast("Any", encoder_of(base))
     with _LOCK:
         if base not in _KNOWN:
             found = look(base)

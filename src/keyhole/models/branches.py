@@ -69,6 +69,7 @@ class Branches:
         self._chunk = starts[:, None]
         self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
         self._branches = _takes_branches(self.parts)
+        # Only texts longer than a window show it, and those have thousands of tokens: not run.
         self._window = getattr(self.parts.base.config, "sliding_window", None) or NO_LIMIT
 
     def update(

@@ -17,7 +17,8 @@ is given and gives, and what an attack needs follows from that:
 Layers are numbered as `output_hidden_states=True` numbers them: 0 is the embeddings, ℓ what block ℓ
 gives, and the last one of most causal models has passed the final norm. A model that uses one block
 many times (ALBERT) has that block many times in `blocks`. Of an encoder and a decoder the encoder
-is read. What a model does not show is missing, and `lacks` says why; the rest is read all the same.
+is meant; the decoder is a model of its own (pairs.py). What a model does not show is missing, and
+`lacks` says why; the rest is read all the same.
 """
 
 from __future__ import annotations
@@ -141,7 +142,13 @@ def state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The cache among a module's arguments: models call it by several names."""
-    return next((each for each in (*args, *kwargs.values()) if hasattr(each, "layers")), None)
+    given = (own_cache(each) for each in (*args, *kwargs.values()))
+    return next((each for each in given if hasattr(each, "layers")), None)
+
+
+def own_cache(cache: Any) -> Any:
+    """Of a decoder's two caches the one of its own tokens."""
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def maps_among(output: Any) -> Tensor | None:
@@ -212,6 +219,9 @@ def _shown(base: nn.Module) -> Found | None:
             states: list[Tensor] = list(given.hidden_states)
             later = _run(base, other)[0].hidden_states[-1]
         except Exception as error:  # whatever a model raises that reads something else than text
+            read = str(getattr(base, "main_input_name", "input_ids"))
+            if read != "input_ids":
+                raise InputError(f"{type(base).__name__} reads {read}, not text") from error
             raise InputError(
                 f"{family} gives no hidden states of token ids alone: {first_line(error)}"
             ) from error
@@ -486,7 +496,7 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
         if (turn := turn_of(call.name, call.args, call.kwargs, call.output, _LENGTH)) is not None
     ]
     handed = {call.name for call in calls if cache_among(call.args, call.kwargs) is not None}
-    layers = getattr(getattr(given, "past_key_values", None), "layers", ())
+    layers = getattr(own_cache(getattr(given, "past_key_values", None)), "layers", ())
     keys: dict[int, Tensor] = {}
     sizes: dict[int, tuple[torch.Size, torch.Size]] = {}
     for number, (name, layer) in enumerate(zip(found.names, layers, strict=False), 1):

@@ -84,6 +84,7 @@ _ENDINGS: dict[str, Task] = {  # how the library names classes with a head
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
     "ForConditionalGeneration": "seq2seq",
+    "MTModel": "seq2seq",
 }
 
 
@@ -276,8 +277,13 @@ def task_of(name: str | Path) -> Task:
     for architecture in cast("Sequence[Any]", architectures):
         task = named_task(str(architecture))
         if task != "base":
-            return task
+            return task if task != "seq2seq" or _reads_text(load_config(name)) else "base"
     return "base"
+
+
+def _reads_text(config: Any) -> bool:
+    """Is this an encoder and a decoder whose encoder reads text, as far as the library knows?"""
+    return type(config) in transformers().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
 def load_config(name: str | Path) -> Any:

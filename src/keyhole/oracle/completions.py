@@ -218,9 +218,12 @@ def _pairs(answer: Any) -> list[tuple[int, float]]:
 
 
 def _named(answer: Any) -> Any:
-    """The log-probabilities of an answer in OpenAI's own form, as vLLM has it."""
-    given = answer.get("choices")
-    return given[0]["logprobs"] if given and "content" not in given[0]["logprobs"] else None
+    """The log-probabilities of an answer in OpenAI's own form, as vLLM has it.
+
+    llama.cpp's are in another form, or null where it sampled half a character.
+    """
+    given = (answer.get("choices") or [{}])[0].get("logprobs") or {}
+    return given if given and "content" not in given else None
 
 
 def _first(answer: Any) -> Any:

@@ -42,13 +42,15 @@ class About:
     `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
     alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
     added, None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the
-    identity of the model that leaked.
+    identity of the model that leaked. `encoder` (m, e) are the states that an encoder gave: then
+    the leak is of the decoder behind it, and the text is the decoder's.
     """
 
     model: str | None = None
     precision: str | None = None
     noise: float | None = None
     mask: Tensor | None = None
+    encoder: Tensor | None = None
 
 
 # The types of the fields that callers and files may set; None: a tensor or nothing.
@@ -66,7 +68,7 @@ class BaseLeak(About):
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
-    more: ClassVar[tuple[str, ...]] = ("mask",)
+    more: ClassVar[tuple[str, ...]] = ("mask", "encoder")
     usual: ClassVar[dict[str, Any]] = {}  # values that files leave out: older ones lack the fields
     rank: ClassVar[int] = 2
 
@@ -92,6 +94,9 @@ class BaseLeak(About):
             if self.length is not None and len(mask) != self.length:
                 raise InputError(f"the mask must have {self.length} positions, not {len(mask)}")
             object.__setattr__(self, "mask", mask)
+        states = self.encoder
+        if states is not None and not (states.ndim == 2 and bool(states.isfinite().all())):
+            raise InputError(f"expected encoder states (m, e), got shape {tuple(states.shape)}")
 
     def _take_tensor(self, name: str) -> None:
         """Check the tensor of that name, and keep it as float32 of one text."""
@@ -275,7 +280,7 @@ class Pooled(BaseLeak):
     codebook: Tensor | None = None
     unit: bool | None = None
     kind: ClassVar[str] = "pooled"
-    more: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
+    more: ClassVar[tuple[str, ...]] = ("mask", "encoder", "steps", "ends", "codebook")
     usual: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
     rank: ClassVar[int] = 1
 

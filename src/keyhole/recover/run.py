@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
@@ -23,6 +25,7 @@ from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
+from keyhole.models.pairs import behind, decoder_of
 from keyhole.models.pieces import unknown_token
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
 from keyhole.recover.embeddings.judge import judge_vector
@@ -118,7 +121,7 @@ def run(
     loaded, opened = open_leaks(model, leaks, expose, device=device, allow_pickle=allow_pickle)
     if noise is not None:
         opened = [replace(file, leak=with_noise(file.leak, noise)) for file in opened]
-    target = Target.of(loaded.model, loaded.tokenizer)
+    target = _target(loaded.model, loaded.tokenizer, [file.leak for file in opened])
     texts = checked(target, [file.leak for file in opened])  # before anything is written
     attack = _named_attack(target, texts[0], method, corpus)
     originals = _originals(target, truth, len(opened))
@@ -218,6 +221,9 @@ def open_leaks(
     if isinstance(model, str):
         task = task_for(sources, exposure)
         model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    own = [source for source in sources if isinstance(source, Opened)]
+    if len(own) == len(sources):
+        return model, own
     target = Target.of(model.model, model.tokenizer)
     return model, opened_by(target, sources, exposure, _verifies)
 
@@ -293,8 +299,18 @@ def recovering(
     attack that has any.
     """
     started = time.perf_counter()
-    target = Target.of(model, tokenizer)
+    target = _target(model, tokenizer, leaks)
     yield from _recovering(target, checked(target, leaks), method, progress, track, started)
+
+
+def _target(model: Any, tokenizer: Any, leaks: Sequence[Leak]) -> Target:
+    """What leaked: the model, or the decoder behind the states that an encoder gave."""
+    states = leaks[0].encoder if leaks and isinstance(leaks[0], tuple(TYPES.values())) else None
+    if states is None:
+        return Target.of(model, tokenizer)
+    decoder = decoder_of(model)
+    with behind(decoder, states):
+        return Target.of(decoder, tokenizer)
 
 
 def _recovering(
@@ -306,6 +322,13 @@ def _recovering(
     started: float | None = None,
 ) -> Iterator[tuple[int, TextRecovery]]:
     if not texts:
+        return
+    if texts[0].encoder is not None:
+        for number, text in enumerate(texts):
+            with behind(target.model, cast("Tensor", text.encoder)):
+                alone = [replace(text, encoder=None)]
+                ((_, recovery),) = _recovering(target, alone, method, progress, track)
+            yield number, recovery
         return
     count = TokenCount(texts, progress)
     clock = _Clock(count, time.perf_counter() if started is None else started)
@@ -429,7 +452,8 @@ class _Clock:
 def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
     """The leaks without the padding after their texts; those that cannot be are refused."""
     texts = [_check(target, leak) for leak in leaks]
-    if len({(text.kind, text.exposure, text.in_no_order) for text in texts}) > 1:
+    same = {(text.kind, text.exposure, text.in_no_order, text.encoder is None) for text in texts}
+    if len(same) > 1:
         raise InputError("the leaks are of several exposures: recover each by itself")
     return texts
 

@@ -25,6 +25,7 @@ from keyhole.models.capture import Exposure
 from keyhole.models.capture import capture as exposed
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
+from keyhole.models.pairs import behind, decoder_of
 from keyhole.recover.attack import expect_numbers
 from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled, load_leak
 from keyhole.recover.secrets import FORMS as SECRET_FORMS
@@ -46,11 +47,18 @@ def leak_of(
     exposure: Exposure | str,
     *,
     max_length: int = MAX_LENGTH,
+    encoder: Tensor | None = None,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 
-    A text is cut off after `max_length` tokens; ids are taken as they are.
+    A text is cut off after `max_length` tokens; ids are taken as they are. With states (m, e) of an
+    `encoder` the exposure is the decoder's behind it.
     """
+    if encoder is not None:
+        model = decoder_of(model)
+        with behind(model, encoder):
+            leak = leak_of(model, tokenizer, text, exposure, max_length=max_length)
+        return replace(leak, encoder=encoder.float().cpu())
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     parts = anatomy(model)
     exposure.block(parts)

@@ -34,14 +34,14 @@ def hooked(model):
     return seen
 
 
-def expect_exposed(model, arrays, exposures):
+def expect_exposed(model, arrays, exposures, ids=IDS):
     sections = {
         str(section.exposure): section for section in sections_by_name(arrays, anatomy(model))
     }
     assert set(sections) == set(exposures)
     for section in sections.values():
         with torch.no_grad():
-            given = capture(model, section.exposure, ids=IDS)
+            given = capture(model, section.exposure, ids=ids)
         for name, tensor in section.tensors.items():
             torch.testing.assert_close(tensor, given[name], atol=1e-5, rtol=1e-5)
 
@@ -117,3 +117,20 @@ def test_names_that_say_nothing():
     keys = {"layers.0.keys": torch.zeros(4, 5, 8), "layers.0.values": torch.zeros(4, 6, 8)}
     with pytest.raises(InputError, match="keys and values must have the same shape"):
         sections_by_name(keys, parts)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_the_order_of_numbers_in_keys_of_llama_cpp(family, neighbours):
+    """By the numbers, whatever the family is called: a Mistral's keys are kept as a Llama's."""
+    model = tiny.model(family)
+    with torch.no_grad():
+        cache = model(IDS[:1], use_cache=True).past_key_values
+    arrays = {"input_ids": IDS[0]}
+    for number, layer in enumerate(cache.layers):
+        keys = layer.keys[0].transpose(0, 1)  # positions first
+        if neighbours:
+            keys = keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        values = layer.values[0].transpose(0, 1)
+        arrays |= {f"gguf.{number}.keys": keys, f"gguf.{number}.values": values}
+    expect_exposed(model, arrays, ["kv:0", "kv:1", "kv:2"], ids=IDS[:1])

@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy
-from keyhole.models.capture import Exposure
+from keyhole.models.capture import Exposure, capture
 
 MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
+_LOOKED = 32  # tokens whose keys tell in which order llama.cpp keeps their numbers
 _BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or what it makes
 _TURN = 64  # numbers that newer llama.cpp turns together, at least
 _LENS = r"(?:^|\.)blocks\.(\d+)\."
@@ -279,8 +280,8 @@ class Slot:
 
     `raw`: the model's next operation is still to be applied, the final norm after the last block
     of a causal model or the rotation of keys. `positions_first`: axes are
-    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane are
-    neighbours, as in GGUF files of the llama family.
+    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane may be
+    neighbours, as llama.cpp keeps them for some models.
     """
 
     kind: str
@@ -360,7 +361,7 @@ def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot:
         part="values" if form in ("values", "rows") else "keys",
         raw=form == "raw",
         positions_first=form not in ("keys", "values"),
-        paired=form == "paired" and parts.family == "llama",
+        paired=form == "paired",
     )
 
 
@@ -419,11 +420,16 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
             if slot.part not in taken or not slot.raw:  # keys after their rotation come first
                 taken[slot.part] = (name, slot)
     sections: list[Section] = []
+    name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
+    ids = arrays.get("input_ids")
+    paired = first is not None and first.paired and ids is not None
+    paired = paired and _neighbours(arrays[name], cast("Tensor", ids), parts)
     for (kind, layer), taken in chosen.items():
         if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
         tensors = {
-            part: _finished(slot, arrays[name], parts) for part, (name, slot) in taken.items()
+            part: _finished(replace(slot, paired=slot.paired and paired), arrays[name], parts)
+            for part, (name, slot) in taken.items()
         }
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
         if len(shapes) > 1:
@@ -434,11 +440,38 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 
 
 @torch.no_grad()
+def _neighbours(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
+    """Are the two numbers of a rotated plane neighbours in these keys of llama.cpp?
+
+    It is by the model's architecture, which neither the file nor the name of a family tells: a
+    Mistral is converted as a Llama, a Qwen is not. The first layer's `keys` of the ids that the
+    file holds do: as they are or turned, they are nearer one way than the other.
+    """
+    if not parts.rotary or 1 not in parts.cached:
+        return False
+    ids = ids[: min(_LOOKED, parts.max_length)].to(parts.device)[None]
+    if not bool(((ids >= 0) & (ids < len(parts.table))).all()):
+        return False
+    own = capture(parts.base, Exposure("kv", 0), ids=ids)["keys"].cpu()
+    kept = _batched("kv", keys[: ids.shape[1]], parts, positions_first=True).float()
+    ways = [kept, _hadamard(kept, None)]
+    apart = [
+        min(float((way - own).norm()) for way in tried) for tried in (map(_unpaired, ways), ways)
+    ]
+    return apart[0] < apart[1]
+
+
+def _unpaired(keys: Tensor) -> Tensor:
+    """Keys (…, k) with the first numbers of all planes before the second ones."""
+    return keys.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+@torch.no_grad()
 def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
     """The array as the model exposes it: in order of axes, normalised or rotated where raw."""
     whole = _batched(slot.kind, tensor, parts, positions_first=slot.positions_first)
     if slot.paired:
-        return whole.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return _unpaired(whole)
     if not slot.raw:
         return whole
     if slot.kind == "hidden":

@@ -42,9 +42,10 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import Orderings, contents, fit
 from keyhole.recover.layers.precision import precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
-from keyhole.recover.leaks import Leak
+from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
 _COARSE = 0.01  # of the leak's spread: with stated noise above it several tokens may pass
+_ROUGH = 0.1  # … and so they may with steps that are coarser than that
 _ARITHMETIC = 1e-4
 _ACCEPTED = 6.0
 _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error is believed
@@ -131,11 +132,12 @@ class Text:
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
         rounding = rounding_error(target, leak.exposure)
-        tolerance, rounded = Tolerance.of(leak, start, rounding), None
+        tolerance, rounded = Tolerance.of(target, leak, start, rounding), None
         if rounding > _CHAOTIC:
-            tolerance, rounded = Tolerance.of(leak, start, 0.0), tolerance
+            tolerance, rounded = Tolerance.of(target, leak, start, 0.0), tolerance
+        relative = precision_of(leak, rounding).relative
         coarse = bool(leak.noise) or _COARSE < rounding <= _CHAOTIC
-        coarse = coarse and precision_of(leak, rounding).relative > _COARSE
+        coarse = (coarse and relative > _COARSE) or relative > _ROUGH
         mask = None if leak.mask is None else leak.mask[None].to(device)
         return cls(number, rows, start, tolerance, coarse, mask, rounded)
 
@@ -188,9 +190,9 @@ def begun(
 ) -> tuple[list[Text], Orderings]:
     """The texts of leaks, none of them read yet, and in which order tokens are tried for them."""
     texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
-    error = torch.tensor([text.tolerance.error for text in texts]).median()
+    error = torch.stack([text.tolerance.error for text in texts]).median(0).values
     samples = samples or 8 * max(texts[0].rows.shape[-1], 128)
-    return texts, fit(target, leaks[0].exposure, samples, seed, float(error))
+    return texts, fit(target, leaks[0].exposure, samples, seed, error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,18 +218,17 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, leak: Leak, start: int, arithmetic: float) -> Tolerance:
+    def of(cls, target: Target, leak: Leak, start: int, arithmetic: float) -> Tolerance:
         """What the leak says about itself, from position `start` on, and the model's arithmetic."""
-        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma[start:]
-        if leak.kind == "kv":
-            # Undoing the rotation mixes the errors of two numbers: the row's own mean is right.
-            sigma = sigma.square().nanmean(-1, keepdim=True).sqrt().expand_as(sigma)
-        return cls(sigma.nan_to_num(0.0), float(leak.noise or 0.0))
+        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma.nan_to_num(0.0)
+        if isinstance(leak, KeyValues):
+            sigma = _unrotated(target, leak, sigma)
+        return cls(sigma[start:], float(leak.noise or 0.0))
 
     @property
-    def error(self) -> float:
-        """The typical error of one number, for the ordering."""
-        return float((self.rounding.square().mean(-1).median() + self.noise**2).sqrt())
+    def error(self) -> Tensor:
+        """The typical error (f,) of each number, for the ordering."""
+        return (self.rounding.square().median(0).values + self.noise**2).sqrt()
 
     def misfit(self, position: int, differences: Tensor, spread: Tensor) -> Tensor:
         """`q` of differences (k, f) between what tokens gave and what leaked at a position."""
@@ -256,6 +257,24 @@ class Tolerance:
             better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
             explanations.append(Learnt(best, surprise, usual / size**2, better))
         return min(explanations, key=lambda learnt: learnt.surprise, default=None)
+
+
+def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
+    """The errors (n, f) of keys and values once the rotation of keys is undone.
+
+    That mixes the errors of two numbers of a key, which are neighbours or half a key apart. With
+    signs that differ between the two in half of four cases, the mean square is the sum of squares.
+    """
+    heads, length, size = leak.keys.shape
+    keys, values = (
+        sigma.view(length, heads, -1).transpose(0, 1).split([size, leak.values.shape[-1]], -1)
+    )
+    places = torch.arange(size, device=sigma.device)
+    halves, odd = (1.0 - 2 * (places >= size // 2), 1.0 - 2 * (places % 2))
+    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])[:, None, None]
+    positions = torch.arange(length, device=sigma.device).expand(len(signs), -1)
+    mixed = target.parts.unrotated(leak.layer, signs * keys, positions)
+    return rows_of({"keys": mixed.square().mean(0).sqrt(), "values": values})
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,6 +398,12 @@ class Search:
             text.settle([chunk[best]], [float(misfits[best])])
             text.failed = 0
             return best, 1
+        if text.rounded is not None:
+            spread = self.orders.spread(text.position)
+            tokens = torch.tensor(chunk, device=rows.device)
+            nearest = Nearest.of(tokens, rows - text.rows[text.position], text, spread)
+            if self._in_own_shape(text, nearest.explained(text, spread)):
+                return 0, 0
         text.tried += chunk
         text.given += list(rows)
         if len(text.tried) >= min(self.method.widest, self._most):
@@ -400,7 +425,7 @@ class Search:
         order = self._order(text, self._most)
         order, done = order[~torch.isin(order, tried)], len(tried)
         while True:
-            if text.rounded is not None and self._in_own_shape(text, nearest):
+            if self._in_own_shape(text, nearest.explained(text, spread)):
                 return
             learnt = text.tolerance.learnt(nearest.off, spread)
             if learnt is not None and self._is_noise(text, nearest, learnt):
@@ -417,9 +442,10 @@ class Search:
             note = f"{done:,} of {self._most:,} tokens tried at position {text.start + position}"
             self.target.count.set(text.number, position, note)
         if text.rounded is not None:
-            misfits = text.rounded.share_of_limit(position, nearest.off, spread)
-            if misfits.min() <= 1:
-                text.failed, text.forced = 0, int(nearest.tokens[misfits.argmin()])
+            if self._in_own_shape(text, nearest.tokens):
+                return
+            if len(tokens := nearest.explained(text, spread)):
+                text.failed, text.forced = 0, int(tokens[0])
                 return
         elif not len(order) and self._reopen(at):
             return
@@ -445,12 +471,12 @@ class Search:
         at.text.passes, at.text.tested = at.text.passes + 1, at.text.tested + len(tokens)
         return contents(self.target, self.exposure, given, places)[0]
 
-    def _in_own_shape(self, text: Text, nearest: Nearest) -> bool:
-        """Does one of the nearest tokens fit where the whole text is run alone, as it leaked?"""
+    def _in_own_shape(self, text: Text, tokens: Tensor) -> bool:
+        """Does one of these tokens fit where the whole text is run alone, as it leaked?"""
         position, pads = text.position, [self.target.pads()[0]] * text.start
         device = text.rows.device
         places = torch.arange(text.start + len(text.rows), device=device)[None]
-        for token in nearest.tokens.tolist():
+        for token in tokens.tolist():
             if token in text.alone:
                 continue
             text.alone.add(token)
@@ -538,6 +564,14 @@ class Nearest:
     def joined(self, other: Nearest, spread: Tensor) -> Nearest:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Nearest(*(torch.cat(pair) for pair in pairs))._kept(spread)
+
+    def explained(self, text: Text, spread: Tensor) -> Tensor:
+        """Those that rounding explains, the best first; none where it does not move rows far."""
+        if text.rounded is None:
+            return self.tokens[:0]
+        shares = text.rounded.share_of_limit(text.position, self.off, spread)
+        order = shares.argsort()
+        return self.tokens[order[shares[order] <= 1]]
 
     def _kept(self, spread: Tensor) -> Nearest:
         sizes = (self.misfits, *((self.off / u).square().nanmean(-1) for u in (1.0, spread)))

@@ -68,8 +68,8 @@ class Fit:
     seen: Tensor
     meant: Tensor
 
-    def ordering(self, error: float) -> Ordering:
-        """The ordering for a leak whose own error has this standard deviation."""
+    def ordering(self, error: Tensor | float) -> Ordering:
+        """The ordering for a leak whose own errors (f,) have this standard deviation."""
         table = self.predicted
         precision = _precision(self.errors, self.spread, error).to(table)
         half_norms = (table @ precision * table).sum(-1) / 2
@@ -171,11 +171,11 @@ def contents(
 
 @torch.no_grad()
 def fit(
-    target: Target, exposure: Exposure, samples: int, seed: int, error: float = 0.0
+    target: Target, exposure: Exposure, samples: int, seed: int, error: Tensor | float = 0.0
 ) -> Orderings:
     """The orderings for a leak, from about `samples` random tokens and the vocabulary.
 
-    `error` is the standard deviation of the leak's own error where it is known.
+    `error` (f,) is the standard deviation of the leak's own error where it is known.
     """
     key = (exposure, samples, seed)
     fits = target.remembered("token order", key, lambda: _fits(target, *key))
@@ -334,7 +334,7 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
     return (correction + diagonal.diag() if len(xx) == len(yy) else correction), best[2]
 
 
-def _precision(errors: Tensor, unit: Tensor, error: float) -> Tensor:
+def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
     """The inverse covariance of errors, by their mean products (f, f).
 
     Correlations are shrunk, and the leak's own error is added.

@@ -5,6 +5,11 @@ mantissa, integers one step a row (int8 with a scale for each token, decimals, �
 over a step: variance step²/12. Noise leaves no trace in y; it shows in the residual of the right
 text, and only there (see judge.py).
 
+Quantised caches have a grid for each group of numbers, and which numbers make a group is the
+program's choice: a token's numbers of a head (KIVI's values), a channel's over some tokens (KIVI's
+keys; arXiv 2402.02750), all of a tensor (fp8). Nobody says which, so every usual way to group them
+is tried, and one in which all groups lie on grids is the right one: by chance none does.
+
 Arithmetic is not exact either: two machines, or two sizes of a batch, add up in different orders.
 In float32 that hardly shows; in bfloat16 and float16 it does, and large random weights enlarge it
 from layer to layer. So it is measured (`rounding_error`): random texts are run one at a time, and
@@ -15,6 +20,7 @@ text may differ by.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +34,19 @@ from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import Leak, rows_of
 
 FLOAT32 = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
+_FLOATS = (  # of few bits, the coarsest first; bits count the leading one
+    ("float8_e5m2", torch.float8_e5m2, 3),
+    ("float8_e4m3fn", torch.float8_e4m3fn, 4),
+    ("bfloat16", torch.bfloat16, 8),
+    ("float16", torch.float16, 11),
+)
+_GROUPS = (128, 64, 32, 16)  # numbers that share a scale
+_SEEN = 64  # groups that show whether the others are worth looking at
+_ENOUGH = 32  # numbers that cannot lie on a grid by chance
+_NEAR = 0.05  # of a step: what 8-bit floats times a scale may be off after another rounding
+_NORMAL = 2.0**-4  # of the largest number: such ones are no subnormal 8-bit floats
+_ALL = 0.95  # of a tensor's groups on a grid: a few may be alike in all their numbers
+_LEVELS = 4  # more than so many lie on a grid of 127 steps by chance too seldom
 _GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
@@ -42,13 +61,15 @@ _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 class Precision:
     """`sigma` (positions, numbers): the standard deviation of each leaked number's own error.
 
-    `scale` is the root mean square of the leak around its mean: the unit of relative figures.
+    `scale` is the root mean square of the leak around its mean: the unit of relative figures. No
+    error is larger than `most` (positions, numbers) where the leak is only rounded.
     """
 
     name: str
     sigma: Tensor
     scale: float
     noise: float | None
+    most: Tensor
 
     @property
     def relative(self) -> float:
@@ -67,13 +88,14 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
-    if name == "float32" and leak.rank > 2:  # heads may have a scale each
-        each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
-        steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
-        name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
+    if name == "float32" and leak.rank > 2:  # heads may have a scale each, or other groups
+        each = {name: _grouped(part) for name, part in leak.tensors.items()}
+        step = leak.rows({name: steps for name, (_, steps) in each.items()})
+        name = min(grid for grid, _ in each.values())
     noise = leak.noise or 0.0
-    sigma = (step.square() / 12 + own.square() + least**2 + noise**2).sqrt()
-    return Precision(name, sigma, scale, leak.noise)
+    others = (own.square() + least**2 + noise**2).sqrt()
+    sigma = (step.square() / 12 + others.square()).sqrt()
+    return Precision(name, sigma, scale, leak.noise, step / 2 + _DEVIATIONS * others)
 
 
 def rounding_error(target: Target, exposure: Exposure) -> float:
@@ -121,17 +143,101 @@ def _by_halves(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
 def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
     """The name of the grid that the numbers lie on, and the step at each of them."""
     numbers = rows.nan_to_num()
-    for name, dtype, bits in (("bfloat16", torch.bfloat16, 8), ("float16", torch.float16, 11)):
+    for name, dtype, bits in _FLOATS:
         if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
             exponent = torch.frexp(numbers.abs().clamp(min=1e-30)).exponent
-            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits)
+            least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits).clamp(min=least)
+    name, floats = _scaled_floats(rows.reshape(1, -1))
+    if name:
+        return name, floats.view_as(rows)
     steps = _steps(rows)
-    levels = torch.where(steps > 0, numbers.abs().amax(-1) / steps.clamp(min=1e-30), torch.nan)
     if bool((steps > 0).any()):
-        most = float(levels.nan_to_num().max())
-        name = "int4" if most <= 8.5 else "int8" if most <= 256.5 else "rounded"
-        return name, steps.unsqueeze(-1).expand_as(rows)
+        return _integers(rows, steps), steps.unsqueeze(-1).expand_as(rows)
     return "float32", torch.zeros_like(rows)
+
+
+def _integers(rows: Tensor, steps: Tensor) -> str:
+    """What whole numbers of steps (n,) in rows (n, f) are called."""
+    numbers = rows.nan_to_num()
+    levels = (numbers.amax(-1) - numbers.amin(-1)) / steps.clamp(min=1e-30)
+    most = float(torch.where(steps > 0, levels, 0.0).max())
+    return "int4" if most <= 15.5 else "int8" if most <= 255.5 else "rounded"
+
+
+def _grouped(part: Tensor) -> tuple[str, Tensor]:
+    """The same for keys or values (heads, n, k) whose scales are of groups of numbers."""
+    numbers = part.flatten()
+    for groups in (1, len(part)):
+        name, floats = _scaled_floats(numbers.view(groups, -1))
+        if name:
+            return name, floats.view_as(part)
+    best, name, found = 0.0, "float32", torch.zeros_like(numbers)
+    for groups in _groupings(part):
+        few = groups[:: -(-len(groups) // _SEEN)]
+        if not float((_steps(numbers[few]) > 0).float().mean()) > best:
+            continue
+        steps = _steps(numbers[groups])
+        share = float((steps > 0).float().mean()) * groups.numel() / numbers.numel()
+        if share > best:
+            best, name = share, _integers(numbers[groups], steps)
+            spread = numbers[groups].amax(-1) - numbers[groups].amin(-1)
+            steps = torch.where(steps > 0, steps, spread)  # two levels alone: a step or several
+            found = torch.zeros_like(numbers)
+            found[groups] = steps[:, None].expand(groups.shape)
+        if best >= _ALL:
+            break
+    return name, found.view_as(part)
+
+
+def _groupings(part: Tensor) -> Iterator[Tensor]:
+    """Ways to group the numbers of (heads, n, k): their places (groups, size), whole rows first.
+
+    Some of each head's numbers in a row, of a channel over tokens, or every so many'th of all.
+    """
+    heads, length, size = part.shape
+    places = torch.arange(part.numel(), device=part.device)
+    yield places.view(-1, size)
+    yield places.view(heads, length, size).mT.reshape(-1, length)
+    for count in _GROUPS:
+        if len(places) % count == 0:
+            yield places.view(-1, count)
+            yield places.view(count, -1).mT
+        if heads * length % count == 0:
+            yield places.view(-1, count, size).mT.reshape(-1, count)
+        elif whole := length // count * count:  # the rest is not quantised yet
+            rows = places.view(heads, length, size)[:, :whole]
+            yield rows.reshape(-1, count, size).mT.reshape(-1, count)
+
+
+def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
+    """Groups (g, s) that are 8-bit floats times a scale each: their name and steps, or no name.
+
+    A group's largest number is 2ᵇ⁻¹ … 2ᵇ − 1 times its step, which gives as many scales to test.
+    Whole numbers below 2ᵇ are such floats as well: there must be more than so many different ones.
+    """
+    sizes = rows.double().nan_to_num().abs()
+    top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
+    normal = sizes >= _NORMAL * top
+    count = (sizes.sort(-1).values.diff(dim=-1) > 1e-6 * top).sum(-1).min()
+    if int(normal.sum(-1).min()) < _ENOUGH:
+        return "", sizes
+    # Subnormal numbers, and what was rounded to 0, have the step of the smallest there is.
+    least = sizes.where(sizes > 0, torch.inf).amin(-1, keepdim=True)
+    least = least.where((sizes == 0).any(-1, keepdim=True), 0.0)
+    for name, _, bits in _FLOATS[:2]:
+        found = torch.zeros_like(sizes)
+        for leading in range(2 ** (bits - 1), 2**bits) if count > 2**bits else ():
+            unit = top / leading
+            exponent = torch.frexp((sizes / unit).clamp(min=1e-30) * (1 + 1e-4)).exponent
+            step = torch.ldexp(unit.expand_as(sizes), exponent - bits)
+            whole = sizes / step
+            off = ((whole - whole.round()).abs() > _NEAR) & normal
+            fits = ~off.any(-1, keepdim=True)
+            found = torch.where((found == 0) & fits, step.maximum(least), found)
+        if bool((found > 0).all()):
+            return name, found.to(rows)
+    return "", sizes
 
 
 def _steps(rows: Tensor) -> Tensor:
@@ -156,17 +262,18 @@ def _step(rows: Tensor) -> Tensor:
         return step.float()
     levels = rows.double().sort(-1).values
     largest = levels.abs().amax(-1).clamp(min=1e-300)
-    for most in (127, 7):  # the coarser one last: it is the finer one's as well
-        step = torch.where(_whole(levels / (largest / most)[:, None]), largest / most, step)
     gaps = levels.diff(dim=-1)
     apart = gaps > 1e-6 * largest[:, None]
     count = apart.sum(-1)
+    for most in (127, 7):  # the coarser one last: it is the finer one's as well
+        fits = _whole(levels / (largest / most)[:, None]) & (count >= _LEVELS)
+        step = torch.where(fits, largest / most, step)
     least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
     each = (gaps / (gaps / least).round()).where(apart, 0.0)
     common = each.sum(-1) / count.clamp(min=1)
     fits = _whole((gaps / common[:, None]).where(apart, 0.0))
     fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
-    step = torch.where((step == 0) & fits, common, step)
+    step = torch.where(fits, common.maximum(step), step)  # the finer one may fit by chance
     return step.where(rows.abs().amax(-1) > 0, 0.0).float()
 
 
@@ -208,8 +315,11 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     most = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
-    if typical <= most or precision.noise is not None:
-        good = (strength <= most) | ~seen
+    within = (off.abs() <= precision.most.to(off.device)).all(
+        -1
+    )  # few steps: not quite even in one
+    if typical <= most or bool(within[seen].all()) or precision.noise is not None:
+        good = (strength <= most) | within | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
     # Larger than rounding explains: noise of unknown strength, or a wrong text.
     strength = off.square().mean(-1)

@@ -1,0 +1,123 @@
+"""Caches as programs quantise them: is the text read, verified, and nothing falsely?
+
+    fp8 e4m3    transformers' own cache of 8-bit floats, a scale for each tensor
+    fp8 e5m2    8-bit floats without a scale
+    int4, int2  a scale for each token of a head (quanto, axis 0) …
+    … KIVI      … for each channel of keys over 32 tokens, for each token of values (axis -1)
+    … hqq       hqq's groups, whose zero is optimised
+
+The library fills the caches in one pass over the text (`QuantizedCache`; quanto and hqq have to be
+installed, and are left out where they are not). `--models`: folders or .gguf files of causal
+models, `--texts` texts each, DREAM's turns joined to 32 tokens; from the first layer's cache, and
+those at a quarter and at half of the layers; `--kinds` takes some of the above. Without a model a
+random Llama is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import show
+import subjects
+from keyhole.models import Loaded, anatomy, load_model
+from keyhole.recover import KeyValues, recover_texts
+from show import Row
+
+LENGTH = 32  # tokens: KIVI's groups of keys
+QUANTO, HQQ = "optimum.quanto", "hqq"
+KIVI = {"axis_key": -1, "q_group_size": LENGTH}
+ROWS = {"axis_key": 1, "axis_value": 1, "q_group_size": LENGTH}
+KINDS: dict[str, tuple[str, str, dict[str, int]]] = {  # the backend, its package, its settings
+    "fp8 e4m3": ("fp8", "", {}),
+    "fp8 e5m2": ("", "", {}),
+    "int4": ("quanto", QUANTO, {"nbits": 4, "q_group_size": LENGTH}),
+    "int4 KIVI": ("quanto", QUANTO, {"nbits": 4, **KIVI}),
+    "int4 hqq": ("hqq", HQQ, {"nbits": 4, **ROWS}),
+    "int2": ("quanto", QUANTO, {"nbits": 2, "q_group_size": LENGTH}),
+    "int2 KIVI": ("quanto", QUANTO, {"nbits": 2, **KIVI}),
+    "int2 hqq": ("hqq", HQQ, {"nbits": 2, **ROWS}),
+}
+
+
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    device: str = subjects.DEVICE,
+    models: list[Path] = [],  # noqa: B006 - read, never changed
+    texts: int = 5,
+    kinds: list[str] = list(KINDS),  # noqa: B006
+) -> Iterator[Row]:
+    chosen = tuple(kinds)
+    if quick or not models:
+        loaded = subjects.tiny("llama")
+        chosen = ("fp8 e4m3", "fp8 e5m2") if quick else chosen
+        ids = subjects.tiny_texts(1 if quick else texts, LENGTH, framed=False)
+        yield from of_model("random llama", loaded, ids, chosen)
+    for name in models:
+        loaded = load_model(name, device=device)
+        words = subjects.encoded(loaded, subjects.turns(data, "dev"))
+        ids = list(torch.cat(words)[: texts * LENGTH].view(texts, LENGTH))
+        yield from of_model(Path(name).name, loaded, ids, chosen)
+
+
+def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:
+    layers = anatomy(loaded.model).layers
+    for kind in kinds:
+        package = KINDS[kind][1].partition(".")[0]
+        if package and importlib.util.find_spec(package) is None:
+            continue
+        for layer in sorted({0, layers // 4, layers // 2}):
+            leaks = [leaked(loaded, text, kind, layer) for text in ids]
+            made = show.timed(lambda leaks=leaks: recover_texts(
+                loaded.model, loaded.tokenizer, leaks
+            ))  # fmt: skip
+            yield row(f"{name}, {kind}, kv:{layer} of {layers}", ids, *made)
+
+
+@torch.no_grad()
+def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
+    """What such a cache holds of a text, as the model reads it back."""
+    import transformers
+
+    backend, _, settings = KINDS[kind]
+    base = anatomy(loaded.model).base
+    if not backend:
+        kept = transformers.DynamicCache()
+        base(input_ids=text[None], past_key_values=kept)
+        both = (kept.layers[layer].keys, kept.layers[layer].values)
+        return KeyValues(*(each.to(torch.float8_e5m2) for each in both), layer=layer)
+    cache = transformers.QuantizedCache(backend, base.config, **settings)
+    base(input_ids=text[None], past_key_values=cache)
+    width = anatomy(loaded.model).head_dim
+    more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
+    keys, values = cache.update(more, more, layer)  # all that is kept, and this
+    return KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=layer)
+
+
+def row(what: str, ids: list[Tensor], found: Any, seconds: float) -> Row:
+    items = [
+        {"tokens": len(text), "exact": each.ids == text.tolist(), "verified": each.verified,
+         "right": sum(a == b for a, b in zip(each.ids, text.tolist(), strict=False)),
+         "status": str(each.status), "precision": each.precision}
+        for text, each in zip(ids, found, strict=True)
+    ]  # fmt: skip
+    exact = sum(item["exact"] and item["verified"] for item in items)
+    false = sum(item["verified"] and not item["exact"] for item in items)
+    right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
+    made = Row(
+        what, f"{exact} of {len(items)} exact and verified, {false} falsely",
+        "all, 0 falsely", exact == len(items) and not false,
+        f"{right} of {tokens} tokens right; error {items[0]['precision'] or 0:.2f} of the spread; "
+        f"{seconds:.1f} s", promise=False,
+    )  # fmt: skip
+    return show.itemised(made, items)
+
+
+if __name__ == "__main__":
+    show.main(run)
