@@ -147,7 +147,7 @@ def cases(place):
         ),
         "invert layers": Case(
             ("lab", "stacks", place / "stack.safetensors", "-o", "starts=48", "-o", "solutions=48",
-             "--branches", 2, "--out", "first.json"),
+             "-o", "branches=2", "--out", "first.json"),
             ("first.json", "first.safetensors"), records("first.json.journal"),
             r"\d+ finished searches are in first.json.journal: the same command resumes",
             taken_over=searches_done,

@@ -36,7 +36,7 @@ import keyhole
 keyhole.nothing
 keyhole.invert.nothing
 keyhole.audit(3.5)
-keyhole.extract.run("target.safetensors", budgets=3)
+keyhole.report.render("audit.json", 3)
 """
 
 

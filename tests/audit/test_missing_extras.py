@@ -42,17 +42,14 @@ def extras(root):
 
 
 # What the audit of the demo says where an extra is missing; the others it can do without.
-REASONS = {
-    "models": "transformers is not installed: pip install 'keyhole[models]'",
-    "proofs": "not proved: certificates need python-flint",
-}
+REASONS = {"proofs": "not proved: certificates need python-flint"}
 EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "serve", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 # One at a time in a full run; otherwise those that the demo can do without are missing together.
 MISSING = (
-    [(extra,) for extra in EXTRAS]
+    [(extra,) for extra in EXTRAS if extra != "models"]
     if FULL
-    else [("models",), ("proofs", "cluster", "convex", "hub", "plots", "serve", "stores")]
+    else [("proofs", "cluster", "convex", "hub", "plots", "serve", "stores")]
 )
 
 
@@ -105,8 +102,17 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
         assert REASONS[missing[0]] in reason
         assert f"pip install 'keyhole[{missing[0]}]'" in reason
     sought = {finding.sought for finding in audit.findings}
-    assert sought >= {"weights", "input"}
-    assert ("text" in sought) == ("models" not in missing)
+    assert sought >= {"weights", "input", "text"}
+
+
+def test_without_torch_no_audit_is_made(root, without, tmp_path, monkeypatch, capsys):
+    for module in extras(root)["models"]:
+        without(module)
+    done = command_line.inside(
+        "audit", "demo", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.returncode == 2
+    assert "pip install 'keyhole[models]'" in done.stderr
 
 
 def test_the_demo_without_transformers_checks_its_endpoints(without, monkeypatch):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @command(
     "keyhole disrupt demo --examples 2 --out flips.json --output html=flips.html",
     "keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json",
-    "keyhole disrupt demo --examples 2 --method as-released -o order=bottom-up",
+    "keyhole disrupt demo --examples 2 --method as-released -o order=random",
 )
 def disrupt(
     model: opt.ModelName,

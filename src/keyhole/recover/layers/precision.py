@@ -315,9 +315,8 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     most = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
-    within = (off.abs() <= precision.most.to(off.device)).all(
-        -1
-    )  # few steps: not quite even in one
+    # Numbers of few steps are not spread quite evenly over one: the bound decides for them.
+    within = (off.abs() <= precision.most.to(off.device)).all(-1)
     if typical <= most or bool(within[seen].all()) or precision.noise is not None:
         good = (strength <= most) | within | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
