@@ -237,7 +237,7 @@ def test_killed_from_outside_at_any_moment(tmp_path):
     assert len(asked(tmp_path)) - QUESTIONS == before - durable
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
     with attacker(tmp_path, pause=0.02) as first, attacker(tmp_path, pause=0.02) as other:
         results = [finish(first), finish(other)]
