@@ -12,7 +12,8 @@ running mean the weights keep. Time and memory are those of the same few batches
 in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
 
 `--released` trains plain and `sattend-token` as S-Attend's released program does (docs/papers.md):
-its grid of rates and warm-ups, of which the best epoch on the dev set is kept and attacked.
+its grid of rates and warm-ups, or the one `--rate` with its `--warmup`; the best epoch on the dev
+set is kept and attacked.
 """
 
 from __future__ import annotations
@@ -85,6 +86,12 @@ def run(
     usual = FULL if on_gpu else REDUCED
     missing = {name: value for name, value in usual.items() if not getattr(options, name)}
     if released:
+        if quick or not all(
+            m == "plain" or m.startswith("sattend-token:") for m in options.methods
+        ):
+            raise SystemExit(
+                "--released trains plain and sattend-token:RATE, and has no quick mode"
+            )
         given = {"epochs": RELEASED["epochs"], "batch": RELEASED["batch"], "rate": None}
         missing |= {name: value for name, value in given.items() if name in missing}
     options = replace(options, **(QUICK if quick else missing))

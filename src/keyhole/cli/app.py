@@ -113,14 +113,14 @@ def examples_of(*lines: str) -> str:
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
 
 
-class _Said(logging.Handler):
-    """What the library logs, such as the memory that a model takes, is said to people."""
+class _Console(logging.Handler):
+    """Prints what the library logs, such as the memory that a model takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
 
 
-_SAID = _Said()
+_CONSOLE = _Console()
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
     write_in_any_locale()
     log = logging.getLogger("keyhole")
     log.setLevel(logging.INFO)
-    log.addHandler(_SAID)
+    log.addHandler(_CONSOLE)
     command_line()(prog_name="keyhole")
 
 

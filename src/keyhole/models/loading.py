@@ -43,9 +43,9 @@ from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 T = TypeVar("T")
 STORED = "stored_as"  # of a linear map: the type in which a GGUF file has its weights
 _log = logging.getLogger(__name__)
-_SAID = 2**30  # bytes: what smaller models take is not worth a line
+_LARGE = 2**30  # bytes: what smaller models take is not worth a line
 _HEADER = 2**27  # bytes that the header of a file of weights may have
-_FITS = "choose a smaller model, a GPU (--device cuda), where half precision is kept, or one larger"
+_FITS = "choose a smaller model, or a GPU with more memory (--device cuda)"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
@@ -224,7 +224,7 @@ def _expect_memory(
         expect_memory(dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS)
     needed = dtype.itemsize * _parameters(Path(where), options)
     expect_memory(needed, f"the model {name}", device, _FITS)
-    if needed >= _SAID:
+    if needed >= _LARGE:
         free = shown(available(device))
         _log.info("the weights of %s take %s of memory; %s free", name, shown(needed), free)
 
