@@ -2,8 +2,8 @@
 
 `--before` is a checkout of an earlier commit. Counted in both: lines, files, modules that one other
 module imports, commands, options, what `keyhole disrupt` can import, documents and benchmarks.
-`--same` audits the demo in both and compares every finding, then runs a list of commands and
-compares statuses and exit codes; `--rows FOLDER FOLDER` compares what quick modes of benchmarks
+`--same` audits the demo in both, counts the modules that this enters and compares every finding,
+then runs a list of commands and compares statuses and exit codes; `--rows FOLDER FOLDER` compares what quick modes of benchmarks
 wrote with `--json`, before and after.
 """
 
@@ -122,6 +122,18 @@ class Checkout:
         ends = [(row["attack"], row["status"], row["queries"]) for row in audit["findings"]]
         return {**found, **{f"end {number}": end for number, end in enumerate(sorted(ends))}}
 
+    def entered(self) -> list[str]:
+        """The packages of the modules of which the audit of the demo runs a function."""
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "-c", PROFILED]
+            environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
+            done = subprocess.run(
+                words, cwd=folder, env=environment, capture_output=True, text=True, check=True
+            )
+        paths = json.loads(done.stdout.splitlines()[-1])
+        source = self.root / "src" / "keyhole"
+        return [Path(path).relative_to(source).parts[0] for path in paths]
+
     def ends(self, newer: bool) -> dict[str, object]:
         """How each of the commands below ends: its exit code and the status it prints."""
         found: dict[str, object] = {}
@@ -133,6 +145,24 @@ class Checkout:
                 found[older] = (code, *status)
         return found
 
+
+PROFILED = """
+import json, runpy, sys, threading
+entered = set()
+def profile(frame, event, _):
+    code = frame.f_code  # a module's and a class's body are no functions
+    if event == "call" and code.co_flags & 1 and "/keyhole/" in code.co_filename:
+        entered.add(code.co_filename)
+threading.setprofile(profile)
+sys.setprofile(profile)
+sys.argv = ["keyhole", "audit", "demo", "--json"]
+try:
+    runpy.run_module("keyhole", run_name="__main__")
+except SystemExit:
+    pass
+sys.setprofile(None)
+print(json.dumps([path for path in entered if path.endswith(".py")]))
+"""
 
 COMMANDS = {  # as they were, and as they are where that differs
     "plant head.safetensors --dim 6": "lab plant head.safetensors -o dim=6",
@@ -182,6 +212,11 @@ def run(
     yield row("lines of benchmarks", was.lines("benchmarks/*.py"), now.lines("benchmarks/*.py"))
     yield row("lines of tests", was.lines("tests/**/*.py"), now.lines("tests/**/*.py"))
     if same:
+        entered = was.entered(), now.entered()
+        yield row("modules that audit demo enters", *map(len, entered))
+        frame = ("cli", "audit", "assess", "report")
+        parts = [sum(name in frame for name in names) for names in entered]
+        yield row("of them in cli, audit, assess and report", *parts, "<= 25")
         yield from compared("finding", was.findings(), now.findings())
         yield from compared("end of a command", was.ends(False), now.ends(True))
     if rows:
