@@ -14,6 +14,7 @@ from keyhole.recover.leaks import (
     KeyValues,
     Leak,
     Logits,
+    MixedCache,
     Pooled,
     load_leak,
     save_leak,
@@ -30,7 +31,7 @@ from keyhole.recover.simulate import capture, degrade, leak_of
 
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",
-    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark", "Pooled",
+    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark", "MixedCache", "Pooled",
     "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch", "capture",
     "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
     "run", "save_leak",

@@ -1,4 +1,4 @@
-"""What leaked, of one text: six frozen types, and the files they travel in.
+"""What leaked, of one text: seven frozen types, and the files they travel in.
 
 A leak holds the leaked numbers as float32 and says what is known about them: the layer, the model,
 how they were rounded, what noise they carry, which positions are padding. It has no field for the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_among, expect_number
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.models.capture import Exposure
 
@@ -58,13 +58,13 @@ _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
     "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
-    "codebook": None, "unit": bool | None,
+    "codebook": None, "unit": bool | None, "block": int | None, "known": Sequence | None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 
 
 class BaseLeak(About):
-    """What the six types share: checks on the way in, names and shapes on the way out."""
+    """What the seven types share: checks on the way in, names and shapes on the way out."""
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
@@ -151,13 +151,13 @@ class BaseLeak(About):
         return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
 
     @property
-    def known(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What is known about the leak except its tensors, and except what is usual."""
         names = [field.name for field in fields(self)]
         tensors = {*self.names, *self.more}
-        known = {name: getattr(self, name) for name in names if name not in tensors}
+        facts = {name: getattr(self, name) for name in names if name not in tensors}
         usual = self.usual.items()
-        return {name: value for name, value in known.items() if (name, value) not in usual}
+        return {name: value for name, value in facts.items() if (name, value) not in usual}
 
     @property
     def stored(self) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class BaseLeak(About):
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
-        sum_ = hashlib.sha256(json.dumps([self.kind, self.known], sort_keys=True).encode())
+        sum_ = hashlib.sha256(json.dumps([self.kind, self.facts], sort_keys=True).encode())
         for name, tensor in self.stored.items():
             sum_.update(f"{name} {tuple(tensor.shape)}".encode())
             sum_.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -176,7 +176,7 @@ class BaseLeak(About):
 
     def save(self, path: str | Path) -> None:
         """Write the leak as .safetensors: a whole file or none."""
-        about = {"keyhole": FORMAT, "leak": self.kind, "about": json.dumps(self.known)}
+        about = {"keyhole": FORMAT, "leak": self.kind, "about": json.dumps(self.facts)}
         write_tensors(path, self.stored, about)
 
 
@@ -233,6 +233,44 @@ class KeyValues(BaseLeak):
     kind: ClassVar[str] = "kv"
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
     rank: ClassVar[int] = 3
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return rows_of(tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedCache(BaseLeak):
+    """Keys and values (heads, n, k) of a causal model's layer, counted from 1, behind a secret mix.
+
+    `block` is how many positions are mixed with each other (None: found out), `known` are the first
+    token ids of the text, where they are known. Blocks may be filled up: how long the text is, does
+    not leak by itself.
+    """
+
+    keys: Tensor
+    values: Tensor
+    layer: int = 1
+    block: int | None = None
+    known: Sequence[int] | None = None
+    kind: ClassVar[str] = "mixed"
+    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    rank: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_count("block", self.block)
+        if isinstance(self.known, Tensor):
+            object.__setattr__(self, "known", self.known.flatten().tolist())
+        if self.known is not None:
+            object.__setattr__(self, "known", tuple(map(int, self.known)))
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure("kv", self.layer - 1)
+
+    @property
+    def length(self) -> int | None:
+        return None
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return rows_of(tensors)
@@ -366,10 +404,10 @@ class Logits(BaseLeak):
         return tensors["values"][..., self.leaked.to(tensors["values"].device)]
 
 
-Leak = HiddenStates | KeyValues | AttentionMaps | AttentionOutput | Pooled | Logits
+Leak = HiddenStates | KeyValues | MixedCache | AttentionMaps | AttentionOutput | Pooled | Logits
 TYPES: dict[str, type[Leak]] = {
     kind.kind: kind
-    for kind in (HiddenStates, KeyValues, AttentionMaps, AttentionOutput, Pooled, Logits)
+    for kind in (HiddenStates, KeyValues, MixedCache, AttentionMaps, AttentionOutput, Pooled, Logits)
 }
 
 

@@ -23,6 +23,7 @@ from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.maps import EncoderMaps
+from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.unordered import UnorderedStates
 from keyhole.recover.layers.unordered_decoder import UnorderedPrefixes
@@ -75,6 +76,10 @@ def caches(parts: Anatomy) -> list[int]:
 
 _KEEP = "Do not return hidden states: rounding, noise or a later layer hardly help."
 _CACHE = "Treat a KV cache as the text itself: encrypt it, and never share it between clients."
+_MIXED = (
+    "A secret mix of rows hides nothing: encrypt the cache, as LMCache does with AES-GCM, with a "
+    "key for each client."
+)
 _MAPS = "Do not return attention maps; for explanations return one number for each token."
 _INNER = "Keep the outputs of sub-layers inside."
 _POOLED = "What is measured here is one attack: treat embeddings of secrets as secret all the same."
@@ -108,6 +113,11 @@ ATTACKS: Registry[Attack, Row] = Registry(
     "method",
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
+    Entry("mixed-keys", MixedKeys, (
+        Row(
+            "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", "mixed"), _MIXED, lambda _: [], ()
+        ),
+    ), note="Text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
     Entry("encoder-maps", EncoderMaps, (
         Row(
             "maps", False, Exposure("KH-TEXT-ATTENTION-MAPS"), _MAPS,

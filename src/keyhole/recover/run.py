@@ -36,7 +36,8 @@ from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.layers.key_values import CachedKeys
-from keyhole.recover.leaks import TYPES, Leak
+from keyhole.recover.layers.mixed import judge_mixed
+from keyhole.recover.leaks import TYPES, Leak, MixedCache
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
@@ -44,6 +45,7 @@ from keyhole.recover.simulate import MAX_LENGTH, with_noise
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
+_JUDGES: dict[str, Judge] = {"pooled": judge_vector, "mixed": judge_mixed}
 _LIKELY = 4096  # tokens tried at a position where arrays may be of several layers
 
 
@@ -335,7 +337,7 @@ def _recovering(
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
-    judge: Judge = judge_vector if texts[0].kind == "pooled" else judge_rows
+    judge = _JUDGES.get(texts[0].kind, judge_rows)
     try:
         attack = method or _default_attack(target, texts[0])
         name = type(attack).__name__
@@ -478,7 +480,9 @@ def _check(target: Target, leak: Leak) -> Leak:
 
 def _check_shapes(target: Target, leak: Leak) -> None:
     parts, length = target.parts, leak.length
-    if length is not None and length > parts.max_length:
+    if isinstance(leak, MixedCache):
+        length = leak.keys.shape[1]
+    elif length is not None and length > parts.max_length:
         raise InputError(
             f"the leak has {length} positions, and the model takes at most {parts.max_length}"
         )
@@ -489,11 +493,13 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "hidden": (length, width),
         "attention": (length, parts.width),
         "kv": (parts.key_heads, length, parts.head_dim),
+        "mixed": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),
         "pooled": (width,),
         "logits": (leak.exposure.steps, target.vocabulary),
     }[leak.kind]
-    kept = parts.cached.get(leak.exposure.block(parts)) if leak.kind == "kv" else None
+    cache = leak.kind in ("kv", "mixed")
+    kept = parts.cached.get(leak.exposure.block(parts)) if cache else None
     names = ("keys", "values") if kept else ()
     cached = {
         name: (size[1], length, size[3]) for name, size in zip(names, kept or (), strict=True)
