@@ -21,6 +21,7 @@ from keyhole.models.loading import Loaded
 from keyhole.recover import recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.files.sources import Opened, WrittenIds
+from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.leaks import Leak
 from keyhole.recover.registry import ATTACKS
 
@@ -71,13 +72,13 @@ def _check(
     progress = track(f"tokens from {leak.exposure}", leak.length)
     recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
     readings = (reading_alone(loaded.tokenizer, recovery),)
-    result = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
+    result = Readings(leak.exposure.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
     finding = Finding(
         exposure=exposure,
         attack=recovery.method,
         status=recovery.status,
         reason=recovery.reason,
-        remedy=_IDS if attack else _remedy(leak),
+        remedy=_IDS if attack else _remedy(leak, recovery.method),
         error=None,
         queries=0,
         seconds=time.perf_counter() - started,
@@ -88,5 +89,6 @@ def _check(
     return Checked((finding,))
 
 
-def _remedy(leak: Leak) -> str:
-    return next(row.remedy for _, row in ATTACKS.rows() if row.kind == leak.kind)
+def _remedy(leak: Leak, method: str) -> str:
+    kind = "mixed" if method == MixedKeys.__name__ else leak.kind
+    return next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)

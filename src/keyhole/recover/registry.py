@@ -115,7 +115,8 @@ ATTACKS: Registry[Attack, Row] = Registry(
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
     Entry("mixed-keys", MixedKeys, (
         Row(
-            "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", "mixed"), _MIXED, lambda _: [], ()
+            "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", defences=("mixed",)), _MIXED,
+            lambda _: [], (),
         ),
     ), note="Text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
     Entry("encoder-maps", EncoderMaps, (

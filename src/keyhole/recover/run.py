@@ -36,8 +36,8 @@ from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.layers.key_values import CachedKeys
-from keyhole.recover.layers.mixed import judge_mixed
-from keyhole.recover.leaks import TYPES, Leak, MixedCache
+from keyhole.recover.layers.mixed import judge_mixed, unmixed
+from keyhole.recover.leaks import TYPES, KeyValues, Leak, MixedCache
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
@@ -332,6 +332,16 @@ def _recovering(
                 ((_, recovery),) = _recovering(target, alone, method, progress, track)
             yield number, recovery
         return
+    if method is None and texts[0].kind == "kv":
+        read = dict(_unmixed(target, texts, progress, track))
+        yield from read.items()
+        rest = [number for number in range(len(texts)) if number not in read]
+        if read and rest:
+            others, attack = [texts[number] for number in rest], _default_attack(target, texts[0])
+            for place, recovery in _recovering(target, others, attack, progress, track):
+                yield rest[place], recovery
+        if read:
+            return
     count = TokenCount(texts, progress)
     clock = _Clock(count, time.perf_counter() if started is None else started)
     target = replace(target, count=count, track=track)
@@ -355,6 +365,18 @@ def _recovering(
             seconds = clock.seconds(number)
             yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
             clock.go_on()
+
+
+def _unmixed(
+    target: Target, texts: Sequence[Leak], progress: Progress, track: Track
+) -> Iterator[tuple[int, TextRecovery]]:
+    """Those of leaked caches that are behind a secret mix, as far as that gave a text."""
+    for number, text in enumerate(texts):
+        mixed = unmixed(target, text) if isinstance(text, KeyValues) else None
+        if mixed is not None:
+            ((_, recovery),) = _recovering(target, [mixed], None, progress, track)
+            if recovery.status in (Status.RECOVERED, Status.INEXACT):
+                yield number, recovery
 
 
 def _default_attack(target: Target, leak: Leak) -> Attack:

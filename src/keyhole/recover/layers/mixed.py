@@ -68,9 +68,9 @@ from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.judge import ODDS, Mark, Verdict
-from keyhole.recover.layers.inverse_map import most_similar
+from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.layers.precision import precision_of
-from keyhole.recover.leaks import Leak, MixedCache
+from keyhole.recover.leaks import KeyValues, Leak, MixedCache
 
 _BLOCKS = (8, 16, 32, 64)  # positions: of two sizes that fit, one a multiple, the smaller is right
 _DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
@@ -85,12 +85,14 @@ _LIST = 4  # times as many tokens as a block has are looked at again
 _COMMON, _FIRST = 768, 24  # tokens that are common, and most so
 _SQUARED = 5  # times that a product of projections is squared to find its largest eigenvalue
 _NEAR = 6  # pairs of guesses that are looked at, for each token that is most common
-_FANS = (64, 256, 1024, 4096)  # tokens tried behind a prefix, until one fits
+_FAN = 256  # tokens tried at once behind a prefix, until one fits
 _LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
 _CLAIMED = 4.0  # level, at most, of a text that is verified
 _NEARLY = 8.0  # q of a token in its block by a map that two tokens gave
 _EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
 _SHIFTS = 4  # of positions, that are read to the end
+_LOOKED = 8  # positions that show whether a cache is mixed
+_STRANGE = 0.5  # of a row: one that is so far from all tokens' is of none
 _AGAIN = 8  # tokens after which M is solved for again
 
 
@@ -432,14 +434,14 @@ class Reader:
 
     def read(self, known: dict[int, int]) -> tuple[Reader, dict[int, int]]:
         """All tokens that fit, by their positions, from some that are known."""
-        reader, tokens = self.solved(known), known
+        reader, tokens = self.solved(known), dict[int, int]()
         for _ in range(_ROUNDS):
             found = reader.once()
-            if found == tokens or not found:
+            again = reader.solved(found) if found and found != tokens else reader
+            if again is reader or None in again.blocks.maps:
                 break
-            gaps = len(found) <= max(found)
-            reader, tokens = reader.solved(found), found
-            if not gaps:
+            reader, tokens = again, found
+            if len(found) > max(found):
                 break
         return reader, tokens
 
@@ -542,6 +544,29 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     if not best[1]:
         raise Unsuccessful(Status.UNSOLVED, "no tokens are known that would give the secret map")
     return Proposal(best[1], fitting=target.vocabulary, note=best[2])
+
+
+@torch.no_grad()
+def unmixed(target: Target, leak: KeyValues) -> MixedCache | None:
+    """Keys and values that are no token's, as a mixed cache; None where they may be as they were.
+
+    The values of a first layer are those of a token, whatever its position; A makes numbers many
+    times as large as any of the layer's own.
+    """
+    parts, number = target.parts, leak.exposure.block(target.parts)
+    if not parts.causal or leak.mask is not None or bool(leak.keys.isnan().any()):
+        return None
+    length = min(leak.keys.shape[1], parts.max_length)
+    ids = random_texts(target, 1, length, torch.Generator().manual_seed(0)).to(parts.device)
+    usual = capture(target.model, leak.exposure, ids=ids)["values"].abs().max()
+    strange = bool(leak.values.square().mean().sqrt() > usual.cpu())
+    mixed = MixedCache(leak.keys, leak.values, number, precision=leak.precision, noise=leak.noise)
+    if not strange and first_and_rotary(target, mixed):
+        rows = leak.values[:, :_LOOKED].transpose(0, 1).flatten(1)
+        table = Table.of(target).values.transpose(0, 1).flatten(1)
+        far = torch.stack([(table - row).norm(dim=-1).min() / row.norm() for row in rows])
+        strange = bool(far.median() > _STRANGE)
+    return mixed if strange else None
 
 
 def sizes_of(leak: MixedCache) -> list[int]:
@@ -722,11 +747,11 @@ def _left_to_right(
         if (number + 1) * blocks.size >= blocks.length and inside[0].numel():
             if all(each is not None and each.left <= _LEFT for each in blocks.spans(inside, number)):
                 break
-        found, order, before = None, _predicted(target, ids), 0
-        for fan in _FANS:
-            tokens = order[before:fan]
+        found, order, most = None, _predicted(target, ids), behind.branches.at_once(len(ids))
+        while len(order):
+            tokens, order = order.split([fan := min(_FAN, most, len(order)), len(order) - fan])
             fit = blocks.fit([each[None] for each in behind.rows(tokens, len(ids))], [len(ids)])
-            tested, before = tested + len(tokens), fan
+            tested += len(tokens)
             scores, at = fit.score[0].topk(min(2, len(tokens)), largest=False)
             apart = len(scores) < 2 or float(scores[1] - scores[0]) > odds
             if bool(fit.fits(blocks.level)[0, at[0]]) and apart:
@@ -748,7 +773,7 @@ def _predicted(target: Target, ids: Sequence[int]) -> Tensor:
     """The tokens that the model itself expects next, the likeliest first."""
     base = cast("Any", target.parts.base)
     states = base(input_ids=torch.tensor([list(ids)], device=target.parts.device))[0]
-    return (target.parts.table @ states[0, -1]).topk(min(_FANS[-1], target.vocabulary)).indices
+    return (target.parts.table @ states[0, -1]).argsort(descending=True)
 
 
 # No token known: lines that the spaces of two guesses have in common.

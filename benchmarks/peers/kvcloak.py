@@ -1,0 +1,131 @@
+"""KV-Cloak's own code in front of a model's first cached layer, and the prompts read behind it.
+
+KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) is run from its authors' code, which is
+not part of this repository (https://github.com/SiO-2/kvcloak, commit 6b40f36): its configuration,
+its `KVCloak.obfuscate`, its defaults (blocks of 16, A added, θ twice the largest number).
+
+    python benchmarks/peers/kvcloak.py --checkout kvcloak --model SMOLLM2.gguf --data DATA
+
+Prompts are sentences of SST-2 with more than 12 words, in the model's chat template (which the
+attacker knows as everybody does), or as they are, of which nothing is known. Secrets are drawn anew
+for every prompt. A prompt counts as false if it was verified and is not the one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import show
+import subjects
+from keyhole import recover
+from keyhole.models import Exposure, Loaded
+from show import Row
+
+PEER = "https://github.com/SiO-2/kvcloak, commit 6b40f36"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(
+    quick: bool,
+    checkout: Path | None = None,
+    data: Path = subjects.DATA,
+    model: Path | None = None,
+    known: list[str] = ["template", "nothing"],  # noqa: B006 - read, never changed
+    precisions: list[str] = ["float32", "bfloat16"],  # noqa: B006
+    block: int = 16,
+    ratio: float = 1.0,
+    prompts: int = 20,
+) -> Iterator[Row]:
+    if checkout is None:
+        raise SystemExit(f"clone {PEER}, and give its folder as --checkout")
+    cloak = peer(checkout)
+    loaded = subjects.smollm2(model, "cpu")
+    long = [text for text in subjects.sst2(data, 400) if len(text.split()) > 12]
+    count = 2 if quick else prompts
+    least = {"template": 0.99, "nothing": 0.0}
+    for what in known:
+        texts = [encoded(loaded, text, what == "template") for text in long[:count]]
+        for precision in precisions:
+            items = [
+                one(loaded, cloak, text, precision, block, ratio, None if what == "template" else [], n)
+                for n, text in enumerate(texts)
+            ]
+            tokens = sum(item["tokens"] for item in items)
+            right = sum(item["right"] for item in items)
+            verified = sum(item["verified"] for item in items)
+            false = sum(item["verified"] and not item["exact"] for item in items)
+            seconds = [item["seconds"] for item in items]
+            wanted = 0.9 if what == "template" else 0.5
+            yield Row(
+                f"{precision}, blocks of {block}, {what} known, {len(items)} prompts",
+                f"{right / tokens:.1%} of {tokens} tokens in place, {verified} prompts verified, "
+                f"{false} false; {statistics.median(seconds):.1f} s a prompt",
+                f"{least[what]:.0%} in place, {wanted:.0%} verified, 0 false",
+                right / tokens >= least[what] and verified >= wanted * len(items) and not false,
+                f"longest {max(seconds):.1f} s, {torch.get_num_threads()} threads",
+                run={"peer": PEER, "known": what, "precision": precision, "block": block,
+                     "ratio": ratio, "items": items},
+            )  # fmt: skip
+
+
+def peer(checkout: Path) -> Any:
+    """The authors' protection of one layer (1, heads, n, d) with secrets of its own."""
+    sys.path.insert(0, str(checkout))
+    from transformers.cache_utils import DynamicCache
+
+    if not hasattr(DynamicCache, "from_legacy_cache"):  # they use transformers 4
+        setattr(DynamicCache, "from_legacy_cache", lambda past_key_values: past_key_values)  # noqa: B010
+    from defense.config.get_kvcloak_config import (
+        get_kvcloak_config,  # type: ignore[import-not-found]
+    )
+    from defense.config.get_theta_config import analyze_kv_cache  # type: ignore[import-not-found]
+    from defense.core.kvcloak import KVCloak  # type: ignore[import-not-found]
+
+    def cloak(layer: Any, block: int, ratio: float, seed: int) -> Any:
+        torch.manual_seed(seed)
+        heads, size = layer[0].shape[1], layer[0].shape[-1]
+        theta = analyze_kv_cache([layer])
+        config = get_kvcloak_config(1, heads, size, block, theta, ratio, ratio, 2.0)
+        made = KVCloak(config, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True)
+        return made.obfuscate([layer])[0]  # what it is given, it may overwrite
+
+    return cloak
+
+
+def encoded(loaded: Loaded, text: str, template: bool) -> list[int]:
+    if not template:
+        return loaded.tokenizer(text)["input_ids"]
+    talk = [{"role": "user", "content": text}]
+    given = loaded.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)
+    return given["input_ids"]
+
+
+def one(
+    loaded: Loaded, cloak: Any, ids: list[int], precision: str, block: int, ratio: float,
+    known: list[int] | None, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One prompt; where its beginning may be known, it is found out that the cache is mixed."""
+    plain = subjects.leak_of(loaded, ids, Exposure("kv", 0))
+    layer = [tensor[None].to(DTYPES[precision]) for tensor in plain.tensors.values()]
+    keys, values = cloak(layer, block, ratio, seed)
+    leak: Any = recover.KeyValues(keys, values, 0)
+    if known is not None:
+        leak = recover.MixedCache(keys, values, known=known)
+    read, seconds = show.timed(lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak))
+    return {
+        "text": loaded.tokenizer.decode(ids), "tokens": len(ids), "exact": list(read.ids) == ids,
+        "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
+        "verified": read.verified, "reason": read.reason, "seconds": round(seconds, 3),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    show.main(run)
