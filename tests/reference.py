@@ -225,3 +225,26 @@ def quantised(numbers, bits, groups):
             given[i] = least + round((numbers[i] - least) / step) * step
             steps[i] = step
     return given.reshape(shape), steps.reshape(shape)
+
+
+def kv_cloak(X: np.ndarray, size: int, draw: np.random.Generator, *, added=True, scales=1.0):
+    """KV-Cloak's S P (X M + A) of one head's rows (n, d), filled up to whole blocks of `size`."""
+    length, d = X.shape
+    largest = 2.84 * scales * np.abs(X).max()
+    rows = np.concatenate([X, np.full((-length % size, d), 1.5 * largest)])
+    sizes = draw.uniform(1 / scales, scales, d // 2)
+    angles = draw.uniform(0, 2 * np.pi, d // 2)
+    S = np.linalg.qr(draw.normal(size=(size, size)))[0] * draw.uniform(1 / scales, scales, size)
+    place, a = draw.integers(size), draw.uniform(3, 4, d) * largest
+    stored = np.zeros_like(rows)
+    for start in range(0, len(rows), size):
+        block = np.zeros((size, d))
+        for i in range(size):
+            for j in range(d // 2):
+                x, y = rows[start + i, j], rows[start + i, j + d // 2]
+                block[i, j] = sizes[j] * (np.cos(angles[j]) * x - np.sin(angles[j]) * y)
+                block[i, j + d // 2] = sizes[j] * (np.sin(angles[j]) * x + np.cos(angles[j]) * y)
+        if added:
+            block[place] += a
+        stored[start : start + size] = S @ block[draw.permutation(size)]
+    return stored

@@ -1,7 +1,7 @@
 """KV-Cloak's own code in front of a model's first cached layer, and the prompts read behind it.
 
-KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) is run from its authors' code, which is
-not part of this repository (https://github.com/SiO-2/kvcloak, commit 6b40f36): its configuration,
+KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) is run from its authors' code, which
+is not part of this repository (https://github.com/SiO-2/kvcloak, commit 6b40f36): its secrets,
 its `KVCloak.obfuscate`, its defaults (blocks of 16, A added, θ twice the largest number).
 
     python benchmarks/peers/kvcloak.py --checkout kvcloak --model SMOLLM2.gguf --data DATA
@@ -54,8 +54,9 @@ def run(
     for what in known:
         texts = [encoded(loaded, text, what == "template") for text in long[:count]]
         for precision in precisions:
+            first = None if what == "template" else list[int]()
             items = [
-                one(loaded, cloak, text, precision, block, ratio, None if what == "template" else [], n)
+                one(loaded, cloak, text, precision, block, ratio, first, n)
                 for n, text in enumerate(texts)
             ]
             tokens = sum(item["tokens"] for item in items)

@@ -31,8 +31,8 @@ from keyhole.recover.simulate import capture, degrade, leak_of
 
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",
-    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark", "MixedCache", "Pooled",
-    "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch", "capture",
-    "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
+    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark",
+    "MixedCache", "Pooled", "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch",
+    "capture", "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
     "run", "save_leak",
 ]  # fmt: skip

@@ -58,7 +58,7 @@ _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
     "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
-    "codebook": None, "unit": bool | None, "block": int | None, "known": Sequence | None,
+    "codebook": None, "unit": bool | None, "block": int | None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 
@@ -259,10 +259,8 @@ class MixedCache(BaseLeak):
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_count("block", self.block)
-        if isinstance(self.known, Tensor):
-            object.__setattr__(self, "known", self.known.flatten().tolist())
         if self.known is not None:
-            object.__setattr__(self, "known", tuple(map(int, self.known)))
+            object.__setattr__(self, "known", [int(token) for token in self.known])
 
     @property
     def exposure(self) -> Exposure:
@@ -407,8 +405,10 @@ class Logits(BaseLeak):
 Leak = HiddenStates | KeyValues | MixedCache | AttentionMaps | AttentionOutput | Pooled | Logits
 TYPES: dict[str, type[Leak]] = {
     kind.kind: kind
-    for kind in (HiddenStates, KeyValues, MixedCache, AttentionMaps, AttentionOutput, Pooled, Logits)
-}
+    for kind in (
+        HiddenStates, KeyValues, MixedCache, AttentionMaps, AttentionOutput, Pooled, Logits,
+    )
+}  # fmt: skip
 
 
 def save_leak(leak: Leak, path: str | Path) -> None:

@@ -27,10 +27,10 @@ prediction. The place under A differs between heads, so what one hides others sh
 
 **Rounding.** Stored rows are Y = X' + E, row i of E of deviation σ_i; with each row divided by its
 σ_i, E has unit deviation. A token's row is c (Y − E), so what of it is outside of Y is −cE: ‖c‖² in
-each of d − b dimensions, and c is known, c = x M Y⁺. So q = ‖x M W‖² / (d − b) ‖c‖² is 1 ± √(2/(d − b))
-for the right token whatever S, M and the rounding are, and −2 log L = (d − b)(q + log ‖c‖²) compares
-tokens: sums over heads, keys and values. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that directions which
-are no larger than the rounding count as outside.
+each of d − b dimensions, c = x M Y⁺. So q = ‖x M W‖² / (d − b) ‖c‖² is 1 ± √(2/(d − b))
+for the right token, whatever S, M and the rounding are: a chi-square, whose sums over heads, keys
+and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that directions which are no larger
+than the rounding count as outside.
 
 **No token known.** The tokens of a text are common ones. For token v in block B, θ lies in the
 b-dimensional space B / v (the block's rows divided plane by plane by the token's), and two right
@@ -206,8 +206,9 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
         return None
     theta = whole[2]
     misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
-    worst = sorted(set(classes.tolist()), key=lambda each: -float(misfits[classes == each].mean()))
-    without = [found for each in worst[:2] if (found := fit(each)) is not None]
+    means = {int(each): -float(misfits[classes == each].mean()) for each in classes.unique()}
+    worst = sorted(means, key=means.__getitem__)[:2]
+    without = [found for each in worst if (found := fit(each)) is not None]
     best = min(without, key=lambda found: found[0], default=whole)
     level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
     return Map(_products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
@@ -249,7 +250,7 @@ class Fit:
         )  # fmt: skip
 
     def fits(self, level: float) -> Tensor:
-        """Which tokens (p, c) a chi-square accepts, the rounding being `level` times as expected."""
+        """Which tokens (p, c) a chi-square accepts, rounding being `level` times as expected."""
         most = max(1.0, level)
         keys = self.keys <= most * (1 + _DEVIATIONS * (2 / self.keys_free).sqrt())
         whole = self.whole <= most * (1 + _DEVIATIONS * (2 / self.free).sqrt())
@@ -344,7 +345,7 @@ class Spans:
         left = float(sizes[free]) / noise if len(sizes) > free else 0.0
         return cls(block, made, shown, v[:free], found.matrix, left)
 
-    def gains(self, place: int, others: Tensor) -> Tensor:
+    def losses(self, place: int, others: Tensor) -> Tensor:
         """What the block loses in likelihood (c,) with rows of others (c, d) at a place instead."""
         if not bool(self.shown[place]):
             return torch.zeros(len(others), dtype=self.block.dtype)
@@ -380,7 +381,9 @@ class Table:
             given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])
             keys = parts.unrotated(0, given["keys"], torch.zeros_like(tokens)[:, None])
             made.append((keys[:, :, 0].float().cpu(), given["values"][:, :, 0].float().cpu()))
-        keys, values = (torch.cat(each).transpose(0, 1).contiguous() for each in zip(*made))
+        keys, values = (
+            torch.cat(each).transpose(0, 1).contiguous() for each in zip(*made, strict=True)
+        )
         return cls(target, keys, values)
 
     def rows(self, side: Side, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -448,9 +451,11 @@ class Reader:
     def once(self) -> dict[int, int]:
         """The tokens that fit, each where no other does."""
         tokens: dict[int, int] = {}
-        if not any(each is not None and not side.keys
-                   for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)):
-            return tokens  # fmt: skip
+        if not any(
+            each is not None and not side.keys
+            for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
+        ):
+            return tokens
         size, odds = self.blocks.size, 2 * (log(self.table.values.shape[1]) + ODDS)
         for number, start in enumerate(range(0, self.blocks.length, size)):
             places = list(range(start, min(start + size, self.blocks.length)))
@@ -484,6 +489,28 @@ class Reader:
                                   self._by_keys(place)]).unique()  # fmt: skip
                 tokens[place] = int(near[self.fit(near, [place]).score[0].argmin()])
             ids.append(tokens[place])
+        return self._spanning(ids)
+
+    def _spanning(self, ids: list[int]) -> list[int]:
+        """The text with tokens exchanged for others with which they span their blocks better.
+
+        A token between two of its like is nearly in a block without standing there.
+        """
+        size, table = self.blocks.size, self.table
+        for start in range(0, len(ids), size):
+            number, places = start // size, torch.arange(start, min(start + size, len(ids)))
+            near = self.shortlist(number, _LIST * size)
+            for place in places.tolist():
+                tokens = torch.tensor(ids[start : start + size])
+                rows = [table.rows(side, tokens, places) for side in self.blocks.sides]
+                spans = self.blocks.spans(rows, number)
+                if all(each is None or each.left <= _LEFT for each in spans):
+                    break
+                at = torch.full_like(near, place)
+                given = [table.rows(side, near, at) for side in self.blocks.sides]
+                lost = _lost(spans, place - start, given)
+                if float(lost.min()) < 0:
+                    ids[place] = int(near[lost.argmin()])
         return ids
 
     def _by_keys(self, place: int) -> Tensor:
@@ -578,11 +605,11 @@ def sizes_of(leak: MixedCache) -> list[int]:
 
 
 def openings(target: Target) -> list[list[int]]:
-    """What texts for this model usually begin with, the longest first: templates, special tokens."""
+    """What texts for this model usually begin with, the longest first."""
     found: list[list[int]] = []
     for roles in (("user",), ("system", "user")):
         made: list[list[int]] = []
-        for text in ("a", "The 1"):
+        for text in ("a", "The 1", target.decode([target.vocabulary // 2])):
             talk = [{"role": role, "content": text} for role in roles]
             try:
                 ids = target.tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)
@@ -593,9 +620,9 @@ def openings(target: Target) -> list[list[int]]:
                     raise
                 break
             made.append(list(ids["input_ids"]))
-        if len(made) == 2:
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(*made, strict=False))
-            found.append([token for token, _ in same])
+        else:
+            same = takewhile(lambda column: len(set(column)) == 1, zip(*made, strict=False))
+            found.append([column[0] for column in same])
     return sorted([*found, target.frame()[0]], key=len, reverse=True)
 
 
@@ -636,9 +663,7 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
             fit = blocks.fit([each[inside][None, None] for each in own], [start + inside])
             fitting.append(bool(fit.fits(level)))
             near, given = others(start + inside)
-            lost = torch.zeros(len(near))
-            for each, alternatives in zip(spans, given, strict=True):
-                lost = lost + (0 if each is None else each.gains(inside, alternatives).to(lost))
+            lost = _lost(spans, inside, given)
             same = near == token
             if not float(fit.keys_free) and tokens.count(token) == 1:
                 # Another one of the block cannot stand here as well: this one would be missing.
@@ -664,6 +689,14 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
         reason += f"; of {len(marks)} tokens {certain} verified, {likely} likely"
         reason += "" if left <= _LEFT else "; they do not span their blocks"
     return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
+
+
+def _lost(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
+    """What all sides lose in likelihood (c,) with other rows (c, d) at a place of a block."""
+    pairs = zip(spans, given, strict=True)
+    return torch.stack([each.losses(inside, rows) for each, rows in pairs if each is not None]).sum(
+        0
+    )
 
 
 Others = Callable[[int], tuple[Tensor, Sequence[Tensor]]]
@@ -744,9 +777,10 @@ def _left_to_right(
     while len(ids) < blocks.length:
         number = len(ids) // blocks.size
         inside = [each[number * blocks.size :] for each in rows]
-        if (number + 1) * blocks.size >= blocks.length and inside[0].numel():
-            if all(each is not None and each.left <= _LEFT for each in blocks.spans(inside, number)):
-                break
+        last = (number + 1) * blocks.size >= blocks.length and len(inside[0]) > 0
+        spans = blocks.spans(inside, number) if last else []
+        if last and all(each is not None and each.left <= _LEFT for each in spans):
+            break
         found, order, most = None, _predicted(target, ids), behind.branches.at_once(len(ids))
         while len(order):
             tokens, order = order.split([fan := min(_FAN, most, len(order)), len(order) - fan])
@@ -846,9 +880,7 @@ def _pair(side: Side, rows: Tensor, numbers: Tensor, tokens: Tensor, most: int) 
         for other in near.topk(min(_NEAR, len(near))).indices.tolist():
             both = torch.tensor([one, other])
             products = _products(rows[both])
-            outside, errors = (
-                products @ form[numbers[both]] @ products.mT for form in side.forms
-            )
+            outside, errors = (products @ form[numbers[both]] @ products.mT for form in side.forms)
             weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
             theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][:, 0]
             sizes = theta.unflatten(0, (2, -1)).square().sum(0)
@@ -885,7 +917,7 @@ def _bags(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
         best = max(best, (fits, found), key=lambda pair: pair[0])
         if fits >= 5 * count:
             break
-    found, most = best[1], _NEARLY
+    found, most, bags = best[1], _NEARLY, list[Tensor]()
     for _ in range(3):
         if found is None:
             return None
