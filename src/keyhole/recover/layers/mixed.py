@@ -93,6 +93,7 @@ _EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
 _SHIFTS = 4  # of positions, that are read to the end
 _LOOKED = 8  # positions that show whether a cache is mixed
 _STRANGE = 0.5  # of a row: one that is so far from all tokens' is of none
+_TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
 _AGAIN = 8  # tokens after which M is solved for again
 
 
@@ -232,16 +233,17 @@ class Fit:
     def of(cls, misfits: Tensor, free: Tensor, keys: Tensor, sure: Tensor) -> Fit:
         """From q (s, p, c) of each side, of `free` (s, p) dimensions, which are of `keys` (s,).
 
-        Of sides of which nobody knows which place they hide (not `sure`), one of keys and one of
-        values may hide this one.
+        Of sides of which nobody knows which place they hide (not `sure`), one of keys may hide this
+        one, and any of values: keys, which count twice, say where a token stands.
         """
         free = free[..., None].expand_as(misfits)
-        score = (free * misfits.clamp(max=_CAP)).sum(0)
-        for part in (keys, ~keys):
-            open_ = torch.where((part & ~sure)[:, None, None], misfits, 0.0) * (free > 0)
-            worst, at = open_.max(0, keepdim=True)
-            hides = (worst > _HIDDEN) & (part.sum() > 1)
-            free = free.scatter(0, at, torch.where(hides, 0.0, free.gather(0, at)))
+        weights = (1 + keys.to(free))[:, None, None]
+        score = (weights * free * misfits.clamp(max=_CAP)).sum(0)
+        hides = (misfits > _HIDDEN) & ~sure[:, None, None] & (free > 0)
+        if int(keys.sum()) > 1:
+            worst = torch.where(keys[:, None, None], misfits, 0.0).argmax(0, keepdim=True)
+            one = torch.zeros_like(hides).scatter(0, worst, value=True)
+            free = free.masked_fill(hides & (one | ~keys[:, None, None]), 0.0)
         own = free * keys[:, None, None]
         keys_free, whole_free = own.sum(0), free.sum(0)
         return cls(
@@ -319,6 +321,12 @@ class Blocks:
         return made
 
 
+def _spanned(rows: Tensor) -> Tensor:
+    """Orthonormal columns (d, r) that span rows (n, d); a token's values may be there twice."""
+    _, sizes, v = torch.linalg.svd(rows, full_matrices=False)
+    return v[sizes > _TWICE * sizes.amax()].mT if len(rows) else v.mT
+
+
 @dataclass(frozen=True, eq=False)
 class Spans:
     """A block (b, d) and its tokens' rows x M (n, d): do they span it?
@@ -338,7 +346,7 @@ class Spans:
     def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
         made = rows.double() @ found.matrix
         shown = inside != (-1 if found.hidden is None else found.hidden)
-        base = torch.linalg.qr(made[shown].mT)[0]
+        base = _spanned(made[shown])
         _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
         free = int(added) + (len(rows) < len(block))
         noise = sum(size**0.5 for size in block.shape)
@@ -351,7 +359,7 @@ class Spans:
             return torch.zeros(len(others), dtype=self.block.dtype)
         kept = self.shown.clone()
         kept[place] = False
-        base = torch.linalg.qr(torch.cat([self.rows[kept], self.more]).mT)[0]
+        base = _spanned(torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()]))
         left = self.block - self.block @ base @ base.mT
 
         def explained(rows: Tensor) -> Tensor:
