@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def run(
                 f"{false} false; {statistics.median(seconds):.1f} s a prompt",
                 f"{least[what]:.0%} in place, {wanted:.0%} verified, 0 false",
                 right / tokens >= least[what] and verified >= wanted * len(items) and not false,
-                f"longest {max(seconds):.1f} s, {torch.get_num_threads()} threads",
+                f"longest {max(seconds):.1f} s; of the processor "
+                f"{statistics.median(item['cpu'] for item in items):.1f} s a prompt",
                 run={"peer": PEER, "known": what, "precision": precision, "block": block,
                      "ratio": ratio, "items": items},
             )  # fmt: skip
@@ -120,11 +122,14 @@ def one(
     leak: Any = recover.KeyValues(keys, values, 0)
     if known is not None:
         leak = recover.MixedCache(keys, values, known=known)
+    before = time.process_time()
     read, seconds = show.timed(lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak))
+    cpu = time.process_time() - before
     return {
         "text": loaded.tokenizer.decode(ids), "tokens": len(ids), "exact": list(read.ids) == ids,
         "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
         "verified": read.verified, "reason": read.reason, "seconds": round(seconds, 3),
+        "cpu": round(cpu, 3),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 
 from keyhole import invert
 from keyhole.core.errors import InputError
-from keyhole.recover.leaks import TYPES, HiddenStates, Pooled, load_leak
+from keyhole.recover.leaks import TYPES, HiddenStates, MixedCache, Pooled, load_leak
 from keyhole.recover.simulate import degrade
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -29,6 +29,7 @@ def leaks():
         invert.AttentionOutput(normal(4, 6), 1),
         invert.Pooled(normal(6), pooling="cls", normalised=False, tokens=4),
         invert.Logits(normal(2, 9), log_probabilities=True, tokens=4, precision="bfloat16"),
+        MixedCache(normal(2, 4, 3), normal(2, 4, 3), 2, block=4, known=[5, 7], **about),
     ]
 
 
@@ -135,7 +136,7 @@ def test_rows_of_length_one_are_recognised_from_their_numbers(precision):
 
 def test_a_leak_of_whole_rows_is_written_as_it_always_was(tmp_path):
     leak = HiddenStates(torch.randn(3, 4), 2)
-    assert set(leak.known) == {"model", "precision", "noise", "layer"}
+    assert set(leak.facts) == {"model", "precision", "noise", "layer"}
     changed = HiddenStates(torch.randn(3, 4), 2, permuted=True, width=4, normalised=True)
     changed.save(tmp_path / "leak.safetensors")
     read = load_leak(tmp_path / "leak.safetensors")
@@ -155,7 +156,7 @@ def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):
         stored.save(tmp_path / "leak.safetensors")
         read = load_leak(tmp_path / "leak.safetensors")
         assert isinstance(read, Pooled)
-        assert (read.known, read.digest) == (stored.known, stored.digest)
+        assert (read.facts, read.digest) == (stored.facts, stored.digest)
         for name in ("steps", "codebook"):
             given, back = getattr(stored, name), getattr(read, name)
             assert (given is None) == (back is None)

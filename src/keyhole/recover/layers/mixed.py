@@ -32,13 +32,7 @@ for the right token, whatever S, M and the rounding are: a chi-square, whose sum
 and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that directions which are no larger
 than the rounding count as outside.
 
-**No token known.** The tokens of a text are common ones. For token v in block B, θ lies in the
-b-dimensional space B / v (the block's rows divided plane by plane by the token's), and two right
-guesses have a line in common, while spaces of b < d/2 dimensions have none by chance. Values are
-solved first, because tokens need no position there: one frequent token against all of some hundred
-in every block. Then the block's tokens are known but for their order, and the same is done with
-keys for each place that a token may have. (Positions all shifted by one are M turned, so the
-places that fit best over all blocks decide.)
+**No token known.** The text's common tokens are guessed (block_reader.py).
 
 **What it does not read.** Where the rows of a block span all of a head (b ≥ d, if the text is as
 long), W = 0: nothing is outside. Encryption is what protects a cache at rest.
@@ -51,10 +45,8 @@ padding, so that nothing is left out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import product, takewhile
 from math import log
 from typing import Any, cast
@@ -64,473 +56,21 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.judge import ODDS, Mark, Verdict
+from keyhole.recover.layers.block_reader import LIST, Reader, Table, guessed
+from keyhole.recover.layers.block_spans import LEFT, Blocks, lost_with
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
-from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
 
 _BLOCKS = (8, 16, 32, 64)  # positions: of two sizes that fit, one a multiple, the smaller is right
-_DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
-_HIDDEN = 4.0  # q from which on a head may be thought to hide a token
-_CAP = 30.0  # q that one head may add: it may hide the token
-_STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
-_ENOUGH = 1.25  # equations for each unknown
-_HIDES = 0.9  # of the level: what is left of it without the place that A hides
-_OPENS = 3.0  # level of the tokens that are taken to open a text, at most
-_ROUNDS = 6  # of reading and solving again
-_LIST = 4  # times as many tokens as a block has are looked at again
-_COMMON, _FIRST = 768, 24  # tokens that are common, and most so
-_SQUARED = 5  # times that a product of projections is squared to find its largest eigenvalue
-_NEAR = 6  # pairs of guesses that are looked at, for each token that is most common
 _FAN = 256  # tokens tried at once behind a prefix, until one fits
-_LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
 _CLAIMED = 4.0  # level, at most, of a text that is verified
-_NEARLY = 8.0  # q of a token in its block by a map that two tokens gave
-_EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
-_SHIFTS = 4  # of positions, that are read to the end
 _LOOKED = 8  # positions that show whether a cache is mixed
 _STRANGE = 0.5  # of a row: one that is so far from all tokens' is of none
-_TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
 _AGAIN = 8  # tokens after which M is solved for again
-
-
-@dataclass(frozen=True, eq=False)
-class Side:
-    """The keys, or the values, of one head: its blocks (b, d), each row divided by its σ."""
-
-    keys: bool
-    head: int
-    blocks: tuple[Tensor, ...]
-    sigma: tuple[float, ...]  # of each block, as a root mean square
-
-    @cached_property
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """The singular values (b,) and right singular vectors (b, d) of each block."""
-        return [torch.linalg.svd(rows, full_matrices=False)[1:] for rows in self.blocks]
-
-    @cached_property
-    def bases(self) -> list[Tensor]:
-        """Orthonormal rows (r, d) that span each block, but for what rounding may have made."""
-        noise = sum(size**0.5 for size in self.blocks[0].shape)
-        return [v[sizes > noise] for sizes, v in self.parts]
-
-    @cached_property
-    def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """W^½ (d, d) and C^½ (d, b) of each block: ‖x W^½‖² is outside of it, and x C^½ is c."""
-        made: list[tuple[Tensor, Tensor]] = []
-        for sizes, v in self.parts:
-            left = 1 / (sizes.square() + 1)
-            whole = torch.eye(v.shape[1]).to(v) + (v.mT * (left.sqrt() - 1)) @ v
-            made.append((whole, v.mT * (sizes * left)))
-        return made
-
-    @cached_property
-    def forms(self) -> tuple[Tensor, Tensor]:
-        """W and C (blocks, d, d)."""
-        outside, errors = (torch.stack([each @ each.mT for each in roots])
-                           for roots in zip(*self.roots, strict=True))  # fmt: skip
-        return outside, errors
-
-    @cached_property
-    def free(self) -> Tensor:
-        """tr W (blocks,): how many dimensions are outside."""
-        return self.forms[0].diagonal(dim1=1, dim2=2).sum(-1)
-
-
-def sides_of(leak: MixedCache, block: int) -> list[Side]:
-    """All keys and values of a leak, head by head, cut into blocks."""
-    errors = precision_of(leak).sigma.view(leak.keys.shape[1], len(leak.keys), -1)
-    parts = errors.split([leak.keys.shape[-1], leak.values.shape[-1]], -1)
-    made: list[Side] = []
-    for (name, tensor), error in zip(leak.tensors.items(), parts, strict=True):
-        for head, rows in enumerate(tensor.double()):
-            sigma = error[:, head].double().square().mean(-1, keepdim=True).sqrt()
-            sizes = tuple(float(each.square().mean().sqrt()) for each in sigma.split(block))
-            made.append(Side(name == "keys", head, (rows / sigma).split(block), sizes))
-    return made
-
-
-@dataclass(frozen=True, eq=False)
-class Map:
-    """What is solved of one side: M (d, d), and the place of a block that A hides, if any.
-
-    `level` is the mean q of the tokens that it was solved from.
-    """
-
-    matrix: Tensor
-    hidden: int | None
-    level: float
-
-    def shows(self, place: int) -> bool:
-        return self.hidden != place
-
-    def misfits(self, side: Side, rows: Tensor, number: int) -> Tensor:
-        """q (c,) of rows (c, d) in block `number`."""
-        outside, error = (
-            (rows @ (self.matrix @ root).to(rows)).square().sum(-1) for root in side.roots[number]
-        )
-        # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
-        error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
-        return outside / error / float(side.free[number])
-
-
-def _products(rows: Tensor) -> Tensor:
-    """J (n, d, d) with x M = θ J(x), θ = (α, β)."""
-    x, y = torch.diag_embed(rows.double().unflatten(-1, (2, -1))).unbind(1)
-    return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
-
-
-def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
-    """M from rows (n, d) of tokens known to stand at `places` (n,); None if they are too few."""
-    numbers, size, classes = places // block, rows.shape[1], places % block
-    products = _products(rows)
-    outside, errors = (products @ form[numbers] @ products.mT for form in side.forms)
-    equations = side.free[numbers]
-
-    def fit(hidden: int | None) -> tuple[float, int | None, Tensor] | None:
-        seen = (classes != (-1 if hidden is None else hidden)).double()
-        given = float(equations @ seen)
-        if given < _ENOUGH * size:
-            return None
-        error, theta = errors.diagonal(dim1=1, dim2=2).mean(-1), outside.new_zeros(size)
-        for _ in range(2):
-            sums = torch.einsum("n,nij->ij", seen / error, outside)
-            theta = torch.linalg.eigh(sums)[1][:, 0]
-            error = theta @ errors @ theta
-        return float((seen / error) @ (theta @ outside @ theta)) / given, hidden, theta
-
-    whole = fit(None)
-    if whole is None:
-        return None
-    theta = whole[2]
-    misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
-    means = {int(each): -float(misfits[classes == each].mean()) for each in classes.unique()}
-    worst = sorted(means, key=means.__getitem__)[:2]
-    without = [found for each in worst if (found := fit(each)) is not None]
-    best = min(without, key=lambda found: found[0], default=whole)
-    level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
-    return Map(_products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
-
-
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """How well tokens (p, c) lie in their blocks: q by keys alone, and by all that shows them.
-
-    `score` is what tokens are compared by, minus twice a log-likelihood. The numbers of dimensions
-    (p, c) that speak are `keys_free` (0 where every head hides the position) and `free`.
-    """
-
-    keys: Tensor
-    whole: Tensor
-    score: Tensor
-    keys_free: Tensor
-    free: Tensor
-
-    @classmethod
-    def of(cls, misfits: Tensor, free: Tensor, keys: Tensor, sure: Tensor) -> Fit:
-        """From q (s, p, c) of each side, of `free` (s, p) dimensions, which are of `keys` (s,).
-
-        Of sides of which nobody knows which place they hide (not `sure`), one of keys may hide this
-        one, and any of values: keys, which count twice, say where a token stands.
-        """
-        free = free[..., None].expand_as(misfits)
-        weights = (1 + keys.to(free))[:, None, None]
-        score = (weights * free * misfits.clamp(max=_CAP)).sum(0)
-        hides = (misfits > _HIDDEN) & ~sure[:, None, None] & (free > 0)
-        if int(keys.sum()) > 1:
-            worst = torch.where(keys[:, None, None], misfits, 0.0).argmax(0, keepdim=True)
-            one = torch.zeros_like(hides).scatter(0, worst, value=True)
-            free = free.masked_fill(hides & (one | ~keys[:, None, None]), 0.0)
-        own = free * keys[:, None, None]
-        keys_free, whole_free = own.sum(0), free.sum(0)
-        return cls(
-            (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free,
-            score, keys_free, whole_free,
-        )  # fmt: skip
-
-    def fits(self, level: float) -> Tensor:
-        """Which tokens (p, c) a chi-square accepts, rounding being `level` times as expected."""
-        most = max(1.0, level)
-        keys = self.keys <= most * (1 + _DEVIATIONS * (2 / self.keys_free).sqrt())
-        whole = self.whole <= most * (1 + _DEVIATIONS * (2 / self.free).sqrt())
-        return whole & (keys | (self.keys_free == 0))
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """A leak cut into blocks of one size, with the maps that are solved for."""
-
-    leak: MixedCache
-    size: int
-    sides: Sequence[Side]
-    maps: Sequence[Map | None] = ()
-
-    @classmethod
-    def of(cls, leak: MixedCache, size: int) -> Blocks:
-        return cls(leak, size, sides_of(leak, size))
-
-    @property
-    def length(self) -> int:
-        """Positions, with those that fill up the last block."""
-        return self.leak.keys.shape[1]
-
-    @property
-    def level(self) -> float:
-        levels = [each.level for each in self.maps if each is not None]
-        return float(torch.tensor(levels or [torch.inf]).median())
-
-    def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
-        """With maps from each side's rows (n, d) at `places` (n,)."""
-        maps = [
-            solved(side, each, places, self.size)
-            for side, each in zip(self.sides, rows, strict=True)
-        ]
-        return replace(self, maps=maps)
-
-    def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:
-        """How well rows (p, c, d) of each side fit at places (p,) of one block; (c, d): at all."""
-        number, inside = places[0] // self.size, torch.tensor([p % self.size for p in places])
-        misfits, free, keys, sure = list[Tensor](), list[Tensor](), list[bool](), list[bool]()
-        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
-            if each is None:
-                continue
-            q = each.misfits(side, given, number)
-            misfits.append(q.expand(len(places), -1) if q.ndim == 1 else q)
-            shown = inside != (-1 if each.hidden is None else each.hidden)
-            free.append(shown * float(side.free[number]))
-            keys.append(side.keys)
-            sure.append(each.hidden is not None)
-        return Fit.of(
-            torch.stack(misfits), torch.stack(free), torch.tensor(keys), torch.tensor(sure)
-        )
-
-    def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
-        """What each side's tokens (n, d), the first ones of a block, explain of it."""
-        start, added = number * self.size, False
-        made: list[Spans | None] = []
-        for each in self.maps:
-            added |= each is not None and each.hidden is not None
-        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
-            inside = torch.arange(start, start + len(given)) % self.size
-            made.append(
-                None if each is None else Spans.of(side.blocks[number], each, given, inside, added)
-            )
-        return made
-
-
-def _spanned(rows: Tensor) -> Tensor:
-    """Orthonormal columns (d, r) that span rows (n, d); a token's values may be there twice."""
-    _, sizes, v = torch.linalg.svd(rows, full_matrices=False)
-    return v[sizes > _TWICE * sizes.amax()].mT if len(rows) else v.mT
-
-
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """A block (b, d) and its tokens' rows x M (n, d): do they span it?
-
-    `shown` (n,) are those that A leaves as they are. `more` (k, d) are the largest directions that
-    are left: the row under A has one, and rows that fill a block up, all of them the same, another.
-    """
-
-    block: Tensor
-    rows: Tensor
-    shown: Tensor
-    more: Tensor
-    matrix: Tensor
-    left: float  # the largest direction that nothing spans, in what rounding makes
-
-    @classmethod
-    def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
-        made = rows.double() @ found.matrix
-        shown = inside != (-1 if found.hidden is None else found.hidden)
-        base = _spanned(made[shown])
-        _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
-        free = int(added) + (len(rows) < len(block))
-        noise = sum(size**0.5 for size in block.shape)
-        left = float(sizes[free]) / noise if len(sizes) > free else 0.0
-        return cls(block, made, shown, v[:free], found.matrix, left)
-
-    def losses(self, place: int, others: Tensor) -> Tensor:
-        """What the block loses in likelihood (c,) with rows of others (c, d) at a place instead."""
-        if not bool(self.shown[place]):
-            return torch.zeros(len(others), dtype=self.block.dtype)
-        kept = self.shown.clone()
-        kept[place] = False
-        base = _spanned(torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()]))
-        left = self.block - self.block @ base @ base.mT
-
-        def explained(rows: Tensor) -> Tensor:
-            apart = rows - rows @ base @ base.mT
-            return (torch.nn.functional.normalize(apart, dim=-1) @ left.mT).square().sum(-1)
-
-        return explained(self.rows[place][None]) - explained(others.double() @ self.matrix)
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """The first layer's rows of all tokens (heads, v, d), as they are at no position."""
-
-    target: Target
-    keys: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(cls, target: Target) -> Table:
-        return target.remembered("first rows", None, lambda: cls._made(target))
-
-    @classmethod
-    @torch.no_grad()
-    def _made(cls, target: Target) -> Table:
-        parts, made = target.parts, list[tuple[Tensor, Tensor]]()
-        for tokens in torch.arange(target.vocabulary, device=parts.device).split(4096):
-            given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])
-            keys = parts.unrotated(0, given["keys"], torch.zeros_like(tokens)[:, None])
-            made.append((keys[:, :, 0].float().cpu(), given["values"][:, :, 0].float().cpu()))
-        keys, values = (
-            torch.cat(each).transpose(0, 1).contiguous() for each in zip(*made, strict=True)
-        )
-        return cls(target, keys, values)
-
-    def rows(self, side: Side, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Rows (n, d) of tokens (n,) at positions (n,)."""
-        if not side.keys:
-            return self.values[side.head, tokens]
-        keys, device = self.keys[side.head, tokens], self.target.parts.device
-        turned = self.target.parts.rotated(
-            0, keys[None, None].to(device), positions[None].to(device)
-        )
-        return turned[0, 0].cpu()
-
-
-@dataclass(frozen=True, eq=False)
-class Reader:
-    """A first layer with rotary positions: all positions at once, by the table of its rows."""
-
-    table: Table
-    blocks: Blocks
-
-    def solved(self, tokens: dict[int, int]) -> Reader:
-        """With maps from tokens that are known, by their positions."""
-        ids, places = torch.tensor(list(tokens.values())), torch.tensor(list(tokens))
-        rows = [self.table.rows(side, ids, places) for side in self.blocks.sides]
-        return replace(self, blocks=self.blocks.solved(rows, places))
-
-    def shortlist(self, number: int, count: int) -> Tensor:
-        """The tokens (c,) that may stand in a block, by their values, in whatever place.
-
-        One head may hide a token.
-        """
-        blocks = self.blocks
-        misfits = torch.stack([
-            float(side.free[number]) * each.misfits(side, self.table.values[side.head], number)
-            for side, each in zip(blocks.sides, blocks.maps, strict=True)
-            if not side.keys and each is not None
-        ])  # fmt: skip
-        total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
-        return total.topk(min(count, len(total)), largest=False).indices
-
-    def fit(self, tokens: Tensor, places: Sequence[int]) -> Fit:
-        """How well each of tokens (c,) fits at each of places (p,) of one block."""
-        each = tokens.repeat(len(places))
-        at = torch.tensor(places).repeat_interleave(len(tokens))
-        rows = [
-            self.table.rows(side, each, at).unflatten(0, (len(places), -1)) if side.keys
-            else self.table.rows(side, tokens, at)
-            for side in self.blocks.sides
-        ]  # fmt: skip
-        return self.blocks.fit(rows, places)
-
-    def read(self, known: dict[int, int]) -> tuple[Reader, dict[int, int]]:
-        """All tokens that fit, by their positions, from some that are known."""
-        reader, tokens = self.solved(known), dict[int, int]()
-        for _ in range(_ROUNDS):
-            found = reader.once()
-            again = reader.solved(found) if found and found != tokens else reader
-            if again is reader or None in again.blocks.maps:
-                break
-            reader, tokens = again, found
-            if len(found) > max(found):
-                break
-        return reader, tokens
-
-    def once(self) -> dict[int, int]:
-        """The tokens that fit, each where no other does."""
-        tokens: dict[int, int] = {}
-        if not any(
-            each is not None and not side.keys
-            for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
-        ):
-            return tokens
-        size, odds = self.blocks.size, 2 * (log(self.table.values.shape[1]) + ODDS)
-        for number, start in enumerate(range(0, self.blocks.length, size)):
-            places = list(range(start, min(start + size, self.blocks.length)))
-            near = self.shortlist(number, _LIST * size)
-            fit = self.fit(near, places)
-            scores, at = fit.score.topk(2, largest=False)
-            right = fit.fits(self.blocks.level).gather(1, at)[:, 0]
-            right &= (scores[:, 1] - scores[:, 0] > odds) & (fit.keys_free.gather(1, at)[:, 0] > 0)
-            each = zip(places, at[:, 0].tolist(), right.tolist(), strict=True)
-            tokens |= {place: int(near[k]) for place, k, sure in each if sure}
-            self._placed(tokens, near, fit, places)
-        return tokens
-
-    def _placed(
-        self, tokens: dict[int, int], near: Tensor, fit: Fit, places: Sequence[int]
-    ) -> None:
-        """Where every head hides the keys: the token of the block that stands nowhere else."""
-        inside = {tokens.get(place) for place in places}
-        fits = fit.fits(self.blocks.level)
-        for row, place in enumerate(places):
-            left = [token for token in near[fits[row]].tolist() if token not in inside]
-            if float(fit.keys_free[row].max()) == 0 and len(left) == 1:
-                tokens[place] = left[0]
-
-    def whole(self, tokens: dict[int, int]) -> list[int]:
-        """The text to the last token that fits; where none does, the one that comes nearest."""
-        ids: list[int] = []
-        for place in range(max(tokens, default=-1) + 1):
-            if place not in tokens:
-                near = torch.cat([self.shortlist(place // self.blocks.size, _NEAR),
-                                  self._by_keys(place)]).unique()  # fmt: skip
-                tokens[place] = int(near[self.fit(near, [place]).score[0].argmin()])
-            ids.append(tokens[place])
-        return self._spanning(ids)
-
-    def _spanning(self, ids: list[int]) -> list[int]:
-        """The text with tokens exchanged for others with which they span their blocks better.
-
-        A token between two of its like is nearly in a block without standing there.
-        """
-        size, table = self.blocks.size, self.table
-        for start in range(0, len(ids), size):
-            number, places = start // size, torch.arange(start, min(start + size, len(ids)))
-            near = self.shortlist(number, _LIST * size)
-            for place in places.tolist():
-                tokens = torch.tensor(ids[start : start + size])
-                rows = [table.rows(side, tokens, places) for side in self.blocks.sides]
-                spans = self.blocks.spans(rows, number)
-                if all(each is None or each.left <= _LEFT for each in spans):
-                    break
-                at = torch.full_like(near, place)
-                given = [table.rows(side, near, at) for side in self.blocks.sides]
-                lost = _lost(spans, place - start, given)
-                if float(lost.min()) < 0:
-                    ids[place] = int(near[lost.argmin()])
-        return ids
-
-    def _by_keys(self, place: int) -> Tensor:
-        """The tokens whose keys fit best at a position: their values may be hidden."""
-        number, inside = divmod(place, self.blocks.size)
-        every = torch.arange(self.table.keys.shape[1])
-        total = torch.zeros(len(every))
-        for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True):
-            if side.keys and each is not None and each.hidden != inside:
-                rows = self.table.rows(side, every, torch.full_like(every, place))
-                total = total + each.misfits(side, rows, number).clamp(max=_CAP)
-        return total.topk(min(_NEAR, len(total)), largest=False).indices
+_OPENS = 3.0  # level of the tokens that are taken to open a text, at most
 
 
 @dataclass(frozen=True)
@@ -671,13 +211,13 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
             fit = blocks.fit([each[inside][None, None] for each in own], [start + inside])
             fitting.append(bool(fit.fits(level)))
             near, given = others(start + inside)
-            lost = _lost(spans, inside, given)
+            lost = lost_with(spans, inside, given)
             same = near == token
             if not float(fit.keys_free) and tokens.count(token) == 1:
                 # Another one of the block cannot stand here as well: this one would be missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
-    whole = left <= _LEFT and all(fitting) and level <= _CLAIMED
+    whole = left <= LEFT and all(fitting) and level <= _CLAIMED
     odds = 2 * (log(target.vocabulary) + ODDS)
     marks = tuple(
         Mark.VERIFIED if whole and margin > odds
@@ -695,16 +235,8 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
     )
     if status is not Status.RECOVERED:
         reason += f"; of {len(marks)} tokens {certain} verified, {likely} likely"
-        reason += "" if left <= _LEFT else "; they do not span their blocks"
+        reason += "" if left <= LEFT else "; they do not span their blocks"
     return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
-
-
-def _lost(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
-    """What all sides lose in likelihood (c,) with other rows (c, d) at a place of a block."""
-    pairs = zip(spans, given, strict=True)
-    return torch.stack([each.losses(inside, rows) for each, rows in pairs if each is not None]).sum(
-        0
-    )
 
 
 Others = Callable[[int], tuple[Tensor, Sequence[Tensor]]]
@@ -718,7 +250,7 @@ def _others(target: Target, blocks: Blocks, ids: list[int]) -> Others:
         def by_table(place: int) -> tuple[Tensor, Sequence[Tensor]]:
             number = place // blocks.size
             if number not in lists:
-                lists[number] = reader.shortlist(number, _LIST * blocks.size)
+                lists[number] = reader.shortlist(number, LIST * blocks.size)
             at = torch.full_like(lists[number], place)
             rows = [reader.table.rows(side, lists[number], at) for side in blocks.sides]
             return lists[number], rows
@@ -787,7 +319,7 @@ def _left_to_right(
         inside = [each[number * blocks.size :] for each in rows]
         last = (number + 1) * blocks.size >= blocks.length and len(inside[0]) > 0
         spans = blocks.spans(inside, number) if last else []
-        if last and all(each is not None and each.left <= _LEFT for each in spans):
+        if last and all(each is not None and each.left <= LEFT for each in spans):
             break
         found, order, most = None, _predicted(target, ids), behind.branches.at_once(len(ids))
         while len(order):
@@ -816,167 +348,3 @@ def _predicted(target: Target, ids: Sequence[int]) -> Tensor:
     base = cast("Any", target.parts.base)
     states = base(input_ids=torch.tensor([list(ids)], device=target.parts.device))[0]
     return (target.parts.table @ states[0, -1]).argsort(descending=True)
-
-
-# No token known: lines that the spaces of two guesses have in common.
-
-
-def _spaces(base: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Orthonormal bases (t, d, size) of the maps θ that put each of rows (t, d) into a block."""
-    whole, part = (
-        torch.complex(*each.double().unflatten(-1, (2, -1)).unbind(-2)) for each in (base, rows)
-    )
-    lines = whole[None] / part[:, None]
-    made = torch.linalg.qr(torch.cat([lines.real, lines.imag], -1).mT)[0]
-    return torch.nn.functional.pad(made, (0, size - made.shape[-1])).float()
-
-
-def _in_common(one: Tensor, others: Tensor) -> Tensor:
-    """How near (n,) spaces (n, d, r) come to a line in common with one (d, r); 1: they have it."""
-    cosines = others.mT @ one
-    products = cosines @ cosines.mT
-    for _ in range(_SQUARED):
-        products = products @ products
-    return products.diagonal(dim1=1, dim2=2).sum(-1) ** 0.5**_SQUARED
-
-
-def common_tokens(target: Target) -> Tensor:
-    """The tokens of plain English by how often they occur in the corpus that ships."""
-    lines = SHIPPED.read_text("utf-8").splitlines()
-    counts = Counter(
-        token for line in lines for text in (line, f" {line}")
-        for token in target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    )  # fmt: skip
-    return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
-
-
-def guessed(reader: Reader) -> tuple[Reader, dict[int, int]] | None:
-    """The text where nothing is known: values first, then keys."""
-    blocks = reader.blocks
-    size = blocks.sides[0].blocks[0].shape[1]
-    if 2 * max(len(base) for base in blocks.sides[0].bases) > size:
-        return None  # two guesses always have lines in common
-    common = reader.table.target.remembered(
-        "common tokens", None, lambda: common_tokens(reader.table.target)
-    )
-    for side in blocks.sides:
-        if side.keys:
-            continue
-        bags = _bags(reader.table, side, common)
-        if bags is None:
-            continue
-        for keys in blocks.sides:
-            found = _in_order(reader, keys, bags) if keys.keys else None
-            if found is not None:
-                return found
-    return None
-
-
-def _pair(side: Side, rows: Tensor, numbers: Tensor, tokens: Tensor, most: int) -> Iterator[Tensor]:
-    """Maps θ (d,) for pairs of guesses, rows (n, d) of tokens in blocks, that have one in common.
-
-    The first `most` guesses are each compared with all others that are of another token.
-    """
-    width = max(len(base) for base in side.bases)
-    spaces = torch.cat([
-        _spaces(base, rows[numbers == number], width) for number, base in enumerate(side.bases)
-    ])  # fmt: skip
-    order = torch.cat([(numbers == n).nonzero().flatten() for n in range(len(side.bases))])
-    spaces = spaces[order.argsort()]
-    for one in range(min(most, len(rows))):
-        near = _in_common(spaces[one], spaces).masked_fill(tokens == tokens[one], 0.0)
-        for other in near.topk(min(_NEAR, len(near))).indices.tolist():
-            both = torch.tensor([one, other])
-            products = _products(rows[both])
-            outside, errors = (products @ form[numbers[both]] @ products.mT for form in side.forms)
-            weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
-            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][:, 0]
-            sizes = theta.unflatten(0, (2, -1)).square().sum(0)
-            if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
-                yield theta
-                yield theta / sizes.sqrt().repeat(2)  # as it is where M has no scales
-
-
-def _map(theta: Tensor) -> Map:
-    return Map(_products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0], None, 1.0)
-
-
-def _unplaced(side: Side, rows: Tensor, numbers: Tensor) -> Map | None:
-    """The map from rows (n, d) of tokens that are in blocks `numbers` (n,), in whatever place."""
-    inside = torch.arange(len(rows))  # a place of its own for each, of which A hides one at most
-    found = solved(side, rows, numbers * len(rows) + inside, len(rows))
-    return None if found is None else replace(found, hidden=None)
-
-
-def _bags(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
-    """The tokens of each block, by their values: one frequent token against all common ones."""
-    count, vocabulary = len(side.blocks), table.values[side.head]
-    tokens = common.repeat_interleave(count)  # the most frequent first, in every block
-    numbers = torch.arange(count).repeat(len(common))
-    rows = vocabulary[tokens]
-    whole = sum(len(each) for each in side.blocks)
-    best: tuple[int, Map | None] = (0, None)
-    for theta in _pair(side, rows, numbers, tokens, _FIRST * count):
-        found = _map(theta)
-        misfits = torch.cat([found.misfits(side, vocabulary[common], n) for n in range(count)])
-        fits = int((misfits < _NEARLY).sum())
-        if fits > whole:  # more than stand there: a map that puts anything into a block
-            continue
-        best = max(best, (fits, found), key=lambda pair: pair[0])
-        if fits >= 5 * count:
-            break
-    found, most, bags = best[1], _NEARLY, list[Tensor]()
-    for _ in range(3):
-        if found is None:
-            return None
-        bags = [
-            (found.misfits(side, vocabulary, n) < most).nonzero().flatten() for n in range(count)
-        ]
-        numbers = torch.cat([torch.full_like(bag, n) for n, bag in enumerate(bags)])
-        every = torch.cat(bags)
-        if not 2 * count < len(every) <= 4 * whole:
-            return None
-        found, most = _unplaced(side, vocabulary[every], numbers), _HIDDEN
-    return bags
-
-
-def _in_order(
-    reader: Reader, side: Side, bags: Sequence[Tensor]
-) -> tuple[Reader, dict[int, int]] | None:
-    """The tokens of blocks put into their places by one head's keys."""
-    size, table = reader.blocks.size, reader.table
-    number = max(range(len(bags)), key=lambda n: len(bags[n]) if len(side.blocks[n]) == size else 0)
-    places = torch.arange(number * size, (number + 1) * size)
-    tokens = bags[number].repeat(size)
-    at = places.repeat_interleave(len(bags[number]))
-    rows = table.rows(side, tokens, at)
-    numbers = torch.full_like(tokens, number)
-    for theta in _pair(side, rows, numbers, tokens, len(tokens)):
-        found = _map(theta)
-        if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
-            continue
-        shifted = [_shifted(reader, side, found, bags, shift) for shift in range(-size, size + 1)]
-        likely = sorted(shifted, key=len, reverse=True)[:_SHIFTS]
-        read = max((reader.read(known) for known in likely if known), key=lambda read: len(read[1]))
-        if len(read[1]) >= size // 2:
-            return read
-    return None
-
-
-def _shifted(
-    reader: Reader, side: Side, found: Map, bags: Sequence[Tensor], shift: int
-) -> dict[int, int]:
-    """The tokens that fit, with all positions shifted."""
-    known: dict[int, int] = {}
-    for number, bag in enumerate(bags):
-        start = number * reader.blocks.size
-        here = torch.arange(start, start + len(side.blocks[number]))
-        here = here[here + shift >= 0]
-        if not len(here) or not len(bag):
-            continue
-        at = (here + shift).repeat_interleave(len(bag))
-        misfits = found.misfits(side, reader.table.rows(side, bag.repeat(len(here)), at), number)
-        least, which = misfits.unflatten(0, (len(here), -1)).min(1)
-        kept = least < _NEARLY
-        known |= dict(zip(here[kept].tolist(), bag[which[kept]].tolist(), strict=True))
-    return known

@@ -1,0 +1,306 @@
+"""The blocks of a mixed cache: what they span, the secret map from known tokens, what fits.
+
+The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W what is
+outside of the span of its stored rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.layers.precision import precision_of
+from keyhole.recover.leaks import MixedCache
+
+_DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
+HIDDEN = 4.0  # q from which on a head may be thought to hide a token
+CAP = 30.0  # q that one head may add: it may hide the token
+_STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
+_ENOUGH = 1.25  # equations for each unknown
+_HIDES = 0.9  # of the level: what is left of it without the place that A hides
+LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
+_TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The keys, or the values, of one head: its blocks (b, d), each row divided by its σ."""
+
+    keys: bool
+    head: int
+    blocks: tuple[Tensor, ...]
+    sigma: tuple[float, ...]  # of each block, as a root mean square
+
+    @cached_property
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """The singular values (b,) and right singular vectors (b, d) of each block."""
+        return [torch.linalg.svd(rows, full_matrices=False)[1:] for rows in self.blocks]
+
+    @cached_property
+    def bases(self) -> list[Tensor]:
+        """Orthonormal rows (r, d) that span each block, but for what rounding may have made."""
+        noise = sum(size**0.5 for size in self.blocks[0].shape)
+        return [v[sizes > noise] for sizes, v in self.parts]
+
+    @cached_property
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """W^½ (d, d) and C^½ (d, b) of each block: ‖x W^½‖² is outside of it, and x C^½ is c."""
+        made: list[tuple[Tensor, Tensor]] = []
+        for sizes, v in self.parts:
+            left = 1 / (sizes.square() + 1)
+            whole = torch.eye(v.shape[1]).to(v) + (v.mT * (left.sqrt() - 1)) @ v
+            made.append((whole, v.mT * (sizes * left)))
+        return made
+
+    @cached_property
+    def forms(self) -> tuple[Tensor, Tensor]:
+        """W and C (blocks, d, d)."""
+        outside, errors = (torch.stack([each @ each.mT for each in roots])
+                           for roots in zip(*self.roots, strict=True))  # fmt: skip
+        return outside, errors
+
+    @cached_property
+    def free(self) -> Tensor:
+        """tr W (blocks,): how many dimensions are outside."""
+        return self.forms[0].diagonal(dim1=1, dim2=2).sum(-1)
+
+
+def sides_of(leak: MixedCache, block: int) -> list[Side]:
+    """All keys and values of a leak, head by head, cut into blocks."""
+    errors = precision_of(leak).sigma.view(leak.keys.shape[1], len(leak.keys), -1)
+    parts = errors.split([leak.keys.shape[-1], leak.values.shape[-1]], -1)
+    made: list[Side] = []
+    for (name, tensor), error in zip(leak.tensors.items(), parts, strict=True):
+        for head, rows in enumerate(tensor.double()):
+            sigma = error[:, head].double().square().mean(-1, keepdim=True).sqrt()
+            sizes = tuple(float(each.square().mean().sqrt()) for each in sigma.split(block))
+            made.append(Side(name == "keys", head, (rows / sigma).split(block), sizes))
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """What is solved of one side: M (d, d), and the place of a block that A hides, if any.
+
+    `level` is the mean q of the tokens that it was solved from.
+    """
+
+    matrix: Tensor
+    hidden: int | None
+    level: float
+
+    def shows(self, place: int) -> bool:
+        return self.hidden != place
+
+    def misfits(self, side: Side, rows: Tensor, number: int) -> Tensor:
+        """q (c,) of rows (c, d) in block `number`."""
+        outside, error = (
+            (rows @ (self.matrix @ root).to(rows)).square().sum(-1) for root in side.roots[number]
+        )
+        # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
+        error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
+        return outside / error / float(side.free[number])
+
+
+def products(rows: Tensor) -> Tensor:
+    """J (n, d, d) with x M = θ J(x), θ = (α, β)."""
+    x, y = torch.diag_embed(rows.double().unflatten(-1, (2, -1))).unbind(1)
+    return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
+
+
+def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
+    """M from rows (n, d) of tokens known to stand at `places` (n,); None if they are too few."""
+    numbers, size, classes = places // block, rows.shape[1], places % block
+    jacobians = products(rows)
+    outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
+    equations = side.free[numbers]
+
+    def fit(hidden: int | None) -> tuple[float, int | None, Tensor] | None:
+        seen = (classes != (-1 if hidden is None else hidden)).double()
+        given = float(equations @ seen)
+        if given < _ENOUGH * size:
+            return None
+        error, theta = errors.diagonal(dim1=1, dim2=2).mean(-1), outside.new_zeros(size)
+        for _ in range(2):
+            sums = torch.einsum("n,nij->ij", seen / error, outside)
+            theta = torch.linalg.eigh(sums)[1][:, 0]
+            error = theta @ errors @ theta
+        return float((seen / error) @ (theta @ outside @ theta)) / given, hidden, theta
+
+    whole = fit(None)
+    if whole is None:
+        return None
+    theta = whole[2]
+    misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
+    means = {int(each): -float(misfits[classes == each].mean()) for each in classes.unique()}
+    worst = sorted(means, key=means.__getitem__)[:2]
+    without = [found for each in worst if (found := fit(each)) is not None]
+    best = min(without, key=lambda found: found[0], default=whole)
+    level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
+    return Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """How well tokens (p, c) lie in their blocks: q by keys alone, and by all that shows them.
+
+    `score` is what tokens are compared by, minus twice a log-likelihood. The numbers of dimensions
+    (p, c) that speak are `keys_free` (0 where every head hides the position) and `free`.
+    """
+
+    keys: Tensor
+    whole: Tensor
+    score: Tensor
+    keys_free: Tensor
+    free: Tensor
+
+    @classmethod
+    def of(cls, misfits: Tensor, free: Tensor, keys: Tensor, sure: Tensor) -> Fit:
+        """From q (s, p, c) of each side, of `free` (s, p) dimensions, which are of `keys` (s,).
+
+        Of sides of which nobody knows which place they hide (not `sure`), one of keys may hide this
+        one, and any of values: keys, which count twice, say where a token stands.
+        """
+        free = free[..., None].expand_as(misfits)
+        weights = (1 + keys.to(free))[:, None, None]
+        score = (weights * free * misfits.clamp(max=CAP)).sum(0)
+        hides = (misfits > HIDDEN) & ~sure[:, None, None] & (free > 0)
+        if int(keys.sum()) > 1:
+            worst = torch.where(keys[:, None, None], misfits, 0.0).argmax(0, keepdim=True)
+            one = torch.zeros_like(hides).scatter(0, worst, value=True)
+            free = free.masked_fill(hides & (one | ~keys[:, None, None]), 0.0)
+        own = free * keys[:, None, None]
+        keys_free, whole_free = own.sum(0), free.sum(0)
+        return cls(
+            (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free,
+            score, keys_free, whole_free,
+        )  # fmt: skip
+
+    def fits(self, level: float) -> Tensor:
+        """Which tokens (p, c) a chi-square accepts, rounding being `level` times as expected."""
+        most = max(1.0, level)
+        keys = self.keys <= most * (1 + _DEVIATIONS * (2 / self.keys_free).sqrt())
+        whole = self.whole <= most * (1 + _DEVIATIONS * (2 / self.free).sqrt())
+        return whole & (keys | (self.keys_free == 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A leak cut into blocks of one size, with the maps that are solved for."""
+
+    leak: MixedCache
+    size: int
+    sides: Sequence[Side]
+    maps: Sequence[Map | None] = ()
+
+    @classmethod
+    def of(cls, leak: MixedCache, size: int) -> Blocks:
+        return cls(leak, size, sides_of(leak, size))
+
+    @property
+    def length(self) -> int:
+        """Positions, with those that fill up the last block."""
+        return self.leak.keys.shape[1]
+
+    @property
+    def level(self) -> float:
+        levels = [each.level for each in self.maps if each is not None]
+        return float(torch.tensor(levels or [torch.inf]).median())
+
+    def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
+        """With maps from each side's rows (n, d) at `places` (n,)."""
+        maps = [
+            solved(side, each, places, self.size)
+            for side, each in zip(self.sides, rows, strict=True)
+        ]
+        return replace(self, maps=maps)
+
+    def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:
+        """How well rows (p, c, d) of each side fit at places (p,) of one block; (c, d): at all."""
+        number, inside = places[0] // self.size, torch.tensor([p % self.size for p in places])
+        misfits, free, keys, sure = list[Tensor](), list[Tensor](), list[bool](), list[bool]()
+        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
+            if each is None:
+                continue
+            q = each.misfits(side, given, number)
+            misfits.append(q.expand(len(places), -1) if q.ndim == 1 else q)
+            shown = inside != (-1 if each.hidden is None else each.hidden)
+            free.append(shown * float(side.free[number]))
+            keys.append(side.keys)
+            sure.append(each.hidden is not None)
+        return Fit.of(
+            torch.stack(misfits), torch.stack(free), torch.tensor(keys), torch.tensor(sure)
+        )
+
+    def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
+        """What each side's tokens (n, d), the first ones of a block, explain of it."""
+        start, added = number * self.size, False
+        made: list[Spans | None] = []
+        for each in self.maps:
+            added |= each is not None and each.hidden is not None
+        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
+            inside = torch.arange(start, start + len(given)) % self.size
+            made.append(
+                None if each is None else Spans.of(side.blocks[number], each, given, inside, added)
+            )
+        return made
+
+
+def _spanned(rows: Tensor) -> Tensor:
+    """Orthonormal columns (d, r) that span rows (n, d); a token's values may be there twice."""
+    _, sizes, v = torch.linalg.svd(rows, full_matrices=False)
+    return v[sizes > _TWICE * sizes.amax()].mT if len(rows) else v.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """A block (b, d) and its tokens' rows x M (n, d): do they span it?
+
+    `shown` (n,) are those that A leaves as they are. `more` (k, d) are the largest directions that
+    are left: the row under A has one, and rows that fill a block up, all of them the same, another.
+    """
+
+    block: Tensor
+    rows: Tensor
+    shown: Tensor
+    more: Tensor
+    matrix: Tensor
+    left: float  # the largest direction that nothing spans, in what rounding makes
+
+    @classmethod
+    def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
+        made = rows.double() @ found.matrix
+        shown = inside != (-1 if found.hidden is None else found.hidden)
+        base = _spanned(made[shown])
+        _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
+        free = int(added) + (len(rows) < len(block))
+        noise = sum(size**0.5 for size in block.shape)
+        left = float(sizes[free]) / noise if len(sizes) > free else 0.0
+        return cls(block, made, shown, v[:free], found.matrix, left)
+
+    def losses(self, place: int, others: Tensor) -> Tensor:
+        """What the block loses in likelihood (c,) with rows of others (c, d) at a place instead."""
+        if not bool(self.shown[place]):
+            return torch.zeros(len(others), dtype=self.block.dtype)
+        kept = self.shown.clone()
+        kept[place] = False
+        base = _spanned(torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()]))
+        left = self.block - self.block @ base @ base.mT
+
+        def explained(rows: Tensor) -> Tensor:
+            apart = rows - rows @ base @ base.mT
+            return (torch.nn.functional.normalize(apart, dim=-1) @ left.mT).square().sum(-1)
+
+        return explained(self.rows[place][None]) - explained(others.double() @ self.matrix)
+
+
+def lost_with(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
+    """What all sides lose in likelihood (c,) with other rows (c, d) at a place of a block."""
+    pairs = zip(spans, given, strict=True)
+    return torch.stack([each.losses(inside, rows) for each, rows in pairs if each is not None]).sum(
+        0
+    )
