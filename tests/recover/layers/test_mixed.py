@@ -106,7 +106,7 @@ def test_a_wrong_text_is_never_verified(llama, words, dtype):
     assert judge_mixed(target, leak, TEXT).verified
     exchanged = [[*TEXT[:n], TEXT[n] + 1, *TEXT[n + 1 :]] for n in (0, 19, 41)]
     swapped = [*TEXT[:20], TEXT[21], TEXT[20], *TEXT[22:]]
-    for other in (*exchanged, swapped, TEXT[:-1], [*TEXT, 5], TEXT[:16]):
+    for other in (*exchanged, swapped, TEXT[:-1], [*TEXT, 5], [*TEXT, TEXT[-1]], TEXT[:16]):
         assert not judge_mixed(target, leak, other).verified
 
 

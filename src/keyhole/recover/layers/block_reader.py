@@ -177,7 +177,18 @@ class Reader:
                                   self._by_keys(place)]).unique()  # fmt: skip
                 tokens[place] = int(near[self.fit(near, [place]).score[0].argmin()])
             ids.append(tokens[place])
-        return self._spanning(ids)
+        ids = self._spanning(ids)
+        while len(ids) % self.blocks.size > 1 and self._explained(ids[:-1]):
+            ids = ids[:-1]  # a row that fills the block up
+        return ids
+
+    def _explained(self, ids: list[int]) -> bool:
+        """Do the tokens of the last block span it?"""
+        number = max(0, len(ids) - 1) // self.blocks.size
+        places = torch.arange(number * self.blocks.size, len(ids))
+        tokens = torch.tensor(ids, dtype=torch.long)[places]
+        rows = [self.table.rows(side, tokens, places) for side in self.blocks.sides]
+        return self.blocks.explained(rows, number)
 
     def _spanning(self, ids: list[int]) -> list[int]:
         """The text with tokens exchanged for others with which they span their blocks better.
@@ -187,6 +198,8 @@ class Reader:
         size, table = self.blocks.size, self.table
         for start in range(0, len(ids), size):
             number, places = start // size, torch.arange(start, min(start + size, len(ids)))
+            if self._explained(ids[: start + size]):
+                continue
             near = self.shortlist(number, LIST * size)
             for place in places.tolist():
                 tokens = torch.tensor(ids[start : start + size])

@@ -236,6 +236,11 @@ class Blocks:
             torch.stack(misfits), torch.stack(free), torch.tensor(keys), torch.tensor(sure)
         )
 
+    def explained(self, rows: Sequence[Tensor], number: int) -> bool:
+        """Do each side's tokens (n, d), the first ones of a block, span it?"""
+        spans = self.spans(rows, number)
+        return all(each is not None and each.left <= LEFT for each in spans)
+
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
         """What each side's tokens (n, d), the first ones of a block, explain of it."""
         start, added = number * self.size, False

@@ -46,7 +46,7 @@ padding, so that nothing is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from math import log
 from typing import Any, cast
@@ -101,8 +101,9 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     table = Table.of(target)
     best: tuple[int, list[int], str] = (0, [], "")
     for blocks, ids in product(cut, known):
-        reader = Reader(table, blocks).solved(dict(enumerate(ids)))
-        if reader.blocks.level <= _OPENS:
+        first = replace(blocks, sides=blocks.sides[:1])  # one head is enough to see what is wrong
+        if Reader(table, first).solved(dict(enumerate(ids))).blocks.level <= _OPENS:
+            reader = Reader(table, blocks)
             reader, tokens = reader.read(dict(enumerate(ids)))
             note = f"blocks of {blocks.size}, {len(ids)} first tokens known"
             best = max(best, (len(tokens), reader.whole(tokens), note))
@@ -188,10 +189,9 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
         blocks = Blocks.of(leak, size)
         rows = [given["keys" if side.keys else "values"][0, side.head].float().cpu()
                 for side in blocks.sides]  # fmt: skip
-        blocks = blocks.solved(rows, places)
-        if best is None or blocks.level < best.level:
-            best = blocks
-        if best.level <= _OPENS:
+        first = replace(blocks, sides=blocks.sides[:1]).solved(rows[:1], places)
+        if first.level <= _OPENS or size == sizes_of(leak)[-1]:
+            best = blocks.solved(rows, places)
             break
     if best is None or best.level == torch.inf:
         reason = "the text has too few tokens for the map to be solved from them"
@@ -217,7 +217,10 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
                 # Another one of the block cannot stand here as well: this one would be missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
-    whole = left <= LEFT and all(fitting) and level <= _CLAIMED
+    number, more = divmod(len(ids), size)
+    shorter = [each[number * size : -1] for each in rows]
+    needed = not more or not blocks.explained(shorter, number)  # or the last token is none
+    whole = left <= LEFT and all(fitting) and level <= _CLAIMED and needed
     odds = 2 * (log(target.vocabulary) + ODDS)
     marks = tuple(
         Mark.VERIFIED if whole and margin > odds
@@ -236,6 +239,7 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
     if status is not Status.RECOVERED:
         reason += f"; of {len(marks)} tokens {certain} verified, {likely} likely"
         reason += "" if left <= LEFT else "; they do not span their blocks"
+        reason += "" if needed else "; without the last one they do as well"
     return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
 
 
@@ -318,8 +322,7 @@ def _left_to_right(
         number = len(ids) // blocks.size
         inside = [each[number * blocks.size :] for each in rows]
         last = (number + 1) * blocks.size >= blocks.length and len(inside[0]) > 0
-        spans = blocks.spans(inside, number) if last else []
-        if last and all(each is not None and each.left <= LEFT for each in spans):
+        if last and blocks.explained(inside, number):
             break
         found, order, most = None, _predicted(target, ids), behind.branches.at_once(len(ids))
         while len(order):
