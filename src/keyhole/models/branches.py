@@ -65,6 +65,7 @@ class Branches:
         self.lengths = torch.zeros_like(starts)
         self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
+        self._passing = False  # nothing goes on from here: a layer's keys are gone after it
         self._prefix = 0  # columns before the chunk
         self._chunk = starts[:, None]
         self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
@@ -75,6 +76,8 @@ class Branches:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        if self._passing and layer_idx:
+            self.layers[layer_idx - 1] = _Layer()
         return self.layers[layer_idx].extend(keys, values)
 
     def get_seq_length(self, *_: Any) -> int:
@@ -158,14 +161,15 @@ class Branches:
     def at_once(self, length: int) -> int:
         """How many tokens behind so long a prefix fit into a pass of `each`, by the free memory."""
         parts = self.parts
-        kept = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
+        heads = parts.key_heads + parts.heads  # as they are kept, and one for each query's head
+        kept = 2 * heads * parts.head_dim * (1 + length / _ROW)
         return _ROW * max(1, parts.at_once(length + _ROW, kept=kept) // _ROW)
 
     def _repeated(self, row: int, count: int, length: int) -> Branches:
         """The beginning of one text's prefix, `count` times: for as many chunks."""
         other = Branches(self.model, self.starts[row].expand(count))
         other.lengths = torch.full_like(other.starts, length)
-        other._prefix = length
+        other._prefix, other._passing = length, True
         other._texts = [self._texts[row][: int(self.starts[row]) + length]] * count
         for mine, own in zip(self.layers, other.layers, strict=True):
             if mine.keys is not None and mine.values is not None:
