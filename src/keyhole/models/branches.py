@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
@@ -23,6 +24,8 @@ _AGREES = 1e-3  # of a state's length: how far arithmetic in another order may b
 _ROUNDINGS = 4  # … in roundings of the model's own arithmetic, …
 _GROWTH = 2.0  # … and against the layer below
 _ROW = 128  # candidates that share one copy of the prefix
+# cuDNN's attention makes a plan for every new shape, and each token makes the prefix longer.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class _Layer:
@@ -117,10 +120,11 @@ class Branches:
         dtype = self.parts.tokens.weight.dtype
         mask = torch.zeros(sees.shape, dtype=dtype, device=device)
         mask = mask.masked_fill(~sees, torch.finfo(dtype).min)[:, None]
-        exposed = capture(
-            self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
-            past_key_values=self,
-        )  # fmt: skip
+        with sdpa_kernel(_KERNELS):
+            exposed = capture(
+                self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
+                past_key_values=self,
+            )  # fmt: skip
         # A cache holds the prefix as well; only the chunk is asked about.
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
 
