@@ -94,7 +94,7 @@ def test_the_strength_is_the_one_that_cross_validation_prefers(width):
 
 
 def test_of_long_rows_some_numbers_decide(runs, monkeypatch):
-    """Six numbers of a row put tokens among the first tenth three times as often as chance would."""
+    """Six numbers put tokens among the first tenth three times as often as chance would."""
     monkeypatch.setattr(ordering, "MANY", 12)
     target = opened(runs)
     order = ordering.fit(target, Exposure("kv", 1), 256, 0).rest
