@@ -41,3 +41,9 @@ def test_the_best_of_so_many_texts_and_never_a_worse_one():
     more = try_all(misfits, ids, torch.tensor([3, 1]), TOKENS, most=5200)
     assert more.ids.tolist() == [7, 900, 11, 11]
     assert more.forwards <= 5200
+
+
+def test_a_small_vocabulary_in_which_nothing_helps():
+    tried = try_all(misfits, RIGHT, torch.tensor([0, 3]), TOKENS[:60], most=10_000)
+    assert tried.ids.tolist() == RIGHT.tolist()
+    assert tried.forwards == 121

@@ -227,8 +227,8 @@ def try_all(misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most:
     """
     start, forwards = float(misfits(ids[None])[0]), 1
     best, loss = ids, start
-    for part in (tokens[:_COMMON], tokens[_COMMON:]):
-        for place in places.tolist():
+    for part in tokens.tensor_split([_COMMON]):
+        for place in places.tolist() if len(part) else ():
             for some in part[: most - forwards].split(_SOME):
                 texts = ids.repeat(len(some), 1)
                 texts[:, place] = some
