@@ -88,7 +88,7 @@ def test_any_method_by_its_name(keyhole, place):
 
 
 def test_certificates_by_the_command(keyhole, place, tmp_path):
-    view = ("lab", "certificates", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3)
+    view = ("lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3)
     done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
     data = json.loads(done.stdout)
     assert json.loads((tmp_path / "c.json").read_text()) == data
@@ -360,7 +360,7 @@ WRONG = {
         ["disrupt", "my-classifier", "--processes", "2", "--dask", "tcp://127.0.0.1:1"],
         "give --processes or --dask, not both",
     ),
-    "no unit": (["lab", "certificates", "my-classifier", "0"], "must be 1 or more, not 0"),
+    "no unit": (["lab", "certify", "my-classifier", "0"], "must be 1 or more, not 0"),
     "continuation of a class": (
         ["disrupt", "my-classifier", "-o", "continuation=2"],
         "continuation is for language models, not for classification",

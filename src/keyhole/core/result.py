@@ -17,6 +17,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    Literal,
     Self,
     TypeVar,
     Union,
@@ -211,11 +212,12 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple: a list in JSON
         named = cast("Any", kind)
         return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        words = [str(member.value) for member in kind]
+    named = isinstance(kind, type) and issubclass(kind, Enum)
+    if named or origin is Literal:
+        words = [str(member.value) for member in kind] if named else list(inner)
         if value not in words:
             raise _unlike(where, f"one of {', '.join(words)}", value)
-        return kind(value)
+        return kind(value) if named else value
     return _plain(kind, value, where)
 
 
