@@ -109,7 +109,7 @@ class Smoothing:
         return Smoothed(tuple(ballots), self, k, time.perf_counter() - started)
 
     def asked(self, model: Any, batch: Batch, label: int) -> tuple[Question, Units]:
-        question = ask(model, batch, torch.tensor([max(0, label)]))
+        question = ask(model, batch, torch.tensor([max(0, label)] * len(batch["input_ids"])))
         if question.size != 1 or question.task not in ("classification", "choice"):
             raise InputError("smoothing takes one text of a classifier, or one multiple choice")
         return question, survey(model, question, spare=self.spare)
@@ -180,9 +180,9 @@ _ROUNDING = 1e-9
 
 def at_least(hits: int, drawn: int, doubt: float) -> float:
     """Clopper and Pearson's lower bound of a probability, wrong with a chance of `doubt`."""
-    from scipy.stats import beta  # with the models
+    from scipy.special import betaincinv  # with the models
 
-    return float(beta.ppf(doubt, hits, drawn - hits + 1)) if hits else 0.0
+    return float(betaincinv(hits, drawn - hits + 1, doubt)) if hits else 0.0
 
 
 class Kept(Untouched):
