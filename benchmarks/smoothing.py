@@ -14,7 +14,7 @@ have the smoothed classifier as their target, as its mean probability over MASKS
 (of a partition: all of it), and may cut every unit, up to 1% of all:
 
 - `ours` ranks units by what their removal costs the vote, over all masks (a query that keeps
-  nothing else falls silent), again whenever four times as many are gone;
+  nothing else falls silent), sixteen times on the way;
 - `as released` is HackAttend's search (disrupt/greedy.py): its gradients, its order of heads, 1% of
   each but for the first token; it ends at the first flip that it sees.
 
@@ -25,6 +25,7 @@ choice. `--join FILE …` keeps the rows of earlier runs and leaves out what the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -53,6 +54,7 @@ from show import Row
 from tasks import TASKS, made_up
 
 MASKS = 32  # that an attack looks at
+RANKINGS = 16  # of units, on the way to the most that is cut
 JUDGES = 200  # fresh masks that vote after an attack
 SHARE = 0.01  # of all units: the most that is cut
 ALONE = 1e-6  # a unit that holds all of its row but so much is alone in it
@@ -170,12 +172,13 @@ def removed(a: Tensor, g: Tensor) -> Tensor:
 def ours(queries: SmoothedQueries, most: int) -> list[Tensor]:
     """Cuts of 1, 4, 16, … `most` units, each with the one before inside."""
     cut, cuts = torch.zeros_like(queries.kept[0]), list[Tensor]()
-    for k in steps(most):
+    asked = [4**power for power in range(10) if 4**power < most] + [most]
+    for k in sorted({*asked, *(math.ceil(most * part / RANKINGS) for part in range(1, RANKINGS))}):
         _, _, effect = queries.differentiated(cut)
         effect = effect.masked_fill(cut | ~queries.units.free[0], -torch.inf)
         cut = cut.clone()
         cut[effect.topk(k - int(cut.sum())).indices] = True
-        cuts.append(cut)
+        cuts += [cut] if k in asked else []
     return cuts
 
 
@@ -186,10 +189,6 @@ def as_released(queries: SmoothedQueries) -> Tensor:
     noise = torch.zeros_like(units.free, dtype=torch.float32)
     search = Search(cast("Any", queries), limits, "gradient", "cross-entropy", noise)
     return Greedy()(search).cut[0]
-
-
-def steps(most: int) -> list[int]:
-    return [4**power for power in range(10) if 4**power < most] + [max(1, most)]
 
 
 @dataclass(frozen=True)
@@ -372,8 +371,9 @@ def run(
         for way in ways:
             count = options.texts if way.exact else options.sampled
             row = bench.row(f"{what}, {way.kind}", loaded, way, dev[:count])
-            runs += [row.run] if row.run else []
-            yield row
+            known = {**(row.run or {}), "training": training.to_dict()}
+            runs.append(known)
+            yield replace(row, details=f"{row.details}; {training.summary()}", run=known)
     good = [each for each in runs if each["accuracy"] >= 0.8]
     if not quick:
         best = max(good or runs, key=lambda each: each["at_4"])

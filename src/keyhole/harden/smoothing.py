@@ -76,11 +76,11 @@ class Smoothing:
     @property
     def exact(self) -> bool:
         """Are all masks voted on, so that nothing is left to chance?"""
-        return self.kind == "partition" or not self.keep
+        return self.kind == "partition" or self.keep in (0, 1)
 
     @property
     def masks(self) -> int:
-        """How many vote; where ρ = 0 the one that keeps nothing."""
+        """How many vote; where ρ is 0 or 1 the one that keeps nothing, or everything."""
         if not self.exact:
             return self.samples
         return max(1, round(1 / self.keep)) if self.keep else 1
@@ -169,8 +169,6 @@ class Smoothing:
         gap = (least - most) / 2
         if gap <= 0:
             return -1
-        if self.keep == 1:
-            return 0
         return max(0, math.ceil(math.log1p(-gap) / math.log1p(-self.keep) - _ROUNDING) - 1)
 
 
