@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,9 @@ from keyhole.data import NO_LABEL
 from keyhole.harden import Smoothed, Smoothing
 from keyhole.harden.smoothing import Ballot, Kept, at_least
 from keyhole.models.masking import rewriting
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from smoothing import SmoothedQueries, ours, removed
 
 WAYS = [Smoothing(0.1), Smoothing(0.25), Smoothing(0.1, "partition"), Smoothing(0.34, "partition")]
 
@@ -200,6 +205,40 @@ def test_what_was_voted_is_counted_saved_and_loaded(tmp_path):
     found.save(tmp_path / "votes.json")
     assert Smoothed.load(tmp_path / "votes.json") == found
     assert "2 of 4 answers are right and stand whichever 4 units" in found.summary()
+
+
+def test_the_attack_ranks_by_what_a_removal_does_to_a_row():
+    """Of a loss that is linear in a row, exactly: renormalised, or silent where nothing is left."""
+    stream = torch.Generator().manual_seed(0)
+    a = torch.rand(6, 5, generator=stream, dtype=torch.float64)
+    a[0, 1:] = 0  # a unit that is alone
+    a[1, 2] = 0
+    a, g = a / a.sum(-1, keepdim=True), torch.randn(6, 5, generator=stream, dtype=torch.float64)
+    for row, key in itertools.product(range(6), range(5)):
+        left = a[row].clone()
+        left[key] = 0
+        left = left / left.sum() if left.sum() else left
+        moved = float(g[row] @ (left - a[row]))
+        assert float(removed(a, g)[row, key]) == pytest.approx(moved, abs=1e-12)
+
+
+def test_the_attack_on_the_vote_lowers_it_and_keeps_its_budget():
+    model, batch = tiny_heads.model("bert", "classes", seed=3), tiny_heads.texts(1, 8, seed=3)
+    way = Smoothing(0.3, samples=100)
+    question, units = way.asked(model, batch, way.ballot(model, batch, NO_LABEL).answer)
+    kept = torch.cat(list(way.drawn(units, 1, 24, way.stream(question))))
+    queries = SmoothedQueries(model, question, units, kept, 24)
+    cuts = ours(queries, 40)
+    assert [int(cut.sum()) for cut in cuts] == [1, 4, 16, 40]
+    assert all(bool((small <= large).all()) for small, large in itertools.pairwise(cuts))
+    label = int(question.labels[0, 0])
+    found = queries.votes(torch.stack([torch.zeros_like(cuts[0]), *cuts]))[:, label].tolist()
+    assert found[-1] < found[0] - 0.1
+    at_random = torch.zeros_like(cuts[0])
+    at_random[torch.randperm(len(at_random), generator=torch.Generator().manual_seed(0))[:40]] = (
+        True
+    )
+    assert found[-1] < float(queries.votes(at_random[None])[0, label])
 
 
 def test_wrong_settings_are_said():
