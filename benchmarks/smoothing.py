@@ -356,7 +356,7 @@ def run(
             options, attacked=1, samples=60, epochs=2, batch=16, rate=3e-3, device="cpu"
         )
     runs = trained.joined(join)
-    yield from (Row(each["row"], "joined", run=each) for each in runs)
+    yield from (Row(run=each, **each["line"]) for each in runs)
     for name, readout, keep in product(tasks, readouts, keeps):
         what = f"{options.model}, {name}, {readout}, ρ = {keep:g}"
         ways = [
@@ -373,9 +373,10 @@ def run(
         for way in ways:
             count = options.texts if way.exact else options.sampled
             row = bench.row(f"{what}, {way.kind}", loaded, way, dev[:count])
-            known = {**(row.run or {}), "training": training.to_dict()}
-            runs.append(known)
-            yield replace(row, details=f"{row.details}; {training.summary()}", run=known)
+            row = replace(row, details=f"{row.details}; {training.summary()}")
+            line = {name: value for name, value in vars(row).items() if name != "run"}
+            runs.append({**(row.run or {}), "training": training.to_dict(), "line": line})
+            yield replace(row, run=runs[-1])
     most = max((len(each["ballots"]) for each in runs), default=0)
     whole = [each for each in runs if len(each["ballots"]) == most]
     good = [each for each in whole if each["accuracy"] >= 0.8]
