@@ -7,7 +7,7 @@ and a decoder both are read: the decoder's text is what the model itself answers
 the encoder's states of it. An encoder that reads no text (Whisper's; a folder of CTranslate2, too)
 is given noise, and the turns are what the decoder is read from.
 
-`--sizes 0.1 1.5 7`: Llamas of about so many billion parameters with random weights of scale 0.02,
+`--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
 in bfloat16 on a GPU, which says what size costs: random texts of `--length` tokens, `--together` of
 them at once, from half of the layers, from the last, and from the cache at half; tokens a second,
 and the most memory that was taken over what the weights take.
