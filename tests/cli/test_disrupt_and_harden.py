@@ -334,7 +334,10 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     assert cut["own_answers"]
     assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
-    done = keyhole("audit", *view, "--texts", 1, "--flips", 1, "--layers", 1)
+    done = keyhole(
+        "audit", *view, "--texts", 1, "--flips", 1, "--layers", 1, "--only", "predictions",
+        "--only", "KH-TEXT-HIDDEN-STATES",
+    )  # fmt: skip
     found = json.loads(done.stdout)
     assert done.returncode == exposed(found), done.stderr
     assert {row["sought"] for row in found["findings"]} == {"text", "prediction"}

@@ -59,7 +59,7 @@ class EncoderStates:
     After a round that helped, the worst positions get another token up to `flips` times. After each
     stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
     end `candidates` tokens are tried at each position, in at most `sweeps` sweeps, and then all
-    tokens at some, in at most `most` texts (None: 8,192 on a CPU, 32 times as many on a GPU).
+    tokens at some, in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU).
     `samples` random tokens fit the map (None: 48 for each number in a hidden state). `batch` is how
     many tokens go through the model at once.
     """
@@ -101,7 +101,7 @@ class EncoderStates:
             yield from self._by_search(texts, back)
             if self.candidates and self.sweeps:
                 yield from texts.leave(try_everywhere(texts, self.candidates, self.sweeps))
-            most = 2**13 if texts.ids.device.type == "cpu" else 2**18
+            most = 2**11 if texts.ids.device.type == "cpu" else 2**18
             yield from texts.leave(try_vocabulary(texts, most if self.most is None else self.most))
             yield from texts.leave(texts.frame_fits())
 
