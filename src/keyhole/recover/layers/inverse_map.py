@@ -103,7 +103,8 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     passes = samples = 0
     lengths = sorted({min(length, parts.max_length) for length in LENGTHS})
     before, after = (len(side) for side in target.frame())
-    at_once = min(_BATCH, parts.at_once(lengths[-1]), tokens // (2 * len(lengths)))  # two turns each
+    at_once = tokens // (2 * len(lengths))  # every length has its turn twice
+    at_once = min(_BATCH, parts.at_once(lengths[-1]), at_once)
     for length in itertools.cycle(lengths):
         if samples >= tokens:
             break
