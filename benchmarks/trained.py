@@ -132,7 +132,7 @@ def defence(name: str) -> Defence:
         )  # fmt: skip
         chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
         return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
-    if kind in ("sattend", "sattend-token"):
+    if kind in ("sattend", "sattend-token") and "=" not in name:
         mode = "token" if kind == "sattend-token" else "unit"
         return harden.SAttend(float(given[0]) if given else 0.2, mode)
     if kind not in DEFENCES or not all("=" in setting for setting in given):

@@ -3,8 +3,8 @@
 `--before` is a checkout of an earlier commit. Counted in both: lines, files, modules that one other
 module imports, commands, options, what `keyhole disrupt` can import, documents and benchmarks.
 `--same` audits the demo in both, counts the modules that this enters and compares every finding,
-then runs a list of commands and compares statuses and exit codes; `--rows FOLDER FOLDER` compares what quick modes of benchmarks
-wrote with `--json`, before and after.
+then runs a list of commands and compares statuses and exit codes; `--rows FOLDER FOLDER` compares
+what quick modes of benchmarks wrote with `--json`, before and after.
 """
 
 from __future__ import annotations

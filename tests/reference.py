@@ -248,3 +248,47 @@ def kv_cloak(X: np.ndarray, size: int, draw: np.random.Generator, *, added=True,
             block[place] += a
         stored[start : start + size] = S @ block[draw.permutation(size)]
     return stored
+
+
+def attention_of_kept(X: np.ndarray, W: np.ndarray, V: np.ndarray, kept: set) -> np.ndarray:
+    """Attention over the kept pairs (query, key) alone; a query that keeps nothing gives zero."""
+    S, O = scores(X, W), np.zeros((len(X), V.shape[1]))  # noqa: E741
+    for i in range(len(X)):
+        keys = [j for j in range(len(X)) if (i, j) in kept]
+        if keys:
+            for weight, j in zip(softmax(S[i, keys]), keys, strict=True):
+                O[i] += weight * (X[j] @ V)
+    return O
+
+
+def subsets(units) -> list[frozenset]:
+    return [frozenset(s) for k in range(len(units) + 1) for s in itertools.combinations(units, k)]
+
+
+def smoothed(classify, units, keep: float, cut: frozenset, classes: int) -> np.ndarray:
+    """P(f = c) when each unit is kept with probability `keep` and those of `cut` go: every mask."""
+    chances = np.zeros(classes)
+    for kept in subsets(units):
+        weight = keep ** len(kept) * (1 - keep) ** (len(units) - len(kept))
+        chances[classify(kept - cut)] += weight
+    return chances
+
+
+def least_flip(vote, units) -> int:
+    """The fewest units whose cut changes what `vote` gives; one more than all where none does."""
+    before = vote(frozenset())
+    for cut in subsets(units):  # the smallest first
+        if vote(cut) != before:
+            return len(cut)
+    return len(units) + 1
+
+
+def binomial_tail(hits: int, drawn: int, chance: Fraction) -> Fraction:
+    """P(at least so many hits)."""
+    return sum(
+        (
+            math.comb(drawn, x) * chance**x * (1 - chance) ** (drawn - x)
+            for x in range(hits, drawn + 1)
+        ),
+        Fraction(0),
+    )

@@ -88,7 +88,7 @@ def test_any_method_by_its_name(keyhole, place):
 
 
 def test_certificates_by_the_command(keyhole, place, tmp_path):
-    view = ("lab", "certificates", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3)
+    view = ("lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3)
     done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
     data = json.loads(done.stdout)
     assert json.loads((tmp_path / "c.json").read_text()) == data
@@ -103,6 +103,42 @@ def test_certificates_by_the_command(keyhole, place, tmp_path):
     printed = keyhole(*view, cwd=place).stdout
     assert "right answers stand whichever single unit is cut" in printed
     assert "whichever 2 units of one layer are cut" in printed
+
+
+@pytest.mark.parametrize("kind", ["random", "partition"])
+def test_smoothing_by_the_command(keyhole, place, tmp_path, kind):
+    view = (
+        "lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3, "--method",
+        "smoothing", "-o", f"kind={kind}", "-o", "keep=0.1", "-o", "samples=100", "--seed", 5,
+    )  # fmt: skip
+    done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
+    found = harden.Smoothed.load(tmp_path / "c.json")
+    assert found == harden.Smoothed.from_dict(json.loads(done.stdout))
+    assert found.smoothing == harden.Smoothing(0.1, kind, samples=100, seed=5)
+    assert [sum(ballot.votes) for ballot in found.ballots] == [found.smoothing.masks] * 3
+    assert done.returncode == (0 if found.certified(2) == 1 else 3)
+    assert "whichever 2 units are cut" in keyhole(*view, cwd=place).stdout
+
+
+def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
+    view = (
+        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
+        place / "dev.tsv", "--flips", 4, "--certify", "--epochs", 1, "--output", "html=p.html",
+    )  # fmt: skip
+    refused = keyhole(*view, "--out", "new")
+    assert refused.returncode == 2
+    assert "give --method sattend -o emptied=true" in refused.stderr
+    method = ("--method", "sattend", "-o", "emptied=true", "-o", "rate=0.9")
+    done = keyhole(*view, *method, "--out", "new")
+    assert done.returncode == 0, done.stderr
+    card = harden.Hardening.load(tmp_path / "new" / "hardening.json")
+    (after,) = card.after
+    for found in (card.before, after):
+        assert found.smoothed.smoothing == harden.Smoothing(0.1, "partition")
+        assert len(found.smoothed.ballots) == 4
+        assert found.figures()["certified, any 4 units"] == found.smoothed.certified(4)
+    assert "certified, any 4 units" in done.stdout
+    assert "voted on over masks, certified against 1 unit" in (tmp_path / "p.html").read_text()
 
 
 def test_from_python_without_the_command_line(place, tmp_path):
@@ -298,7 +334,10 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     assert cut["own_answers"]
     assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
-    done = keyhole("audit", *view, "--texts", 1, "--flips", 1, "--layers", 1)
+    done = keyhole(
+        "audit", *view, "--texts", 1, "--flips", 1, "--layers", 1, "--only", "predictions",
+        "--only", "KH-TEXT-HIDDEN-STATES",
+    )  # fmt: skip
     found = json.loads(done.stdout)
     assert done.returncode == exposed(found), done.stderr
     assert {row["sought"] for row in found["findings"]} == {"text", "prediction"}
@@ -360,7 +399,11 @@ WRONG = {
         ["disrupt", "my-classifier", "--processes", "2", "--dask", "tcp://127.0.0.1:1"],
         "give --processes or --dask, not both",
     ),
-    "no unit": (["lab", "certificates", "my-classifier", "0"], "must be 1 or more, not 0"),
+    "no unit": (["lab", "certify", "my-classifier", "0"], "must be 1 or more, not 0"),
+    "nothing to prove it on": (
+        ["harden", "my-classifier", "--out", "o", "--certify"],
+        "--certify needs --dev: nothing would be measured",
+    ),
     "continuation of a class": (
         ["disrupt", "my-classifier", "-o", "continuation=2"],
         "continuation is for language models, not for classification",

@@ -130,6 +130,25 @@ def test_a_row_is_never_emptied(case):
     assert all(torch.equal(plain.maps[site], cutting.maps[site]) for site in plain.maps)
 
 
+def test_a_row_may_be_emptied_where_that_is_asked_for(case):
+    """Softmax over what is left, or nothing at all; the other rows are as without `empties`."""
+    family, model, given = case
+    usual, silent = RandomCut(0.9), RandomCut(0.9)
+    silent.empties = True
+    with rewriting(model, usual):
+        model(**given)
+    with rewriting(model, silent):
+        model(**given)
+    site = next(iter(usual.maps))  # later layers have other scores
+    left, weights = usual.maps[site], silent.maps[site]
+    gone = (weights == 0).all(-1)
+    assert gone.any()
+    assert not gone.all()
+    assert torch.equal(weights[~gone], left[~gone])
+    opened = (left > 1e-20) & ~above(left, family)
+    assert (silent.cuts[site] | ~opened)[gone].all(), "only rows that have nothing left"
+
+
 def test_gate_and_bump_against_autograd_and_by_hand(case):
     """At zero, the factor's gradient of a head is the summand's times the probabilities."""
     _, model, given = case

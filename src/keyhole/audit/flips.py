@@ -330,6 +330,11 @@ def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> 
         attacks.append(
             finding(exposure_of(disruption.method, part), disruption, cuts, disruption.seconds)
         )
+    if attacks and evaluation.smoothed is not None:
+        proved = evaluation.smoothed
+        shares = ", ".join(f"{name} {percent(share)}" for name, share in proved.curve().items())
+        more = f"; of {len(proved.ballots)} answers voted on over masks, certified against {shares}"
+        attacks[0] = replace(attacks[0], reason=attacks[0].reason + more)
     others |= {
         masks("transferred", name=name): measured
         for name, measured in evaluation.transferred.items()

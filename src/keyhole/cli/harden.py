@@ -31,6 +31,8 @@ TRAINING = {
     "keyhole harden ./my-classifier --data train.tsv --method strongest --epochs 1 "
     "--dev dev.tsv --output html=hardened.html --out hardened",
     "keyhole disrupt ./hardened --data dev.tsv",
+    "keyhole harden ./my-classifier --data train.tsv --method sattend -o emptied=true -o rate=0.95 "
+    "--epochs 1 --dev dev.tsv --certify --out certified",
 )
 def harden(
     model: opt.ModelName,
@@ -58,6 +60,15 @@ def harden(
             "How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS
         ),
     ] = None,
+    certify: Annotated[
+        bool,
+        opt.about(
+            "Prove how many of those answers no cut of 1, 2, 4, … units changes, when the model "
+            "votes over the masks of --method sattend -o emptied=true.",
+            CHECKS,
+            "--certify",
+        ),
+    ] = False,
     method: opt.Method = None,
     option: opt.MethodOptions = None,
     epochs: Annotated[int, opt.about("How many times to go over all examples.", CHECKS)] = 3,
@@ -92,7 +103,7 @@ def harden(
     with interruptible(lambda: _kept(resume)), bars("harden", "parts") as track:
         result = run(
             model, data, out, method=name, **options, **given, epochs=epochs, dev=dev, flips=flips,
-            checkpoint=resume, seed=seed, seeds=seeds, force=force, track=track,
+            certify=certify, checkpoint=resume, seed=seed, seeds=seeds, force=force, track=track,
         )  # fmt: skip
         pages.write(result)
     if pages.printed(result):

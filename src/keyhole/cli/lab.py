@@ -78,12 +78,13 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.extract.registry import METHODS as EXTRACTIONS
     from keyhole.harden.defences import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
+    from keyhole.lab.certificates import METHODS as CERTIFICATES
     from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
 
     return {
         "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
-        "disrupt": ATTACKERS, "harden": DEFENCES,
+        "disrupt": ATTACKERS, "harden": DEFENCES, "lab certify": CERTIFICATES,
     }  # fmt: skip
 
 
@@ -392,15 +393,19 @@ def stacks(
 
 
 @command(
-    "keyhole lab certificates ./my-classifier 1 --data dev.tsv --examples 2",
+    "keyhole lab certify ./my-classifier 1 --data dev.tsv --examples 2",
+    "keyhole lab certify ./my-classifier 4 --method smoothing -o keep=0.02 -o kind=partition "
+    "--data dev.tsv --examples 2",
     group=lab,
 )
-def certificates(
+def certify(
     model: opt.ModelName,
     k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
     data: opt.Data = None,
     *,
+    method: opt.Method = None,
     option: opt.MethodOptions = None,
+    seed: opt.Seed = 0,
     out: opt.Out = None,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -408,14 +413,19 @@ def certificates(
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
-    Exactly for 1, by a bound for more (BERT classifiers). -o sets spare: what is never cut.
+    bounds (the default): of a BERT classifier as it is, exactly for 1 unit, by a bound for more.
+    smoothing: of any classifier or multiple choice that votes over random masks of its attention,
+    as keyhole harden --method sattend -o emptied=true trains them.
     """
-    from keyhole.lab.certificates import certify_all
+    from keyhole.lab.certificates import METHODS, certify_all
 
     expect_new(out, force=force)
-    spare = settings(option or (), {"spare": str}, "certificates").get("spare")
+    name = method or "bounds"
+    options = opt.method_options(METHODS, name, option)
     with interruptible(), bars("disrupt", "examples") as track:
-        proofs = certify_all(model, data, k, spare=spare, **examples.keywords(), track=track)
+        proofs = certify_all(
+            model, data, k, method=name, **options, **examples.keywords(), seed=seed, track=track
+        )
         if out is not None:
             proofs.save(out)
     units = "one unit" if k == 1 else f"up to {k} units"

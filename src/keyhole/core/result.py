@@ -17,6 +17,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    Literal,
     Self,
     TypeVar,
     Union,
@@ -207,16 +208,22 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     if origin in (list, dict):
         return _collection(origin, inner, value, where)
     if is_dataclass(kind):
-        return restored(cast("type[Any]", kind), value, where)
+        inside = cast("type[Any]", kind)  # a result's own contents may hold figures made of it
+        return restored(inside, value, where, more=issubclass(inside, Result))
     if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple: a list in JSON
         named = cast("Any", kind)
         return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
+    if origin is Literal:
+        return _one_of(list(inner), value, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        words = [str(member.value) for member in kind]
-        if value not in words:
-            raise _unlike(where, f"one of {', '.join(words)}", value)
-        return kind(value)
+        return kind(_one_of([str(member.value) for member in kind], value, where))
     return _plain(kind, value, where)
+
+
+def _one_of(words: list[str], value: Any, where: str) -> Any:
+    if value not in words:
+        raise _unlike(where, f"one of {', '.join(words)}", value)
+    return value
 
 
 def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:

@@ -17,10 +17,11 @@ from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
 from keyhole.harden.run import Hardening, Trained, run
+from keyhole.harden.smoothing import Smoothed, Smoothing
 from keyhole.harden.train import Training, train
 
 __all__ = [
     "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Augmented", "Combined", "CreAT", "Defence",
-    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Stages", "Trained",
-    "Training", "attack", "evaluate", "run", "standard", "train",
+    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Smoothed", "Smoothing",
+    "Stages", "Trained", "Training", "attack", "evaluate", "run", "standard", "train",
 ]  # fmt: skip

@@ -11,6 +11,9 @@ then fails, and nothing was gained. So two more kinds of masks are tried:
   were the label, with the whole budget: an honest model gets surer of its answer, one that reads
   labels off masks says t. `raised` cuts what leads to t, with HackAttend's search for a target.
 
+Beside what attacks found stands, where asked for, what no attack can do: the share of answers that
+is certified of the model smoothed over masks (smoothing.py).
+
 Flips are counted over the examples that the model gets right, and by the judge (disrupt/judge.py)
 where the masks come from a HackAttend. `lowered` cuts at least one unit a head, as in training.
 """
@@ -40,6 +43,7 @@ from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
 from keyhole.harden.defences.defence import logits
+from keyhole.harden.smoothing import Smoothed, Smoothing
 from keyhole.models.masking import rewriting
 
 
@@ -77,6 +81,7 @@ class Evaluation(Result):
     seconds: float
     environment: dict[str, str] = field(default_factory=environment)
     disruptions: dict[str, Disruption] = field(default_factory=dict[str, Disruption], compare=False)
+    smoothed: Smoothed | None = None
 
     kind: ClassVar[str] = "evaluation"
 
@@ -89,7 +94,12 @@ class Evaluation(Result):
             for prefix, group in kinds
             for name, measured in group.items()
         }
-        return {"clean accuracy": self.accuracy, **flips}
+        proved: dict[str, float] = {}
+        if self.smoothed is not None:
+            proved["accuracy of the vote over masks"] = self.smoothed.accuracy
+            for name, share in self.smoothed.curve().items():
+                proved[f"certified, any {name}"] = share
+        return {"clean accuracy": self.accuracy, **flips, **proved}
 
     def summary(self) -> str:
         shown = [f"{name} {percent(value, 1)}" for name, value in self.figures().items()]
@@ -98,7 +108,7 @@ class Evaluation(Result):
     def contents(self) -> dict[str, Any]:
         data = asdict(replace(self, disruptions={}))
         del data["disruptions"]
-        return data
+        return {**data, "smoothed": self.smoothed and self.smoothed.contents()}
 
 
 def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:
@@ -118,6 +128,7 @@ def evaluate(
     attacks: Mapping[str, Attacker],
     donors: Mapping[str, Disruption] | None = None,
     wrong_label: HackAttend | None = None,
+    smoothing: Smoothing | None = None,
     attacked: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
@@ -128,8 +139,8 @@ def evaluate(
     """Clean accuracy on all examples, everything else on the first `attacked` of them.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels; without it there are none. `keep` is handed what is known after each part, so that a
-    run that is stopped has not been for nothing.
+    labels; without it there are none. `smoothing` votes over masks. `keep` is handed what is known
+    after each part, so that a run that is stopped has not been for nothing.
     """
     started = time.perf_counter()
     everything = Batches(model, tokenizer, examples, batch_size, max_length)
@@ -157,6 +168,12 @@ def evaluate(
     if wrong_label is not None:
         know("wrong_label", "lowered", lowered(chosen("lowered"), wrong_label, seed))
         know("wrong_label", "raised", raised(chosen("raised"), wrong_label, seed))
+    if smoothing is not None:
+        voters = chosen("certified")
+        found = smoothing.certify(
+            model, tokenizer, voters.examples, max_length=max_length, progress=voters.progress
+        )
+        result = replace(result, smoothed=found)
     return replace(result, seconds=time.perf_counter() - started)
 
 

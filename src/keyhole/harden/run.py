@@ -23,7 +23,9 @@ from keyhole.disrupt import HackAttend
 from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.combined import Stages
 from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
+from keyhole.harden.smoothing import Smoothing
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
@@ -54,6 +56,7 @@ def run(
     amp: bool = False,
     dev: str | Path | None = None,
     flips: int | None = None,
+    certify: bool = False,
     checkpoint: str | Path | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
@@ -73,7 +76,8 @@ def run(
     model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
     model is a running mean of the weights, of which each step keeps so much. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples (50 by default),
-    before and after.
+    before and after. With `certify` also how many of those answers no cut of k units changes, when
+    the model votes over the masks that S-Attend trains it with (see smoothing.py).
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
@@ -85,6 +89,8 @@ def run(
         expect_count(option, value)
     if flips is not None and dev is None:
         raise InputError("--flips needs --dev: nothing would be measured")
+    if certify and dev is None:
+        raise InputError("--certify needs --dev: nothing would be measured")
     expect_number("learning_rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
@@ -92,6 +98,7 @@ def run(
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, **options)
+    smoothing = smoothing_of(method) if certify else None
     for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:
             raise InputError(f"{option} must be at least 0 and below 1, got {share}")
@@ -110,7 +117,7 @@ def run(
     }  # fmt: skip
     course = _Course(
         str(model), chosen, held_out, flips or _FLIPS, method, settings, Path(out), device,
-        allow_pickle, None if checkpoint is None else Path(checkpoint), track,
+        allow_pickle, None if checkpoint is None else Path(checkpoint), track, smoothing,
     )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
@@ -118,6 +125,16 @@ def run(
     if not force:
         expect_unfinished(Path(out), card)
     return course.run(range(seed, seed + seeds), card)
+
+
+def smoothing_of(method: Defence) -> Smoothing:
+    """The vote over the masks that this defence trains with, exact."""
+    if not (isinstance(method, SAttend) and method.mode == "unit" and method.emptied):
+        raise InputError(
+            "--certify needs a model that learns to answer under masks: give --method sattend "
+            "-o emptied=true -o rate=0.95"
+        )
+    return Smoothing(round(1 - method.rate, 9), "partition")
 
 
 def expect_writable(out: Path, model: str) -> None:
@@ -177,6 +194,7 @@ class _Course:
     allow_pickle: bool
     checkpoint: Path | None
     track: Track
+    smoothing: Smoothing | None
 
     def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
@@ -261,7 +279,7 @@ class _Course:
         return evaluate(
             loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
             seed=seed, batch_size=_BATCH_SIZE, max_length=self.settings["max_length"],
-            track=track, **more,
+            track=track, smoothing=self.smoothing, **more,
         )  # fmt: skip
 
     def _write(self, card: Hardening) -> None:

@@ -1,6 +1,7 @@
 """A certificate: whichever units are cut, up to k of them, the prediction of this text stands.
 
-Ours; nobody has published one. Two statements, each for the units that an attack may cut:
+Ours; nobody has published one. Two statements of the model as it is, each for the units that an
+attack may cut (of the model smoothed over masks: harden/smoothing.py):
 
 - **k = 1, exact.** Every unit is cut, one at a time, and the least margin taken: at most
   `layers·heads·n²` passes, each from the cut's layer on.
@@ -28,13 +29,15 @@ from torch import Tensor
 from keyhole.core import Outcome, Result, environment
 from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.core.machine import expect_device
-from keyhole.core.progress import Track, untracked
+from keyhole.core.progress import Progress, Track, untracked
+from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import restored
-from keyhole.data import Batch, encode
+from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.hack_attend import Spare
 from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.tasks import ask, settled
 from keyhole.disrupt.units import Unit, survey
+from keyhole.harden.smoothing import Smoothed, Smoothing
 from keyhole.lab.cuts import SingleCuts, Unbounded, cut_each, interplay
 from keyhole.lab.written_out import (
     TANH_BEND,
@@ -283,32 +286,55 @@ class Certification(Result):
         return restored(cls, data, more=True, certificates=proofs)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Of a BERT classifier as it is: one unit exactly, more by a bound; `spare` is never cut."""
+
+    spare: Spare = "special"
+
+    def __post_init__(self) -> None:
+        expect_among("spare", self.spare, Spare)
+
+    def certify(
+        self, model: Any, tokenizer: Any, examples: Sequence[Example], k: int, max_length: int,
+        progress: Progress,
+    ) -> Certification:  # fmt: skip
+        started, proofs = time.perf_counter(), list[Certificate]()
+        for example in examples:
+            batch, labels = encode(tokenizer, [example], max_length=max_length)
+            answer = int(settled(model, batch, labels)[0])
+            proofs.append(certify(model, batch, answer, k, spare=self.spare, name=example.id))
+            progress(len(proofs), len(examples))
+        return Certification(tuple(proofs), k, self.spare, time.perf_counter() - started)
+
+
+METHODS: Registry[Bounds | Smoothing, None] = Registry(
+    "method", Entry("bounds", Bounds), Entry("smoothing", Smoothing)
+)
+
+
 def certify_all(
     model: str | Path, data: str | Path | None = None, k: int = 1, *,
-    spare: Spare | None = None, text: Sequence[str] = (), label: str | None = None,
+    method: str | Bounds | Smoothing = "bounds", text: Sequence[str] = (), label: str | None = None,
     classes: Sequence[str] = (), examples: int | None = None, max_length: int = 128,
-    device: str = "cpu", allow_pickle: bool = False, track: Track = untracked,
-) -> Certification:  # fmt: skip
+    device: str = "cpu", allow_pickle: bool = False, seed: int = 0, track: Track = untracked,
+    **options: Any,
+) -> Certification | Smoothed:  # fmt: skip
     """Which predictions stand, whichever units are cut, up to k of them; arguments as of `run`."""
-    expect_count("--certify", k, 1, MOST)
+    expect_count("K", k)
     expect_count("--max-length", max_length)
     expect_device(device)
-    spare = "special" if spare is None else spare
-    expect_among("spare", spare, Spare)
+    if isinstance(method, str):
+        drawn = {"seed": seed} if "seed" in METHODS[method].options else {}
+        method = METHODS.make(method, **options, **drawn)
     source = source_of(str(model), None, device, max_length, allow_pickle)
-    if source.task != "classification":
-        raise InputError(f"certificates are for classifiers: this is a model for {source.task}")
+    if isinstance(method, Bounds):
+        expect_count("K", k, 1, MOST)
+        if source.task != "classification":
+            raise InputError(f"bounds are for classifiers: this is a model for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
-    started = time.perf_counter()
     loaded, tokenizer = source.load()
     max_length = fitting(loaded, tokenizer, max_length) or max_length
     progress = track("disrupt", len(chosen))
-    proofs: list[Certificate] = []
-    for example in chosen:
-        batch, labels = encode(tokenizer, [example], max_length=max_length)
-        answer = int(settled(loaded, batch, labels)[0])
-        proofs.append(certify(loaded, batch, answer, k, spare=spare, name=example.id))
-        progress(len(proofs), len(chosen))
-    seconds = time.perf_counter() - started
-    origin = SHIPPED if data is None else str(data)
-    return Certification(tuple(proofs), k, spare, seconds, str(model), origin)
+    found = method.certify(loaded, tokenizer, chosen, k, max_length, progress)
+    return replace(found, model=str(model), data=SHIPPED if data is None else str(data))

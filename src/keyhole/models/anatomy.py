@@ -110,7 +110,8 @@ class Anatomy(Found):
         weights = sum(each.numel() * each.itemsize for each in self.base.parameters())
         weights = weights if modest else NO_LIMIT
         numbers = kept + 4 * self.heads * seen + _ACTIVATIONS * self.width
-        return max(1, int(room(self.device, weights) / (4 * numbers)))
+        size = self.tokens.weight.dtype.itemsize
+        return max(1, int(room(self.device, weights) / (size * numbers)))
 
     @property
     def positions(self) -> tuple[nn.Embedding, int] | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
@@ -23,6 +24,8 @@ _AGREES = 1e-3  # of a state's length: how far arithmetic in another order may b
 _ROUNDINGS = 4  # … in roundings of the model's own arithmetic, …
 _GROWTH = 2.0  # … and against the layer below
 _ROW = 128  # candidates that share one copy of the prefix
+# cuDNN's attention makes a plan for every new shape, and each token makes the prefix longer.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class _Layer:
@@ -65,6 +68,7 @@ class Branches:
         self.lengths = torch.zeros_like(starts)
         self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
+        self._passing = False  # nothing goes on from here: a layer's keys are gone after it
         self._prefix = 0  # columns before the chunk
         self._chunk = starts[:, None]
         self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
@@ -75,6 +79,8 @@ class Branches:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        if self._passing and layer_idx:
+            self.layers[layer_idx - 1] = _Layer()
         return self.layers[layer_idx].extend(keys, values)
 
     def get_seq_length(self, *_: Any) -> int:
@@ -114,10 +120,11 @@ class Branches:
         dtype = self.parts.tokens.weight.dtype
         mask = torch.zeros(sees.shape, dtype=dtype, device=device)
         mask = mask.masked_fill(~sees, torch.finfo(dtype).min)[:, None]
-        exposed = capture(
-            self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
-            past_key_values=self,
-        )  # fmt: skip
+        with sdpa_kernel(_KERNELS):
+            exposed = capture(
+                self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
+                past_key_values=self,
+            )  # fmt: skip
         # A cache holds the prefix as well; only the chunk is asked about.
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
 
@@ -158,14 +165,15 @@ class Branches:
     def at_once(self, length: int) -> int:
         """How many tokens behind so long a prefix fit into a pass of `each`, by the free memory."""
         parts = self.parts
-        kept = 2 * parts.layers * parts.key_heads * parts.head_dim * (1 + length / _ROW)
+        heads = parts.key_heads + parts.heads  # as they are kept, and one for each query's head
+        kept = 2 * heads * parts.head_dim * (1 + length / _ROW)
         return _ROW * max(1, parts.at_once(length + _ROW, kept=kept) // _ROW)
 
     def _repeated(self, row: int, count: int, length: int) -> Branches:
         """The beginning of one text's prefix, `count` times: for as many chunks."""
         other = Branches(self.model, self.starts[row].expand(count))
         other.lengths = torch.full_like(other.starts, length)
-        other._prefix = length
+        other._prefix, other._passing = length, True
         other._texts = [self._texts[row][: int(self.starts[row]) + length]] * count
         for mine, own in zip(self.layers, other.layers, strict=True):
             if mine.keys is not None and mine.values is not None:

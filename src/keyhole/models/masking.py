@@ -14,7 +14,8 @@ in some models, repeated in others, and ALBERT calls one module many times.
 
 - A cut never opens what the model masks (padding, the future), and never empties a row: where it
   would take the last key a query may attend to, that row is left as it was. A softmax over nothing
-  would be uniform over everything, padding too.
+  would be uniform over everything, padding too. A rewrite that `empties` rows gets zeros there: the
+  query contributes nothing.
 - The softmax is in float32 for half-precision scores and in the scores' own precision otherwise.
   Some eager functions round float64 to float32 there, or stay in half precision.
 - Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) take the setting without a word
@@ -123,11 +124,14 @@ def _rewritten(
     watch: Watch, site: Site, scores: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
     rewrite, shape = watch.rewrite, scores.shape
-    cut = rewrite.cut(site, shape)
+    cut, empty = rewrite.cut(site, shape), scores.new_zeros(1, dtype=torch.bool)
     if cut is not None:
         _check(cut, shape, site, "cut", boolean=True)
-        scores = scores.masked_fill(_leaving_a_key(cut, mask), torch.finfo(scores.dtype).min)
+        empty = _emptied(cut, mask)
+        scores = scores.masked_fill(cut & ~empty, torch.finfo(scores.dtype).min)
     weights = _softmax(scores, sinks)
+    if rewrite.empties:
+        weights = weights.masked_fill(empty, 0.0)
     rewrite.seen(site, weights)
     gate, bump = rewrite.gate(site, shape), rewrite.bump(site, shape)
     if gate is not None:
@@ -139,10 +143,10 @@ def _rewritten(
     return weights
 
 
-def _leaving_a_key(cut: Tensor, mask: Tensor | None) -> Tensor:
-    """The cut without the rows in which it would leave nothing to attend to."""
+def _emptied(cut: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows in which a cut leaves nothing to attend to."""
     closed = cut if mask is None else cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
-    return cut & ~closed.all(-1, keepdim=True)
+    return closed.all(-1, keepdim=True)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -196,6 +200,11 @@ class Rewrite(Protocol):
     Vision models with windows (Swin) have the windows in the batch axis.
     """
 
+    @property
+    def empties(self) -> bool:
+        """Does a row that a cut empties contribute nothing, instead of staying as it was?"""
+        ...
+
     def begin(self, inputs: Mapping[str, Any]) -> bool | None:
         """A forward pass starts, with these arguments. False: leave this one alone.
 
@@ -222,6 +231,8 @@ class Rewrite(Protocol):
 
 class Untouched:
     """A rewrite that changes nothing; override what you need."""
+
+    empties: bool = False
 
     def begin(self, inputs: Mapping[str, Any]) -> bool | None:
         del inputs

@@ -150,6 +150,7 @@ class Target:
         """
         kept, key = _KEPT.setdefault(self.parts.base, {}), (key, self.parts.device)
         if what not in kept or kept[what][0] != key:
+            kept.pop(what, None)  # a large model has no room for two
             kept[what] = (key, make())
         return kept[what][1]
 

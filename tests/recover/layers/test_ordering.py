@@ -91,3 +91,15 @@ def test_the_strength_is_the_one_that_cross_validation_prefers(width):
             best = loss, base + part / x.std(0)[:, None], float(hat.trace())
     assert torch.allclose(matrix, best[1], rtol=1e-9, atol=1e-12)
     assert freedom == pytest.approx(best[2], rel=1e-9)
+
+
+def test_of_long_rows_some_numbers_decide(runs, monkeypatch):
+    """Six numbers put tokens among the first tenth three times as often as chance would."""
+    monkeypatch.setattr(ordering, "MANY", 12)
+    target = opened(runs)
+    order = ordering.fit(target, Exposure("kv", 1), 256, 0).rest
+    assert order.predicted.shape == (target.vocabulary, 6)
+    assert len(order.centre) == len(order.spread) > 12
+    tenth = target.vocabulary // 10
+    assert order.reach(tenth) > 0.3
+    assert torch.isfinite(order.likelihood(order.seen)).all()

@@ -12,7 +12,9 @@ inference nothing is, and the model runs as if it had never been touched, bit fo
   which does not mark [UNK].
   Encoder–decoder models: the decoder's own tokens are drawn if `decoder_input_ids` are given.
 
-A row whose every key was drawn is left as it was (see keyhole.models.masking). Draws depend on the
+A row whose every key was drawn is left as it was (see keyhole.models.masking); with `emptied` its
+query gets nothing, as smoothing over masks wants it (harden/smoothing.py), up to a rate of 1, where
+there is no attention at all. Draws depend on the
 seed, the process's rank, the training step and the site alone, so a run that is resumed draws what
 it would have drawn, and gradient checkpointing finds the same mask again.
 
@@ -52,9 +54,10 @@ class SAttend:
     rate: float = 0.2
     mode: Literal["unit", "token"] = "unit"
     seed: int = 0
+    emptied: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
+        if not 0 <= self.rate < 1 and not (self.emptied and self.rate == 1):
             raise InputError(f"rate must be at least 0 and below 1, got {self.rate}")
         if self.mode not in ("unit", "token"):
             raise InputError(f"mode must be unit or token, got {self.mode}")
@@ -89,6 +92,7 @@ class Drops(Untouched):
 
     def __init__(self, method: SAttend, model: nn.Module, ids: tuple[int, ...]) -> None:
         self.method = method
+        self.empties = method.emptied
         self.model = model
         self.ids = ids
         self.special: Tensor | None = None  # for callers that know, instead of the inputs

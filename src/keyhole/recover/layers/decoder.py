@@ -39,7 +39,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.layers.ordering import Orderings, contents, fit
+from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
 from keyhole.recover.layers.precision import precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
@@ -191,7 +191,7 @@ def begun(
     """The texts of leaks, none of them read yet, and in which order tokens are tried for them."""
     texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
     error = torch.stack([text.tolerance.error for text in texts]).median(0).values
-    samples = samples or 8 * max(texts[0].rows.shape[-1], 128)
+    samples = samples or 8 * min(max(texts[0].rows.shape[-1], 128), MANY)
     return texts, fit(target, leaks[0].exposure, samples, seed, error)
 
 

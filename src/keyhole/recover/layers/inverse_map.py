@@ -1,15 +1,17 @@
 """A linear map back from hidden states to token embeddings, learnt from the weights alone.
 
-A search over the input embeddings need not start cold. The attacker holds the weights, so random
-token sequences can be run through the very model, and ridge regression over their positions gives
+A search over the input embeddings need not start cold. The attacker holds the weights, so texts can
+be run through the very model, and ridge regression over their positions gives
 
     e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
 
-Half of the random tokens are uniform over the vocabulary, half log-uniform over the ids: tokenizers
-number frequent tokens first, and text is mostly made of those. Read by cosine (TokenTable) the
-estimates name most tokens before any pass over the text itself, the more the lower the layer. The
-covariance of the regression's error says in which directions an estimate may still be wrong: its
-root is the preconditioner of the search.
+Half of the texts are random: half of their tokens are uniform over the vocabulary, half log-uniform
+over the ids, because tokenizers number frequent tokens first. The other half are sentences of the
+corpus that ships: in them the states on which most heads rest belong to full stops and commas, as
+they do in any text, while in random tokens anything may take that part. Read by cosine (TokenTable)
+the estimates name most tokens before any pass over the text itself, the more the lower the layer.
+The covariance of the regression's error says in which directions an estimate may still be wrong:
+its root is the preconditioner of the search.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from keyhole.core.numerics import with_ridge
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.leaks import Leak
 
 LENGTHS = (12, 20, 28, 36)
@@ -32,6 +35,7 @@ _BATCH = 2048  # tokens run at once
 _SIMILAR = 4  # others of each token by its embedding,
 _CHUNK = 2**25  # similarities held at once
 _ROUNDING = 1e-7  # of a cosine in float32
+_KNOWN = 4096  # tokens of the corpus that a tokenizer must know for its sentences to be text
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,25 @@ def random_texts(target: Target, count: int, length: int, stream: torch.Generato
     return ids
 
 
+def _sentences(target: Target) -> Tensor:
+    """The tokens of the corpus that ships, one sentence behind the other; unknown ones left out."""
+    special = set(getattr(target.tokenizer, "all_special_ids", []))
+    lines = target.tokenizer(corpus_texts(SHIPPED), add_special_tokens=False)["input_ids"]
+    return torch.tensor([token for line in lines for token in line if token not in special])
+
+
+def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
+    """Random texts and sentences (count, length), half of each, where the tokenizer knows words."""
+    ids = random_texts(target, count, length, stream)
+    tokens = target.remembered("sentences", "", lambda: _sentences(target))
+    before, after = (len(side) for side in target.frame())
+    inside = length - before - after
+    if inside > 0 and len(tokens) >= _KNOWN:
+        starts = torch.randint(len(tokens) - inside + 1, (count // 2, 1), generator=stream)
+        ids[: count // 2, before : length - after] = tokens[starts + torch.arange(inside)]
+    return ids
+
+
 def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     parts = target.parts
     device, table = parts.device, parts.table.float()
@@ -80,11 +103,12 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     passes = samples = 0
     lengths = sorted({min(length, parts.max_length) for length in LENGTHS})
     before, after = (len(side) for side in target.frame())
-    at_once = min(_BATCH, tokens // (2 * len(lengths)))  # every length has its turn twice
+    at_once = tokens // (2 * len(lengths))  # every length has its turn twice
+    at_once = min(_BATCH, parts.at_once(lengths[-1]), at_once)
     for length in itertools.cycle(lengths):
         if samples >= tokens:
             break
-        ids = random_texts(target, max(1, at_once // length), length, stream).to(device)
+        ids = _texts(target, max(1, at_once // length), length, stream).to(device)
         with torch.no_grad():
             states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
         inside = slice(before, length - after) if length > before + after else slice(None)

@@ -23,6 +23,9 @@ tokens than predicting the token from the row, because the table holds the whole
 - Where the order misses, most of `e` is often what the prefix adds to all tokens' rows behind it:
   the mean of what is left of the rows that were tried there. It is subtracted from then on.
 
+Of rows with very many numbers (a large model's cache) some decide on the order, evenly chosen; the
+table and what it predicts are held in the model's own precision.
+
 The fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is
 kept for the next leak of the same exposure, which may be the same text in another precision.
 """
@@ -45,6 +48,7 @@ _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
 _SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
 _LEAST_ERROR = 1e-3  # of a number's spread: no prediction is taken to be better
 _LENGTH = 32  # tokens of a random text
+MANY = 4096  # numbers of a row that decide on the order at most: of longer rows, half as many do
 _CHUNK = 4096  # tokens of the table, or of random texts, in one pass
 _ROWS = 128  # rows ranked at a time: their distances to the whole table are held at once
 # Errors are not quite Gaussian, and their covariance is an estimate: as it stands the likelihood is
@@ -56,12 +60,14 @@ _UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not c
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ`, the predicted rows `w_v`, the mean products of errors (f, f), each number's `spread`.
+    """`μ`, the predicted rows `w_v`, the mean products of errors (c, c), each number's `spread`.
 
-    `seen` (m, f) are some of the random rows, and `meant` (m,) their tokens.
+    `numbers` (c,) of a row are predicted. `seen` (m, f) are some of the random rows, and `meant`
+    (m,) their tokens.
     """
 
     centre: Tensor
+    numbers: Tensor
     predicted: Tensor
     errors: Tensor
     spread: Tensor
@@ -70,12 +76,17 @@ class Fit:
 
     def ordering(self, error: Tensor | float) -> Ordering:
         """The ordering for a leak whose own errors (f,) have this standard deviation."""
-        table = self.predicted
-        precision = _precision(self.errors, self.spread, error).to(table)
-        half_norms = (table @ precision * table).sum(-1) / 2
+        if isinstance(error, Tensor):
+            error = error[self.numbers]
+        precision = _precision(self.errors, self.spread[self.numbers], error).to(self.centre)
+        half_norms = torch.cat([
+            (part.to(precision) @ precision * part).sum(-1) / 2
+            for part in self.predicted.split(_CHUNK)
+        ])  # fmt: skip
         return Ordering(
-            self.centre, table, precision, half_norms, self.spread.to(table), self.seen, self.meant
-        )
+            self.centre, self.numbers, self.predicted, precision, half_norms,
+            self.spread.to(self.centre), self.seen, self.meant,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +100,13 @@ class Fits:
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
-    """`μ` (f,), the predicted rows `w_v = A z_v` (v, f), `C⁻¹` (f, f) and `½ wᵀC⁻¹w` (v,).
+    """`μ` (f,), the predicted rows `w_v = A z_v` (v, c), `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,).
 
     `spread` (f,) is how much each number varies over random tokens: the unit of differences.
     """
 
     centre: Tensor
+    numbers: Tensor
     predicted: Tensor
     precision: Tensor
     half_norms: Tensor
@@ -104,8 +116,10 @@ class Ordering:
 
     def likelihood(self, rows: Tensor) -> Tensor:
         """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
-        centred = (rows - self.centre).nan_to_num(0.0)  # what did not leak says nothing
-        return centred @ self.precision @ self.predicted.mT - self.half_norms
+        centred = (rows - self.centre)[..., self.numbers]
+        weighed = centred.nan_to_num(0.0) @ self.precision  # what did not leak says nothing
+        scores = [weighed @ part.to(weighed).mT for part in self.predicted.split(_CHUNK)]
+        return torch.cat(scores, -1) - self.half_norms
 
     def reach(self, count: int) -> float:
         """The share of random rows whose tokens are among the first `count`."""
@@ -135,7 +149,9 @@ class Orderings:
     def context(self, position: int, tokens: Tensor, given: Tensor) -> Tensor:
         """What a prefix adds to every row behind it (f,), by what tokens (k,) gave there (k, f)."""
         order = self.at(position)
-        return (given - order.centre - order.predicted[tokens]).mean(0)
+        context = (given - order.centre).mean(0)
+        context[order.numbers] -= order.predicted[tokens].to(context).mean(0)
+        return context
 
     def first(
         self, rows: Tensor, positions: Tensor, count: int, context: Tensor | float = 0.0
@@ -216,7 +232,8 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
 def _table(target: Target, exposure: Exposure) -> Tensor:
     """`z_v` (v, e) of each token alone; kept for fits of other layers too."""
     tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
-    run = lambda: _run(target, exposure, tokens)[:, 0]  # noqa: E731
+    dtype = target.parts.tokens.weight.dtype
+    run = lambda: _run(target, exposure, tokens)[:, 0].to(dtype)  # noqa: E731
     return target.remembered("tokens alone", exposure, run)
 
 
@@ -277,8 +294,15 @@ def _regress(
     kept = (size <= 25 * size.median()).nonzero().flatten()
     if not len(kept):
         raise LinAlgError("the model's answers to random texts are not finite")
-    x, y = _Rows.of(table, tokens[kept]), _Rows.of(rows, kept)
-    count, squares = len(kept), cast("Tensor", sum(part.square().sum(0) for part in y.parts()))
+    width = rows.shape[-1]
+    chosen = width if alone or width <= MANY else MANY // 2
+    numbers = torch.arange(chosen, device=rows.device) * width // chosen
+    whole, count = _Rows.of(rows, kept), len(kept)
+    squares = cast("Tensor", sum(part.square().sum(0) for part in whole.parts()))
+    spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
+    x, y, squares = _Rows.of(table, tokens[kept]), whole, squares[numbers]
+    if chosen < width:
+        y = _Rows.of(rows[:, numbers], kept)
     if alone:
         matrix, freedom = torch.eye(len(x.mean), dtype=torch.float64, device=rows.device), 0.0
     elif inputs is None:
@@ -292,12 +316,11 @@ def _regress(
     errors = cast("Tensor", sum(part.mT @ part for part in off)) / count
     errors = errors / max(1 - freedom / count, 0.1) ** 2
     every = torch.arange(len(table), device=table.device)
-    predicted = torch.cat([
-        (part @ matrix).to(table) for part in _Rows(table, every, x.mean).parts()
-    ])  # fmt: skip
-    spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
+    predicted = table.new_empty(len(table), chosen)
+    for some, part in zip(every.split(_CHUNK), _Rows(table, every, x.mean).parts(), strict=True):
+        predicted[some] = (part @ matrix).to(table)
     seen, meant = rows[kept[:_SEEN]], tokens[kept[:_SEEN]]
-    return Fit(y.mean.to(table), predicted, errors, spread, seen, meant)
+    return Fit(whole.mean.to(rows), numbers, predicted, errors, spread, seen, meant)
 
 
 def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:

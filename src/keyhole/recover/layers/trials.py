@@ -1,4 +1,4 @@
-"""Texts improved by trying other tokens: three ways, all by running the model.
+"""Texts improved by trying other tokens: four ways, all by running the model.
 
 - `substitute`: one position at a time. Each candidate at each position is put into the text as it
   stands, and the best of each position are put in one after another, the best first; the prefix
@@ -13,6 +13,9 @@
   wrong one may take more. But what changes at different positions do to the leaked rows nearly adds
   up (embeddings/sums.py): every candidate is run once, alone; sets of them whose effects add up to
   what is missing are found without the model, and the best of those are run.
+- `try_all`: the whole vocabulary at a few positions. Where most heads rest on one mark (a full stop
+  in MPNet), its state is the same whatever the mark is: no list of candidates that is drawn from
+  that row holds the right one, and only what the mark does to other rows tells it.
 
 `Comparison` says how far a text is from a leak, as one number. Hidden states, attention outputs and
 pooled embeddings are compared in units of the leak's standard deviation. Maps are compared by their
@@ -47,6 +50,8 @@ _WON = 0.5  # of a row's squared residual, or less, must be left for a candidate
 _WIDTH = 32  # of the beam over sets
 _DEPTH = 4  # tokens of a set, at most
 _RUN = 16  # sets that are run
+_COMMON = 4096  # tokens that come first at all positions, before the others at any
+_SOME = 512  # tokens of the vocabulary in a pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,3 +218,23 @@ def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) 
     if float(losses[best]) >= before:
         return Tried(ids, before, spent)
     return Tried(texts[best], float(losses[best]), spent)
+
+
+def try_all(misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most: int) -> Tried:
+    """Put each of `tokens` (v,) at each of `places` (m,), in at most `most` texts; keep the best.
+
+    `misfits` gives the losses (b,) of texts (b, n). A text that has half the loss is taken at once.
+    """
+    start, forwards = float(misfits(ids[None])[0]), 1
+    best, loss = ids, start
+    for part in tokens.tensor_split([_COMMON]):
+        for place in places.tolist() if len(part) else ():
+            for some in part[: most - forwards].split(_SOME):
+                texts = ids.repeat(len(some), 1)
+                texts[:, place] = some
+                losses, forwards = misfits(texts), forwards + len(some)
+                if losses.min() < loss:
+                    best, loss = texts[losses.argmin()], float(losses.min())
+                if loss <= _WON * start or forwards >= most:
+                    return Tried(best, loss, forwards)
+    return Tried(best, loss, forwards)
