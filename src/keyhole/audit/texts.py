@@ -29,8 +29,8 @@ from keyhole.core.progress import Track
 from keyhole.core.text import percent
 from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.capture import KINDS, capture
 from keyhole.models.capture import Exposure as Captured
-from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded
 from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, TextRecovery, recover_texts
@@ -192,7 +192,7 @@ def exposure_of(kind: str) -> Exposure:
 def _skips(parts: Anatomy) -> tuple[Skip, ...]:
     """What no attack reads of such a model, and what takes longer than an audit."""
     model = "a causal model" if parts.causal else "an encoder"
-    rows = [row for _, row in ATTACKS.rows()]
+    rows = [row for _, row in ATTACKS.rows() if row.kind in KINDS]  # no model gives the others
     exposures = {row.kind: row.exposure for row in rows if not row.permuted}
     if not parts.causal:
         exposures.pop("logits", None)  # an encoder has none
