@@ -108,6 +108,9 @@ def test_a_wrong_text_is_never_verified(llama, words, dtype):
     swapped = [*TEXT[:20], TEXT[21], TEXT[20], *TEXT[22:]]
     for other in (*exchanged, swapped, TEXT[:-1], [*TEXT, 5], [*TEXT, TEXT[-1]], TEXT[:16]):
         assert not judge_mixed(target, leak, other).verified
+    whole = TEXT[:40]  # fills its blocks
+    assert judge_mixed(target, cloaked(llama, whole, dtype=dtype), whole).verified
+    assert not judge_mixed(target, cloaked(llama, whole, dtype=dtype), whole[:-1]).verified
 
 
 def test_another_models_cache_is_not_verified(llama, words):

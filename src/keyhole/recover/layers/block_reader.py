@@ -43,6 +43,8 @@ _ROUNDS = 6  # of reading and solving again
 LIST = 4  # times as many tokens as a block has are looked at again
 _COMMON, _FIRST = 768, 24  # tokens that are common, and most so
 _SQUARED = 5  # times that a product of projections is squared to find its largest eigenvalue
+_KEPT = 2048  # tokens that are compared exactly
+_OUT = 8.0  # deviations of the others' logarithms: the least of a vocabulary is some five below
 _NEAR = 6  # pairs of guesses that are looked at, for each token that is most common
 _NEARLY = 8.0  # q of a token in its block by a map that two tokens gave
 _EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
@@ -74,6 +76,13 @@ class Table:
         )
         return cls(target, keys, values)
 
+    def turn(self, position: int) -> Tensor:
+        """What keys are multiplied by (d, d) at a position."""
+        parts, size = self.target.parts, self.keys.shape[-1]
+        whole = torch.eye(size, device=parts.device)[None, None]
+        at = torch.full((1, size), position, device=parts.device)
+        return parts.rotated(0, whole, at)[0, 0].double().cpu()
+
     def rows(self, side: Side, tokens: Tensor, positions: Tensor) -> Tensor:
         """Rows (n, d) of tokens (n,) at positions (n,)."""
         if not side.keys:
@@ -103,14 +112,17 @@ class Reader:
 
         One head may hide a token.
         """
-        blocks = self.blocks
-        misfits = torch.stack([
-            float(side.free[number]) * each.misfits(side, self.table.values[side.head], number)
-            for side, each in zip(blocks.sides, blocks.maps, strict=True)
-            if not side.keys and each is not None
-        ])  # fmt: skip
-        total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
-        return total.topk(min(count, len(total)), largest=False).indices
+        tokens = torch.arange(self.table.values.shape[1])
+        turn = torch.eye(self.table.values.shape[2], dtype=torch.float64)
+        for kept, by in ((max(count, _KEPT), turn), (count, None)):
+            misfits = torch.stack([
+                each.misfits(side, self.table.values[side.head][tokens], number, by)
+                for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
+                if not side.keys and each is not None
+            ])  # fmt: skip
+            total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
+            tokens = tokens[total.topk(min(kept, len(total)), largest=False).indices]
+        return tokens
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> Fit:
         """How well each of tokens (c,) fits at each of places (p,) of one block."""
@@ -170,19 +182,22 @@ class Reader:
 
     def whole(self, tokens: dict[int, int]) -> list[int]:
         """The text to the last token that fits; where none does, the one that comes nearest."""
-        ids: list[int] = []
-        for place in range(max(tokens, default=-1) + 1):
+        places = range(max(tokens, default=-1) + 1)
+        filled = dict(tokens)
+        for place in places:
             if place not in tokens:
-                near = torch.cat([self.shortlist(place // self.blocks.size, _NEAR),
-                                  self._by_keys(place)]).unique()  # fmt: skip
-                tokens[place] = int(near[self.fit(near, [place]).score[0].argmin()])
-            ids.append(tokens[place])
-        ids = self._spanning(ids)
-        while len(ids) % self.blocks.size > 1 and self._explained(ids[:-1]):
+                near = self.likely(place)
+                filled[place] = int(near[self.fit(near, [place]).score[0].argmin()])
+        again = self.solved(filled) if len(filled) > len(tokens) else self
+        reader = self if None in again.blocks.maps else again
+        ids = reader.spanning([filled[place] for place in places])
+        while len(ids) % self.blocks.size > 1 and reader.explained(ids[:-1]):
+            if reader.stands_out(ids[-1], len(ids) - 1):
+                break
             ids = ids[:-1]  # a row that fills the block up
         return ids
 
-    def _explained(self, ids: list[int]) -> bool:
+    def explained(self, ids: list[int]) -> bool:
         """Do the tokens of the last block span it?"""
         number = max(0, len(ids) - 1) // self.blocks.size
         places = torch.arange(number * self.blocks.size, len(ids))
@@ -190,7 +205,7 @@ class Reader:
         rows = [self.table.rows(side, tokens, places) for side in self.blocks.sides]
         return self.blocks.explained(rows, number)
 
-    def _spanning(self, ids: list[int]) -> list[int]:
+    def spanning(self, ids: list[int]) -> list[int]:
         """The text with tokens exchanged for others with which they span their blocks better.
 
         A token between two of its like is nearly in a block without standing there.
@@ -198,7 +213,7 @@ class Reader:
         size, table = self.blocks.size, self.table
         for start in range(0, len(ids), size):
             number, places = start // size, torch.arange(start, min(start + size, len(ids)))
-            if self._explained(ids[: start + size]):
+            if self.explained(ids[: start + size]):
                 continue
             near = self.shortlist(number, LIST * size)
             for place in places.tolist():
@@ -214,16 +229,27 @@ class Reader:
                     ids[place] = int(near[lost.argmin()])
         return ids
 
-    def _by_keys(self, place: int) -> Tensor:
-        """The tokens whose keys fit best at a position: their values may be hidden."""
+    def likely(self, place: int) -> Tensor:
+        """The tokens (c,) that may stand at a position: by their values, or where those are hidden
+        by their keys.
+        """
         number, inside = divmod(place, self.blocks.size)
-        every = torch.arange(self.table.keys.shape[1])
-        total = torch.zeros(len(every))
+        turn, total = self.table.turn(place), torch.zeros(self.table.keys.shape[1])
         for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True):
             if side.keys and each is not None and each.hidden != inside:
-                rows = self.table.rows(side, every, torch.full_like(every, place))
-                total = total + each.misfits(side, rows, number).clamp(max=CAP)
-        return total.topk(min(_NEAR, len(total)), largest=False).indices
+                rows = self.table.keys[side.head]
+                total = total + each.misfits(side, rows, number, turn).clamp(max=CAP)
+        by_keys = total.topk(min(LIST * self.blocks.size, len(total)), largest=False).indices
+        return torch.cat([self.shortlist(number, LIST * self.blocks.size), by_keys]).unique()
+
+    def stands_out(self, token: int, place: int) -> bool:
+        """Do a token's keys fit at a position as those of no other nearly do?"""
+        near = self.shortlist(place // self.blocks.size, LIST * self.blocks.size)
+        near = torch.cat([torch.tensor([token]), near[near != token]])
+        fit = self.fit(near, [place])
+        own, others = fit.keys[0, 0].log(), fit.keys[0, 1:].log()
+        others = others[others.isfinite()]
+        return len(others) > 1 and bool(others.mean() - own > _OUT * others.std())
 
 
 # No token known: lines that the spaces of two guesses have in common.

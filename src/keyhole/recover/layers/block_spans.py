@@ -19,6 +19,7 @@ from keyhole.recover.leaks import MixedCache
 _DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
 HIDDEN = 4.0  # q from which on a head may be thought to hide a token
 CAP = 30.0  # q that one head may add: it may hide the token
+_VECTORS = 16  # random ones: their products are as long as what is outside, to a third
 _STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
 _ENOUGH = 1.25  # equations for each unknown
 _HIDES = 0.9  # of the level: what is left of it without the place that A hides
@@ -96,10 +97,19 @@ class Map:
     def shows(self, place: int) -> bool:
         return self.hidden != place
 
-    def misfits(self, side: Side, rows: Tensor, number: int) -> Tensor:
-        """q (c,) of rows (c, d) in block `number`."""
+    def misfits(self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
+        """q (c,) of rows (c, d) in block `number`.
+
+        With a `turn` (d, d) of all rows by a position it is of many rows, and what is outside is
+        estimated from its products with a few random vectors.
+        """
+        matrix, (root, errors) = self.matrix, side.roots[number]
+        if turn is not None:
+            stream = torch.Generator().manual_seed(number)
+            vectors = torch.randn(len(root), _VECTORS, generator=stream, dtype=root.dtype)
+            matrix, root = turn @ matrix, root @ vectors / _VECTORS**0.5
         outside, error = (
-            (rows @ (self.matrix @ root).to(rows)).square().sum(-1) for root in side.roots[number]
+            (rows @ (matrix @ each).to(rows)).square().sum(-1) for each in (root, errors)
         )
         # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
         error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
@@ -282,7 +292,11 @@ class Spans:
         shown = inside != (-1 if found.hidden is None else found.hidden)
         base = _spanned(made[shown])
         _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
-        free = int(added) + (len(rows) < len(block))
+        fill = len(block) - len(rows)
+        free = int(found.hidden is not None)
+        if fill:  # A is on a token, or on a row that fills the block up: is it the only one?
+            on_token = found.hidden is not None and found.hidden < len(rows)
+            free = 1 + (added and (on_token or fill > 1))
         noise = sum(size**0.5 for size in block.shape)
         left = float(sizes[free]) / noise if len(sizes) > free else 0.0
         return cls(block, made, shown, v[:free], found.matrix, left)

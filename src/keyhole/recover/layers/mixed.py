@@ -217,10 +217,8 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
                 # Another one of the block cannot stand here as well: this one would be missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
-    number, more = divmod(len(ids), size)
-    shorter = [each[number * size : -1] for each in rows]
-    needed = not more or not blocks.explained(shorter, number)  # or the last token is none
-    whole = left <= LEFT and all(fitting) and level <= _CLAIMED and needed
+    ends = _ends(target, blocks, rows, ids)
+    whole = left <= LEFT and all(fitting) and level <= _CLAIMED and ends
     odds = 2 * (log(target.vocabulary) + ODDS)
     marks = tuple(
         Mark.VERIFIED if whole and margin > odds
@@ -239,8 +237,30 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
     if status is not Status.RECOVERED:
         reason += f"; of {len(marks)} tokens {certain} verified, {likely} likely"
         reason += "" if left <= LEFT else "; they do not span their blocks"
-        reason += "" if needed else "; without the last one they do as well"
+        reason += "" if ends else "; the text may be a token longer or shorter"
     return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
+
+
+def _ends(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> bool:
+    """Does the text end where it is said to? Rows that fill a block up leave that open.
+
+    Without its last token it must not span its block as well, unless that fits as none by chance
+    does; and no token may fit at the next position.
+    """
+    number, more = divmod(len(ids), blocks.size)
+    if len(ids) == blocks.length:
+        return True
+    if (number + 1) * blocks.size < blocks.length:
+        return False
+    shorter = [each[number * blocks.size : -1] for each in rows]
+    needed = not more or not blocks.explained(shorter, number)
+    if not first_and_rotary(target, blocks.leak):
+        return needed
+    reader = Reader(Table.of(target), blocks)
+    needed = needed or reader.stands_out(ids[-1], len(ids) - 1)
+    return needed and not bool(
+        reader.fit(reader.likely(len(ids)), [len(ids)]).fits(blocks.level).any()
+    )
 
 
 Others = Callable[[int], tuple[Tensor, Sequence[Tensor]]]
