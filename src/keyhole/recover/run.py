@@ -375,7 +375,7 @@ def _unmixed(
         mixed = unmixed(target, text) if isinstance(text, KeyValues) else None
         if mixed is not None:
             ((_, recovery),) = _recovering(target, [mixed], None, progress, track)
-            if recovery.status in (Status.RECOVERED, Status.INEXACT):
+            if recovery.status in (Status.RECOVERED, Status.INEXACT, Status.BUDGET):
                 yield number, recovery
 
 

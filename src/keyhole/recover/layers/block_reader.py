@@ -112,9 +112,11 @@ class Reader:
 
         One head may hide a token.
         """
-        tokens = torch.arange(self.table.values.shape[1])
-        turn = torch.eye(self.table.values.shape[2], dtype=torch.float64)
-        for kept, by in ((max(count, _KEPT), turn), (count, None)):
+        tokens, turn = (
+            torch.arange(self.table.values.shape[1]),
+            torch.eye(self.table.values.shape[2]),
+        )
+        for kept, by in ((max(count, _KEPT), turn.double()), (count, None)):
             misfits = torch.stack([
                 each.misfits(side, self.table.values[side.head][tokens], number, by)
                 for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)

@@ -123,8 +123,14 @@ def products(rows: Tensor) -> Tensor:
 
 
 def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
-    """M from rows (n, d) of tokens known to stand at `places` (n,); None if they are too few."""
+    """M from rows (n, d) of tokens known to stand at `places` (n,).
+
+    None if they are too few, or if rounding leaves fewer directions of their blocks than half of
+    them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given.
+    """
     numbers, size, classes = places // block, rows.shape[1], places % block
+    if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
+        return None
     jacobians = products(rows)
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
@@ -220,6 +226,12 @@ class Blocks:
     def level(self) -> float:
         levels = [each.level for each in self.maps if each is not None]
         return float(torch.tensor(levels or [torch.inf]).median())
+
+    @property
+    def silent(self) -> bool:
+        """Does no head's keys say anything, so that no order can be found?"""
+        each = zip(self.sides, self.maps, strict=True)
+        return all(found is None for side, found in each if side.keys)
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""

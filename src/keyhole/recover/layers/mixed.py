@@ -70,6 +70,10 @@ _CLAIMED = 4.0  # level, at most, of a text that is verified
 _LOOKED = 8  # positions that show whether a cache is mixed
 _STRANGE = 0.5  # of a row: one that is so far from all tokens' is of none
 _AGAIN = 8  # tokens after which M is solved for again
+_SILENT = (
+    "the tokens that open the text are there by their values, but rounding hides all keys: which "
+    "tokens each block holds could be told, and not their order"
+)
 _OPENS = 3.0  # level of the tokens that are taken to open a text, at most
 
 
@@ -100,16 +104,19 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
         return _left_to_right(target, cut, known)
     table = Table.of(target)
     best: tuple[int, list[int], str] = (0, [], "")
+    opened = False
     for blocks, ids in product(cut, known):
-        first = replace(blocks, sides=blocks.sides[:1])  # one head is enough to see what is wrong
-        if Reader(table, first).solved(dict(enumerate(ids))).blocks.level <= _OPENS:
-            reader = Reader(table, blocks)
+        last = replace(blocks, sides=blocks.sides[-1:])  # a head's values show what is wrong
+        if Reader(table, last).solved(dict(enumerate(ids))).blocks.level <= _OPENS:
+            reader, opened = Reader(table, blocks).solved(dict(enumerate(ids))), True
+            if reader.blocks.silent:
+                raise Unsuccessful(Status.BUDGET, _SILENT)
             reader, tokens = reader.read(dict(enumerate(ids)))
             note = f"blocks of {blocks.size}, {len(ids)} first tokens known"
             best = max(best, (len(tokens), reader.whole(tokens), note))
             if len(tokens) > len(ids):
                 break
-    if best[0] * 2 < leak.keys.shape[1] - sizes[0] or not best[1]:
+    if not opened:
         for blocks in cut:
             found = guessed(Reader(table, blocks))
             if found is not None:
@@ -189,13 +196,15 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
         blocks = Blocks.of(leak, size)
         rows = [given["keys" if side.keys else "values"][0, side.head].float().cpu()
                 for side in blocks.sides]  # fmt: skip
-        first = replace(blocks, sides=blocks.sides[:1]).solved(rows[:1], places)
-        if first.level <= _OPENS or size == sizes_of(leak)[-1]:
+        last = replace(blocks, sides=blocks.sides[-1:]).solved(rows[-1:], places)
+        if last.level <= _OPENS or size == sizes_of(leak)[-1]:
             best = blocks.solved(rows, places)
             break
-    if best is None or best.level == torch.inf:
+    if best is None or all(each is None for each in best.maps):
         reason = "the text has too few tokens for the map to be solved from them"
         return Verdict.without_fit(Status.UNSOLVED, reason, len(ids))
+    if best.silent:
+        return Verdict.without_fit(Status.UNSOLVED, _SILENT, len(ids))
     return _verdict(target, best, rows, ids)
 
 
