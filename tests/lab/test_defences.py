@@ -1,0 +1,113 @@
+"""The table of defences: its noise is as private as it says, and its rows are measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reference
+from keyhole.core.errors import InputError
+from keyhole.core.journal import records_in
+from keyhole.lab import defences
+from keyhole.lab.defences import DefenceTable, Verdict
+from keyhole.models.demo import TEXTS, load_demo
+from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of, shown_again
+from keyhole.recover.simulate import leak_of
+
+
+@pytest.fixture(autouse=True)
+def few_public_texts(monkeypatch):
+    monkeypatch.setattr(defences, "PUBLIC", defences.PUBLIC[:2])
+
+
+@pytest.fixture(scope="module")
+def plans():
+    made = defences.sections(load_demo("classification"), 0)
+    return {f"{guards}: {name}": make for guards, rows in made.items() for name, make in rows}
+
+
+@pytest.mark.parametrize(("epsilon", "noise"), [(0.5, 2.0), (1.0, 1.0), (8.0, 0.3), (3.0, 0.7)])
+def test_noise_is_as_private_as_the_integral(epsilon, noise):
+    naive = reference.privacy_loss(epsilon, noise)
+    assert defences.delta_of(epsilon, noise) == pytest.approx(naive, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 100.0])
+def test_noise_for_a_privacy_gives_it(epsilon):
+    noise = defences.noise_for(epsilon)
+    assert defences.epsilon_of(noise) == pytest.approx(epsilon, rel=1e-6)
+    assert defences.delta_of(epsilon, noise) == pytest.approx(defences.DELTA, rel=1e-3)
+    assert defences.delta_of(epsilon, 0.99 * noise) > defences.DELTA
+
+
+def test_privacy_that_says_nothing_is_no_proof():
+    assert "2.98e+03/N" in defences.stated(defences.noise_for(8), 1.0, 10, 4096)[1]
+    assert defences.stated(0.001, 1.0, 10, 4096)[1] == ""
+
+
+@pytest.mark.parametrize("form", SECRETS)
+def test_whoever_has_the_key_has_the_cache(form):
+    loaded = defences.stand_in(load_demo())
+    leak = leak_of(loaded.model, loaded.tokenizer, TEXTS[0] + " " + TEXTS[1], "kv:0")
+    secrets = secrets_of(leak, form, 3, torch.Generator().manual_seed(0))
+    hidden = hidden_by(secrets, leak)
+    size = min(hidden.keys.shape[1], leak.keys.shape[1])
+    assert not torch.allclose(hidden.keys[:, :size], leak.keys[:, :size], atol=0.1)
+    back = shown_again(hidden, secrets, leak)
+    for name in ("keys", "values"):
+        assert torch.allclose(getattr(back, name), getattr(leak, name), atol=1e-5)
+
+
+BROKEN = (
+    "cache: one secret rotation, 0 known texts", "cache: AES-GCM, one nonce",
+    "cache: KV-Shield: numbers of a row permuted, 1 known texts",
+    "gradient: none", "logits: two decimals",
+    "weights: unusual inputs refused",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_an_attack_that_knows_it_breaks(plans, name):
+    row = plans[name]()
+    assert row.verdict is Verdict.BROKEN, row
+    assert row.factor > 0
+    assert not row.proof
+
+
+@pytest.mark.parametrize(
+    ("name", "proof"),
+    [
+        ("gradient: noise, ε = 8", "equally likely"),
+        ("weights: a budget of half the unknowns", "36"),
+    ],
+)
+def test_what_is_proved_says_why(plans, name, proof):
+    row = plans[name]()
+    assert row.verdict is Verdict.PROVED
+    assert proof in row.proof
+
+
+def test_stopped_it_goes_on_and_measures_nothing_twice(tmp_path):
+
+    def stop(name, total=None):
+        def progress(done, total=None, note=""):
+            if done == 2:
+                raise KeyboardInterrupt
+
+        return progress
+
+    journal = tmp_path / "journal"
+    with pytest.raises(KeyboardInterrupt):
+        defences.table(only=["gradient"], journal=journal, track=stop)
+    assert records_in(journal) == 2
+    done = []
+    found = defences.table(only=["gradient"], journal=journal, resuming=done.append)
+    assert done == [2]
+    assert [row.defence for row in found.rows] == [
+        "none", "rounding", "clipping", "Gaussian noise", "Gaussian noise"
+    ]  # fmt: skip
+    found.save(tmp_path / "table.json")
+    assert DefenceTable.load(tmp_path / "table.json") == found
+    assert "5 rows" in found.summary()
+    with pytest.raises(InputError, match="has seed 1"):
+        defences.table(only=["gradient"], journal=journal, seed=1)
