@@ -140,7 +140,7 @@ def test_other_defences(bert, defence):
 
 
 def test_what_cannot_be_done(bert):
-    with pytest.raises(InputError, match="choose one of none, noise"):
+    with pytest.raises(InputError, match="choose one of none, permuted"):
         read_behind(bert, TEXTS[:1], "hidden:1", "hope")
     with pytest.raises(InputError, match="give one secret, not rotated and mixed"):
         degrade(leak(bert, "hidden:1"), forms=["mixed:1", "rotated:1"])

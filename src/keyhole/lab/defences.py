@@ -99,7 +99,6 @@ class Row:
 
 
 Change = Callable[[Leak], Leak]
-Hide = Callable[[Leak, int], Leak]
 Plans = Iterator[tuple[str, Callable[[], Row]]]
 Made = TypeVar("Made")
 Other = TypeVar("Other")
@@ -317,15 +316,15 @@ def predicted(loaded: Loaded, examples: Sequence[Example]) -> Tensor:
 
 def compared(plain: Callable[[], Made], defended: Callable[[], Other]) -> tuple[Made, Other, float]:
     """What both give, and how many times as long the second takes, by turns; the least counts."""
-    times: list[tuple[float, float]] = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        first = plain()
-        between = time.perf_counter()
-        second = defended()
-        times.append((between - started, time.perf_counter() - between))
-    without, with_it = map(min, zip(*times, strict=True))
-    return first, second, with_it / without  # pyright: ignore[reportPossiblyUnboundVariable]
+    turns = [(timed(plain), timed(defended)) for _ in range(_REPEATS)]
+    without, with_it = (min(seconds for _, seconds in side) for side in zip(*turns, strict=True))
+    (first, _), (second, _) = turns[-1]
+    return first, second, with_it / without
+
+
+def timed(use: Callable[[], Made]) -> tuple[Made, float]:
+    started = time.perf_counter()
+    return use(), time.perf_counter() - started
 
 
 def lost(clean: Tensor, changed: Tensor) -> str:
@@ -391,7 +390,7 @@ class Leaks:
         for name, bits in (("int8", 8), ("int4", 4)):
             change = partial(degrade, precision=name)
             yield name, partial(row, name, f"{bits} bits, a scale for each row", change)
-        yield "one decimal", partial(row, "rounding", "to one decimal", rounded, hide=True)
+        yield "one decimal", partial(row, "rounding", "to one decimal", rounded, hide=rounded)
         yield from (
             (f"noise, {name}", partial(self.noise, epsilon)) for name, epsilon in STRENGTHS.items()
         )
@@ -416,12 +415,11 @@ class Leaks:
             yield f"AES-GCM, {'one nonce' if twice else 'nonces'}", partial(self.sealed, twice)
 
     def row(
-        self, defence: str, setting: str, change: Change, *, hide: bool | Hide = False,
+        self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
         proof: str = "", attack: str = "", **how: Any,
     ) -> Row:  # fmt: skip
-        """`hide` is what the attacker sees, or says that it is what `change` makes."""
-        seen = (lambda leak, _: change(leak)) if hide is True else hide or None
-        tried = read_behind(self.loaded, TEXTS, self.exposure, defence, self.seed, hide=seen, **how)
+        """`change` is what comes back for honest users, `hide` what the attacker sees, if new."""
+        tried = read_behind(self.loaded, TEXTS, self.exposure, defence, self.seed, hide=hide, **how)
         plain, changed, factor = compared(
             partial(answers, self.loaded, self.exposure, same),
             partial(answers, self.loaded, self.exposure, change),
@@ -452,7 +450,7 @@ class Leaks:
             return gaussian(leak, clips[layer], sigmas[layer], stream)
 
         setting, proof = stated(1 / mu, sigmas[layers[0]], length, len(parts.table))
-        return self.row("Gaussian noise", setting, change, hide=True, proof=proof)
+        return self.row("Gaussian noise", setting, change, hide=change, proof=proof)
 
     def sealed(self, twice: bool) -> Row:
         """AES-GCM; of a nonce that is used twice, a text of one's own gives the keystream."""
@@ -469,7 +467,7 @@ class Leaks:
         def nonce() -> bytes:
             return first if twice else (1 + next(count)).to_bytes(12, "big")
 
-        def hide(leak: Leak, _number: int) -> Leak:
+        def hide(leak: Leak) -> Leak:
             """What the attacker makes of the ciphertext, without the key."""
             seen = box.encrypt(nonce(), _bytes(leak), None)[:-_TAG]
             if twice:
@@ -503,7 +501,8 @@ class Embeddings:
         row, width = self.row, anatomy(self.loaded.model).table.shape[1]
         yield "none", partial(row, "none", f"{self.loaded.name}, the mean", same)
         for name, bits in (("int8", "8 bits"), ("binary", "signs alone")):
-            yield name, partial(row, "rounding", bits, partial(degrade, precision=name), hide=True)
+            change = partial(degrade, precision=name)
+            yield name, partial(row, "rounding", bits, change, hide=change)
         yield from (
             (f"noise, {name}", partial(self.noise, epsilon)) for name, epsilon in STRENGTHS.items()
         )
@@ -512,13 +511,13 @@ class Embeddings:
             yield setting, partial(row, "rotated", setting, owner("rotated"), own=own)
 
     def row(
-        self, defence: str, setting: str, change: Change, *, hide: bool = False, proof: str = "",
-        own: int | None = None,
+        self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
+        proof: str = "", own: int | None = None,
     ) -> Row:  # fmt: skip
         method = ATTACKS.make("counted-reader", search=SumSearch(passes=2_000))
         tried = read_behind(
             self.loaded, NOTES[:2], Exposure("pooled"), defence, self.seed, own=own, method=method,
-            hide=(lambda leak, _: change(leak)) if hide else None,
+            hide=hide,
         )  # fmt: skip
         texts = _sentences()[: _SENTENCES // 4]
 
@@ -540,7 +539,7 @@ class Embeddings:
         length = max(len(self.loaded.tokenizer(text)["input_ids"]) for text in NOTES)
         setting, proof = stated(sigma / 2, sigma, length, len(table))
         change = partial(gaussian, clip=1.0, sigma=sigma, stream=stream)
-        return self.row("Gaussian noise", setting, change, hide=True, proof=proof)
+        return self.row("Gaussian noise", setting, change, hide=change, proof=proof)
 
 
 @dataclass(frozen=True, eq=False)
@@ -553,7 +552,10 @@ class Gradients:
     def plans(self) -> Plans:
         yield "none", partial(self.row, "none", f"{self.loaded.name}, a batch of 2 texts")
         yield "bfloat16", partial(self.row, "rounding", "bfloat16", precision="bfloat16")
-        yield "clipped", partial(self.row, "clipping", "each text to a norm of 1", clip=1.0)
+        yield (
+            "clipped",
+            partial(self.row, "clipping", "each text to a norm of 1", protocol=Protocol(1.0)),
+        )
         for name, noise in (("little", 1e-5), ("ε = 8", noise_for(8.0))):
             yield f"noise, {name}", partial(self.noise, noise)
 
@@ -563,14 +565,12 @@ class Gradients:
         setting: str,
         proof: str = "",
         precision: str = "float32",
-        **rules: float,
+        protocol: Protocol | None = None,
     ) -> Row:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         batch = batch_of(model, tokenizer, [Example(t, NO_LABEL, t) for t in TEXTS[:2]], 128)
         made = partial(update_of, model, batch, seed=self.seed)
-        plain, update, factor = compared(
-            made, partial(made, Protocol(**rules), precision=precision)
-        )
+        plain, update, factor = compared(made, partial(made, protocol, precision=precision))
         found = recover_batch(model, tokenizer, update)
         exact = sum(text.verified and tuple(text.ids) in batch.texts for text in found.texts)
         flat = [torch.cat([tensor.float().flatten() for tensor in each.values.values()])
@@ -586,8 +586,8 @@ class Gradients:
         tokens = len(self.loaded.tokenizer(TEXTS[0])["input_ids"])
         vocabulary = len(anatomy(self.loaded.model).table)
         setting, proof = stated(noise, 2 * noise, tokens, vocabulary)
-        return self.row("Gaussian noise", f"{setting}, each text clipped to 1", proof, clip=1.0,
-                        noise=2 * noise)  # fmt: skip
+        rules = Protocol(clip=1.0, noise=2 * noise)
+        return self.row("Gaussian noise", f"{setting}, clipped to 1", proof, protocol=rules)
 
 
 @dataclass(frozen=True, eq=False)
@@ -602,7 +602,7 @@ class Logits:
     seed: int
 
     def plans(self) -> Plans:
-        yield "none", partial(self.row, "none", self.loaded.name, same_logits)
+        yield "none", partial(self.row, "none", self.loaded.name, torch.clone)
         yield (
             "two decimals",
             partial(
@@ -659,10 +659,6 @@ class Logits:
 
         setting, _ = stated(sigma / (2 * clip), sigma, 1, len(anatomy(self.loaded.model).table))
         return self.row("Gaussian noise", f"{setting}, each answer", change, sigma * 12**0.5)
-
-
-def same_logits(answers: Tensor) -> Tensor:
-    return answers
 
 
 def weights(trial: Trial, seed: int) -> Row:

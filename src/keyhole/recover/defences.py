@@ -34,10 +34,9 @@ from keyhole.recover.secrets import (
     unshielded,
     with_matrices,
 )
-from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of, with_noise
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
-DEFENCES = ("none", "noise", "permuted", "int8", "int4", *SECRETS)
-NOISE = 0.1  # in standard deviations of the leak
+DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
 _KEY = 7
 _SOLVED = {
     "rotated": "rotation solved from rows of own texts",
@@ -71,13 +70,13 @@ class LeakTried:
 def read_behind(
     loaded: Loaded, texts: Sequence[str], exposure: Exposure | str, defence: str, seed: int = 0, *,
     own: int | None = None, known: int | None = None,
-    hide: Callable[[Leak, int], Leak] | None = None, method: Attack | None = None,
+    hide: Callable[[Leak], Leak] | None = None, method: Attack | None = None,
 ) -> LeakTried:  # fmt: skip
     """Hide what leaks of `texts` behind a defence, and read it all the same.
 
     `own` is how many texts the attacker sends, by default as many as it takes; `known` how many
-    tokens a cloaked cache is known to begin with. `hide` is a defence that is none of DEFENCES: it
-    gets each leak and a seed. `method` reads what is left, by default what reads such leaks.
+    tokens a cloaked cache is known to begin with. `hide` is a defence that is none of DEFENCES.
+    `method` reads what is left, by default what reads such leaks.
     """
     if hide is None and defence not in DEFENCES:
         raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
@@ -90,9 +89,11 @@ def read_behind(
         loaded.tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts
     ]
     tried = LeakTried(defence, str(exposure), len(texts))
-    protect = hide or (lambda leak, number: _defended(leak, defence, number))
     try:
-        leaks = [protect(leak, seed + number) for number, leak in enumerate(plain)]
+        leaks = [
+            _defended(leak, defence, seed + number) if hide is None else hide(leak)
+            for number, leak in enumerate(plain)
+        ]
         if defence == "cloaked" and known is not None:
             leaks = [
                 _opened(leak, truth[:known]) for leak, truth in zip(leaks, truths, strict=True)
@@ -181,8 +182,6 @@ def _own(target: Target, length: int, exposure: Exposure, stream: torch.Generato
 def _defended(leak: Leak, defence: str, seed: int) -> Leak:
     if defence == "none":
         return leak
-    if defence == "noise":
-        return replace(with_noise(degrade(leak, noise=NOISE, seed=seed), NOISE), precision=None)
     if defence in PRECISIONS:
         return degrade(leak, defence)
     form = f"{defence}:{_KEY}" if defence in SECRETS else defence
