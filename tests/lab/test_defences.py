@@ -8,7 +8,7 @@ import torch
 import reference
 from keyhole.core.errors import InputError
 from keyhole.core.journal import records_in
-from keyhole.lab import defences
+from keyhole.lab import defences, gaussian
 from keyhole.lab.defences import DefenceTable, Verdict
 from keyhole.models.demo import TEXTS, load_demo
 from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of, shown_again
@@ -29,20 +29,20 @@ def plans():
 @pytest.mark.parametrize(("epsilon", "noise"), [(0.5, 2.0), (1.0, 1.0), (8.0, 0.3), (3.0, 0.7)])
 def test_noise_is_as_private_as_the_integral(epsilon, noise):
     naive = reference.privacy_loss(epsilon, noise)
-    assert defences.delta_of(epsilon, noise) == pytest.approx(naive, rel=1e-3, abs=1e-9)
+    assert gaussian.delta_of(epsilon, noise) == pytest.approx(naive, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 100.0])
 def test_noise_for_a_privacy_gives_it(epsilon):
-    noise = defences.noise_for(epsilon)
-    assert defences.epsilon_of(noise) == pytest.approx(epsilon, rel=1e-6)
-    assert defences.delta_of(epsilon, noise) == pytest.approx(defences.DELTA, rel=1e-3)
-    assert defences.delta_of(epsilon, 0.99 * noise) > defences.DELTA
+    noise = gaussian.noise_for(epsilon)
+    assert gaussian.epsilon_of(noise) == pytest.approx(epsilon, rel=1e-6)
+    assert gaussian.delta_of(epsilon, noise) == pytest.approx(gaussian.DELTA, rel=1e-3)
+    assert gaussian.delta_of(epsilon, 0.99 * noise) > gaussian.DELTA
 
 
 def test_privacy_that_says_nothing_is_no_proof():
-    assert "2.98e+03/N" in defences.stated(defences.noise_for(8), 1.0, 10, 4096)[1]
-    assert defences.stated(0.001, 1.0, 10, 4096)[1] == ""
+    assert "2.98e+03/N" in gaussian.stated(gaussian.noise_for(8), 1.0, 10, 4096)[1]
+    assert gaussian.stated(0.001, 1.0, 10, 4096)[1] == ""
 
 
 @pytest.mark.parametrize("form", SECRETS)

@@ -3,16 +3,7 @@
 A row is one defence with its parameters, in front of one thing: what the attack that knows it got,
 what honest users lose, what it costs in time, and whether anything is proved. All of it is measured
 here, on the model that is given; a cache and logits need a causal model, and where the model is
-none, a Llama of random weights stands in, with the model's tokenizer.
-
-Noise is the Gaussian mechanism. Rows of a text are scaled down to a norm of C at most, the largest
-of public texts, so two texts of at most n tokens differ by Δ = 2C√n, and with noise of deviation σ
-one release is (ε, δ)-private if and only if, for μ = Δ/σ (Balle and Wang, arXiv 1805.06530),
-
-    Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) ≤ δ;
-
-of a cache with layers l, μ² = Σ_l μ_l². Then nobody names more than e^ε/N + δ of N equally likely
-texts, which says something below ε = n log(vocabulary) alone.
+none, a Llama of random weights stands in, with the model's tokenizer. Noise and its ε: gaussian.py.
 """
 
 from __future__ import annotations
@@ -44,6 +35,7 @@ from keyhole.harden import Smoothing
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.evaluate import attack as attacked
 from keyhole.harden.train import train
+from keyhole.lab.gaussian import gaussian, noise_for, stated
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
@@ -61,9 +53,7 @@ from keyhole.recover.registry import ATTACKS
 from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again
 from keyhole.recover.simulate import degrade, leak_of
 
-DELTA = 1e-5
 LITTLE = 0.1  # noise, in standard deviations of what leaks
-STRENGTHS = {"10%": None, "ε = 8": 8.0}
 PUBLIC = [example.text for example in EXAMPLES]
 _REPEATS = 3  # of a time, of which the least counts
 _DIM = 8  # of the head whose weights are sought
@@ -125,15 +115,11 @@ class DefenceTable(Result):
 
 
 def table(
-    model: str = "demo", *, only: Sequence[str] = (), device: str = "cpu",
-    allow_pickle: bool = False, seed: int = 0, journal: str | Path | None = None,
-    force: bool = False, track: Track = untracked, resuming: Callable[[int], object] = int,
+    model: str = "demo", *, device: str = "cpu", allow_pickle: bool = False, seed: int = 0,
+    journal: str | Path | None = None, force: bool = False, track: Track = untracked,
+    resuming: Callable[[int], object] = int,
 ) -> DefenceTable:  # fmt: skip
-    """Measure every row; those that `journal` holds are not measured again.
-
-    `only` keeps the rows of some things: cache, states, embedding, gradient, logits, weights,
-    predictions.
-    """
+    """Measure every row; those that `journal` holds are not measured again."""
     expect_seed(seed)
     started = time.perf_counter()
     loaded = demo.open_model(
@@ -142,7 +128,6 @@ def table(
     planned = [
         (f"{guards}: {name}", make)
         for guards, plans in sections(loaded, seed).items()
-        if not only or guards in only
         for name, make in plans
     ]
     overall = track("defences", len(planned))
@@ -197,53 +182,6 @@ def stand_in(loaded: Loaded) -> Loaded:
     return Loaded(model, loaded.tokenizer, identity(model), "a Llama of random weights")
 
 
-# The Gaussian mechanism; noise is in units of Δ.
-
-
-def delta_of(epsilon: float, noise: float) -> float:
-    """The least δ for which so much noise is (ε, δ)-private."""
-    from scipy.special import log_ndtr  # with the models
-
-    near, far = (float(log_ndtr(sign / noise - epsilon * noise)) for sign in (0.5, -0.5))
-    return max(0.0, math.exp(near) - math.exp(min(0.0, epsilon + far)))
-
-
-def epsilon_of(noise: float) -> float:
-    """The ε of one release with so much noise, at δ = 1e-5."""
-    return _least(lambda each: delta_of(each, noise) <= DELTA, 0.5 / noise**2 + 9 / noise)
-
-
-def noise_for(epsilon: float) -> float:
-    """The least noise that gives this ε in one release, at δ = 1e-5."""
-    return _least(lambda each: delta_of(epsilon, each) <= DELTA, 1e3)
-
-
-def _least(holds: Callable[[float], bool], high: float) -> float:
-    low = 0.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[str, str]:
-    """What noise promises, and what that proves of texts of so many tokens, if anything."""
-    epsilon = epsilon_of(noise)
-    proof = f"of N equally likely texts at most {math.exp(min(epsilon, 700)):.3g}/N + {DELTA:g}"
-    says = epsilon < tokens * math.log(vocabulary)
-    return f"ε = {epsilon:.3g}, δ = {DELTA:g}, σ = {sigma:.2g}", f"{proof} are named" * says
-
-
-def gaussian(leak: Leak, clip: float, sigma: float, stream: torch.Generator) -> Leak:
-    """The leak with rows of norm `clip` at most, and noise, whose size everybody knows."""
-    scale = (clip / leak.rows(leak.tensors).norm(dim=-1, keepdim=True)).clamp(max=1)
-    made = {
-        name: tensor * scale + sigma * torch.randn(tensor.shape, generator=stream)
-        for name, tensor in leak.tensors.items()
-    }
-    return replace(leak, **made, noise=sigma, precision=None)
-
-
 def verdict_of(read: float, proof: str) -> Verdict:
     """By the share that was read."""
     if read:
@@ -264,6 +202,12 @@ def text_row(
         guards, tried.defence, setting, attack or tried.attack, got, honest, factor,
         verdict_of(share, proof), "" if share else proof, asdict(tried),
     )  # fmt: skip
+
+
+def strengths(row: Callable[[float | None], Row]) -> Plans:
+    """Noise of a tenth of the spread, and of an ε that says something."""
+    yield "noise, 10%", partial(row, None)
+    yield "noise, ε = 8", partial(row, 8.0)
 
 
 # What honest users get, and how long that takes.
@@ -391,9 +335,7 @@ class Leaks:
             change = partial(degrade, precision=name)
             yield name, partial(row, name, f"{bits} bits, a scale for each row", change)
         yield "one decimal", partial(row, "rounding", "to one decimal", rounded, hide=rounded)
-        yield from (
-            (f"noise, {name}", partial(self.noise, epsilon)) for name, epsilon in STRENGTHS.items()
-        )
+        yield from strengths(self.noise)
         forms = [
             ("rotated", "one secret rotation", own) for own in ((0,) if cache_ else (0, 1, 10))
         ]
@@ -503,9 +445,7 @@ class Embeddings:
         for name, bits in (("int8", "8 bits"), ("binary", "signs alone")):
             change = partial(degrade, precision=name)
             yield name, partial(row, "rounding", bits, change, hide=change)
-        yield from (
-            (f"noise, {name}", partial(self.noise, epsilon)) for name, epsilon in STRENGTHS.items()
-        )
+        yield from strengths(self.noise)
         for own in (0, 1, 10, width):
             setting = f"one secret rotation, {own} known texts"
             yield setting, partial(row, "rotated", setting, owner("rotated"), own=own)
@@ -552,21 +492,15 @@ class Gradients:
     def plans(self) -> Plans:
         yield "none", partial(self.row, "none", f"{self.loaded.name}, a batch of 2 texts")
         yield "bfloat16", partial(self.row, "rounding", "bfloat16", precision="bfloat16")
-        yield (
-            "clipped",
-            partial(self.row, "clipping", "each text to a norm of 1", protocol=Protocol(1.0)),
-        )
+        clipped = partial(self.row, "clipping", "each text to a norm of 1", protocol=Protocol(1.0))
+        yield "clipped", clipped
         for name, noise in (("little", 1e-5), ("ε = 8", noise_for(8.0))):
             yield f"noise, {name}", partial(self.noise, noise)
 
     def row(
-        self,
-        defence: str,
-        setting: str,
-        proof: str = "",
-        precision: str = "float32",
+        self, defence: str, setting: str, proof: str = "", precision: str = "float32",
         protocol: Protocol | None = None,
-    ) -> Row:
+    ) -> Row:  # fmt: skip
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         batch = batch_of(model, tokenizer, [Example(t, NO_LABEL, t) for t in TEXTS[:2]], 128)
         made = partial(update_of, model, batch, seed=self.seed)
@@ -603,15 +537,9 @@ class Logits:
 
     def plans(self) -> Plans:
         yield "none", partial(self.row, "none", self.loaded.name, torch.clone)
-        yield (
-            "two decimals",
-            partial(
-                self.row, "rounding", "to two decimals", partial(torch.round, decimals=2), 0.01
-            ),
-        )
-        yield from (
-            (f"noise, {name}", partial(self.noise, epsilon)) for name, epsilon in STRENGTHS.items()
-        )
+        change = partial(torch.round, decimals=2)
+        yield "two decimals", partial(self.row, "rounding", "to two decimals", change, 0.01)
+        yield from strengths(self.noise)
 
     @torch.no_grad()
     def asked(self, ids: Tensor) -> Tensor:
@@ -723,10 +651,8 @@ class Predictions:
         )  # fmt: skip
 
     def smoothed(self) -> Row:
-        other, examples = (
-            self.trained(SAttend(1 - _KEEP, seed=self.seed, emptied=True)),
-            self.examples,
-        )
+        other = self.trained(SAttend(1 - _KEEP, seed=self.seed, emptied=True))
+        examples = self.examples
         way = Smoothing(keep=_KEEP, kind="partition", seed=self.seed)
         plain, votes, factor = compared(
             partial(predicted, self.loaded, examples),
