@@ -61,6 +61,10 @@ _SENTENCES = 640  # that a defence is trained on, or that a store holds
 _KEEP = 0.05  # of the attention, by each mask that votes
 _NEAREST = 10
 _TAG = 16  # bytes that AES-GCM appends
+_NAMES = {
+    "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
+    "scrambled": "secret map, tokens permuted", "mixed": "secret map, tokens mixed",
+}  # fmt: skip
 
 
 class Verdict(StrEnum):
@@ -74,7 +78,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One defence. `factor` is the time that honest use takes with it, over that without."""
+    """One defence. `factor` is the processor's time for honest use with it, over that without."""
 
     guards: str
     defence: str
@@ -199,7 +203,8 @@ def text_row(
         f", {tried.tokens:.0%} of tokens" if share and not tried.exact else ""
     )
     return Row(
-        guards, tried.defence, setting, attack or tried.attack, got, honest, factor,
+        guards, _NAMES.get(tried.defence, tried.defence), setting, attack or tried.attack, got,
+        honest, factor,
         verdict_of(share, proof), "" if share else proof, asdict(tried),
     )  # fmt: skip
 
@@ -267,8 +272,8 @@ def compared(plain: Callable[[], Made], defended: Callable[[], Other]) -> tuple[
 
 
 def timed(use: Callable[[], Made]) -> tuple[Made, float]:
-    started = time.perf_counter()
-    return use(), time.perf_counter() - started
+    started = time.process_time()  # what else runs on the machine does not count
+    return use(), time.process_time() - started
 
 
 def lost(clean: Tensor, changed: Tensor) -> str:
@@ -336,23 +341,19 @@ class Leaks:
             yield name, partial(row, name, f"{bits} bits, a scale for each row", change)
         yield "one decimal", partial(row, "rounding", "to one decimal", rounded, hide=rounded)
         yield from strengths(self.noise)
-        forms = [
-            ("rotated", "one secret rotation", own) for own in ((0,) if cache_ else (0, 1, 10))
-        ]
-        if cache_:
-            forms += [("shielded", "KV-Shield: numbers of a row permuted", own) for own in (0, 1)]
-        for form, about, own in forms:
-            setting = f"{about}, {own} known texts"
-            yield setting, partial(row, form, setting, owner(form), own=own)
-        for form, what in (("scrambled", "permuted"), ("mixed", "mixed")):
-            setting = f"secret map, tokens {what} in blocks of 16"
-            yield setting, partial(row, form, setting, owner(form))
+        forms = [("rotated", own) for own in ((0,) if cache_ else (0, 1, 10))]
+        forms += [("shielded", own) for own in (0, 1) if cache_]
+        for form, own in forms:
+            name, setting = f"{_NAMES[form]}, {own}", f"known texts: {own}"
+            yield name, partial(row, form, setting, owner(form), own=own)
+        for form in ("scrambled", "mixed"):
+            yield form, partial(row, form, "blocks of 16", owner(form))
         if not cache_:
             yield "permuted", partial(row, "permuted", "rows in no order", same)
             return
         for known in (0, 4):
-            setting = f"KV-Cloak, {known} first tokens known"
-            yield setting, partial(row, "cloaked", setting, owner("cloaked"), known=known or None)
+            name, setting = f"KV-Cloak, {known}", f"known first tokens: {known}"
+            yield name, partial(row, "cloaked", setting, owner("cloaked"), known=known or None)
         for twice in (False, True):
             yield f"AES-GCM, {'one nonce' if twice else 'nonces'}", partial(self.sealed, twice)
 
@@ -446,9 +447,9 @@ class Embeddings:
             change = partial(degrade, precision=name)
             yield name, partial(row, "rounding", bits, change, hide=change)
         yield from strengths(self.noise)
-        for own in (0, 1, 10, width):
-            setting = f"one secret rotation, {own} known texts"
-            yield setting, partial(row, "rotated", setting, owner("rotated"), own=own)
+        for own in (0, 1, 10, 2 * width):
+            setting = f"known texts: {own}"
+            yield f"rotated, {own}", partial(row, "rotated", setting, owner("rotated"), own=own)
 
     def row(
         self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
@@ -471,7 +472,7 @@ class Embeddings:
                 for each in (plain, changed)]  # fmt: skip
         hits = float((near[0][:, :, None] == near[1][:, None]).any(-1).float().mean())
         honest = f"recall@{_NEAREST} {hits:.2f} of {len(texts)}" if hits < 1 else "nothing"
-        return text_row("embedding", tried, setting, honest, factor, proof, "CountedReader")
+        return text_row("embedding", tried, setting, honest, factor, proof)
 
     def noise(self, epsilon: float | None) -> Row:
         table, stream = anatomy(self.loaded.model).table, torch.Generator().manual_seed(self.seed)
@@ -604,7 +605,7 @@ def weights(trial: Trial, seed: int) -> Row:
     proof = "" if budget is None else proof
     read = {Status.RECOVERED: 1.0, Status.INEXACT: 0.5}.get(tried.status, 0.0)
     return Row(
-        "weights", tried.defence, f"head of d = {_DIM}: {tried.setting}",
+        "weights", tried.defence, f"{tried.setting}, d = {_DIM}",
         f"{tried.attack}, {tried.queries:,} queries",
         "nothing" if error is None else f"copy off by {error:.1e}", honest + refused, factor,
         verdict_of(read, proof), proof, asdict(tried),

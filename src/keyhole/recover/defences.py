@@ -58,7 +58,7 @@ class LeakTried:
     defence: str
     exposure: str
     texts: int
-    attack: str = "read as it is"
+    attack: str = ""
     status: Status = Status.UNSOLVED
     reason: str = ""
     exact: int = 0
@@ -124,7 +124,7 @@ def _pairs(
         return own_texts(target, exposure, form, seed, own), _SOLVED[form]
     if exposure.kind == "kv" and form in ("rotated", "shielded"):
         return by_lengths(target, leaks), _BY_LENGTHS
-    return [], "read as it is"
+    return [], ""
 
 
 def _undone(target: Target, known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
@@ -153,7 +153,11 @@ def _judged(
         status = Status.RECOVERED
     elif exact or tokens >= _PARTLY:
         status = Status.INEXACT
-    return replace(tried, status=status, reason=recoveries[0].reason, exact=exact, tokens=tokens)
+    best = next((read for read in recoveries if read.verified), recoveries[0])
+    return replace(
+        tried, attack=tried.attack or best.method, status=status, reason=recoveries[0].reason,
+        exact=exact, tokens=tokens,
+    )  # fmt: skip
 
 
 def own_texts(
