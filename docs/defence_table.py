@@ -32,9 +32,9 @@ def record(measured: Path | None = None) -> str:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = DefenceTable.load(measured)
     page, rows = DOCS / "defences.md", [cells(row) for row in found.rows]
-    lines = [" | ".join(rows[0]), "|".join(["---"] * len(rows[0])),
-             *(" | ".join(row.values()) for row in rows)]  # fmt: skip
-    shown = "".join(f"| {line} |\n" if "---" not in line else f"|{line}|\n" for line in lines)
+    lines = [" | ".join(rows[0]), *(" | ".join(row.values()) for row in rows)]
+    head, *others = (f"| {line} |\n" for line in lines)
+    shown = "".join([head, "|---" * len(rows[0]) + "|\n", *others])
     page.write_text(TABLE.sub(lambda _: shown, page.read_text("utf-8")), "utf-8")
     data = {
         "title": "Every defence, attacked by somebody who knows it",
@@ -53,9 +53,9 @@ def record(measured: Path | None = None) -> str:
 
 
 def cells(row: Row) -> dict[str, str]:
-    named = row.setting if row.defence == "none" else f"{row.defence}: {row.setting}"
     return {
-        "it guards": row.guards, "defence": named, "attack": row.attack, "attacker": row.attacker,
+        "it guards": row.guards, "defence": row.defence, "parameters": row.setting,
+        "attack": row.attack, "attacker": row.attacker,
         "honest users lose": row.honest, "time": f"×{row.factor:.1f}",
         "verdict": f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict),
     }  # fmt: skip
