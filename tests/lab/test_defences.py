@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import reference
+from command_line import inside
 from keyhole.core.errors import InputError
 from keyhole.core.journal import records_in
 from keyhole.lab import defences, gaussian
@@ -111,3 +112,16 @@ def test_stopped_it_goes_on_and_measures_nothing_twice(plans, tmp_path, monkeypa
     assert "2 rows, 1 broken, 1 partly broken" in found.summary()
     with pytest.raises(InputError, match="has seed 1"):
         defences.table(journal=journal, seed=1)
+
+
+def test_the_command_prints_and_saves_the_table(plans, tmp_path, monkeypatch, capsys):
+    few = [("budget", plans["weights: a budget of half the unknowns"])]
+    monkeypatch.setattr(defences, "sections", lambda _loaded, _seed: {"weights": few})
+    words = ("lab", "defences", "--out", "table.json")
+    done = inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert "36 numbers do not settle 72 unknowns" in done.stdout
+    assert "1 rows, 0 broken" in done.stdout
+    (row,) = DefenceTable.load(tmp_path / "table.json").rows
+    assert row.verdict is Verdict.PROVED
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
