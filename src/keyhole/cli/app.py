@@ -23,8 +23,8 @@ import typer
 import typer.core
 import typer.main
 
-from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.options import with_options
+from keyhole.cli.outputs import say, write_in_any_locale
 from keyhole.core.errors import InputError, KeyholeError, missing_extra
 from keyhole.version import __version__
 

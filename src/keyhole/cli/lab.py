@@ -11,9 +11,8 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import Group, app, command, examples_of, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer, say, show
 from keyhole.cli.invert import ProblemFile
-from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_folder, write_text
