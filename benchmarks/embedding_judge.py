@@ -4,7 +4,7 @@ Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length no
 each precision that stores use. The true text is judged: how many are verified. So are the texts
 nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
-that a search (`--passes` for each) finds, in every precision: none may be. And vectors behind a
+that a search finds, in every precision: none may be. And vectors behind a
 secret rotation or linear map, of which some pairs of a text and its stored vector are known: the
 map is undone from them, and the true texts of other vectors are judged. `--texts` for each row,
 `--nobody` vectors of all kinds together; `--parts stored,nobody,secret` takes some. `--quick` takes
@@ -72,28 +72,18 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     nobody: int = 1000,
-    passes: int = 3000,
-    misses: int = 20,
-    judged: int = 5,
-    pairs: list[int] = PAIRS,
     parts: list[str] = ["stored", "nobody", "secret"],  # noqa: B006 - read, never changed
-    forms: str = "",
 ) -> Iterator[Row]:
     if quick:
         ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
         tiny = subjects.tiny("bert")
         setting = Setting(tiny, ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200)
-        pairs = [48]
     else:
         loaded = replace(subjects.minilm(encoder, device), name="all-MiniLM-L6-v2")
         some = sentences(loaded, data, texts)
-        setting = Setting(loaded, *some, nobody, misses=misses, passes=passes, judged=judged)
+        setting = Setting(loaded, *some, nobody)
     known = vectors_of(setting.target, setting.others)
-    stored = {
-        name: change
-        for name, change in changes(known, setting.blocks, setting.codes, setting.widths).items()
-        if any(part in name for part in forms.split(";"))
-    }
+    stored = changes(known, setting.blocks, setting.codes, setting.widths)
     if "stored" in parts:
         near = [NearMisses.of(setting, ids) for ids in setting.secrets]
         yield near_row(setting, near)
@@ -103,7 +93,7 @@ def run(
         yield from nobody_rows(setting, known, stored)
     if "secret" in parts:
         runs = [Vectors(setting.target, WAY, ids) for ids in setting.secrets]
-        for count in pairs:
+        for count in [48] if quick else PAIRS:
             yield from secret_rows(setting, known, count, runs)
 
 

@@ -17,20 +17,13 @@ from keyhole.core.options import CHECKS
 if TYPE_CHECKING:
     from keyhole.core.progress import Progress
 
-ProblemFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PROBLEM", help="A .safetensors file with W, V, B (and maps, if they leaked)."
-    ),
-]
-
 
 @command(
     "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
     "keyhole invert problem.safetensors --certify --out found.json",
 )
 def invert(
-    problem: ProblemFile,
+    problem: opt.ProblemFile,
     method: opt.Method = None,
     option: opt.MethodOptions = None,
     start: Annotated[

@@ -12,7 +12,6 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import Group, add, command, examples_of, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.invert import ProblemFile
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import dump, exit_code
 from keyhole.core.errors import InputError, MissingExtra, expect_count
@@ -534,7 +533,7 @@ def corpus(
     group=lab,
 )
 def bounds(
-    problem: ProblemFile,
+    problem: opt.ProblemFile,
     at: Annotated[
         Path,
         typer.Argument(
