@@ -41,6 +41,7 @@ ORDER = (
     "audit", "extract", "recover", "invert", "disrupt", "harden", "report", "check-config",
     "policy", "lab",
 )  # fmt: skip
+_MODULES = {"lab": ("lab", "lab_targets")}  # of the others, the one of their name
 _COMMANDS: dict[str, typer.Typer] = {}
 
 
@@ -94,10 +95,11 @@ class _Root(Group):
         return list(ORDER)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Loaded when it is asked for, from the module of its name: nobody waits for the others."""
+        """Loaded when it is asked for: nobody waits for the others."""
         for name in (cmd_name,) if cmd_name in ORDER else ORDER:  # to one that is misspelt, all
             if name not in self.commands:
-                importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
+                for module in _MODULES.get(name, (name.replace("-", "_"),)):
+                    importlib.import_module(f"keyhole.cli.{module}")
                 self.commands[name] = typer.main.get_command(_COMMANDS[name])
         return super().get_command(ctx, cmd_name)
 
@@ -129,6 +131,20 @@ def add(name: str, **about: Any) -> typer.Typer:
 
 def examples_of(*lines: str) -> str:
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
+
+
+lab = add(
+    "lab",
+    cls=Group,
+    no_args_is_help=True,
+    help="Plant, capture, measure and prove: what researchers use.",
+    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
+)
+
+
+@lab.callback()
+def about_lab() -> None:
+    """Plant, capture, measure and prove: what researchers use."""
 
 
 class _Console(logging.Handler):

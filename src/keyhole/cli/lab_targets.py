@@ -1,0 +1,234 @@
+"""`keyhole lab plant|serve|canonical|same`: targets of known weights, to try attacks on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, lab
+from keyhole.cli.outputs import answer, expect_new, show
+from keyhole.core import dump
+from keyhole.core.errors import InputError, MissingExtra, expect_count
+from keyhole.core.options import CHECKS, OUTPUT, TARGET, settings
+
+if TYPE_CHECKING:
+    from keyhole.oracle import MultiHead
+
+_TYPES: dict[str, Any] = {
+    "dim": int, "rank": int, "heads": int, "width": int, "tokens": int, "layers": int,
+    "scale": float, "every_token": bool, "causal": bool, "residual": bool, "maps": bool,
+    "bases": Path, "sign_only": bool, "decimals": int, "noise": float, "max_norm": float,
+}  # fmt: skip
+_ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # what is done to a target's answers
+# What each kind takes: an option of another kind is refused.
+_TAKES = {
+    "head": ("dim", "rank", "scale", *_ANSWERS),
+    "multi-head": ("dim", "rank", "heads", "scale", *_ANSWERS),
+    "one-layer": ("dim", "rank", "heads", "width", "scale", *_ANSWERS),
+    "relu": ("dim", "width", "scale", *_ANSWERS),
+    "attention": ("dim", "rank", "heads", "scale", "every_token", "causal", *_ANSWERS),
+    "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
+    "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps", "layers"),
+}
+_SERVED = {
+    "sign_only": bool, "decimals": int, "noise": float, "fresh_noise": float, "max_norm": float,
+    "min_tokens": int, "max_tokens": int, "usual_norm": float,
+}  # fmt: skip
+_RATIONS = {"client_budget": int, "client_rate": float}
+Heads = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
+]
+Tolerance = Annotated[
+    float, opt.about("What counts as equal, relative to the largest entry.", CHECKS)
+]  # fmt: skip
+
+
+@command(
+    "keyhole lab plant target.safetensors -o dim=32 -o rank=4 --seed 7",
+    "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
+    "keyhole lab plant subspaces.safetensors --kind orthogonal-heads -o dim=16 -o heads=4 "
+    "-o bases=bases.safetensors",
+    "keyhole lab plant problem.safetensors --kind inversion -o dim=8 -o tokens=6 -o scale=0.3",
+    group=lab,
+)
+def plant(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
+    kind: Annotated[
+        str, opt.about(f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME")
+    ] = "head",
+    option: opt.MethodOptions = None,
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
+) -> None:
+    """Plant a target of known weights, or a layer's output, to try an attack on.
+
+    Every kind takes dim (64) and scale (1 gives a W of norm about 2). head,
+    multi-head, one-layer and attention take rank; all but head and relu heads; one-layer and relu
+    width (32); attention every_token and causal; orthogonal-heads bases, the file to write their
+    bases to. inversion takes tokens (8), residual, causal, maps (they leak too) and layers (a
+    stack, of which only the last output is known). Answers may be changed by sign_only, decimals,
+    noise and max_norm.
+    """
+    if kind not in _TAKES:
+        raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
+    types = {name: _TYPES[name] for name in _TAKES[kind]}
+    options: dict[str, Any] = {"dim": 64, "scale": 1.0} | settings(option or (), types, kind)
+    bases = options.pop("bases", None)
+    expect_new(path, bases, force=force)
+    if kind == "inversion":
+        show(_plant_inversion(path, options, seed))
+        return
+    from keyhole import oracle
+    from keyhole.core.files import write_tensors
+
+    changed = {name: options.pop(name) for name in _ANSWERS if name in options}
+    degradation = oracle.Degradation(**changed, seed=seed)
+    if kind == "orthogonal-heads":
+        target, subspaces = oracle.plant_orthogonal(**{"heads": 1, **options}, seed=seed)
+        if bases is not None:
+            write_tensors(bases, {f"basis {n}": basis for n, basis in enumerate(subspaces)}, {})
+    else:
+        target = oracle.plant(kind, **options, seed=seed)
+    oracle.save(target, path, degradation)
+    done = f"; {degradation}" if degradation else ""
+    show(f"{path}: {kind}, d = {options['dim']}, {target.unknowns:,} unknowns{done}")
+
+
+def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
+    """A layer's output, or with `layers` that of a stack; what was planted."""
+    from dataclasses import replace
+
+    from keyhole import invert
+    from keyhole.lab import stacks
+
+    tokens, layers = options.pop("tokens", 8), options.pop("layers", None)
+    maps = options.pop("maps", False)
+    expect_count("tokens", tokens)
+    if layers is not None:
+        if maps or "heads" in options:
+            raise InputError("a stack of layers takes neither maps nor heads")
+        dim = options["dim"]
+        stacks.plant(layers, tokens, **options, seed=seed)[0].save(path)
+        return f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}"
+    problem, secret = invert.plant(tokens, **options, seed=seed)
+    if maps:
+        problem = replace(problem, maps=problem.maps_of(secret))
+    problem.save(path)
+    return f"{path}: the output of {tokens} secret tokens, d = {problem.dim}"
+
+
+@command(
+    "keyhole lab plant target.safetensors",
+    "keyhole lab serve target.safetensors --port 8080 --name head",
+    "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
+    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3 -o client_budget=1000",
+    "keyhole extract http://127.0.0.1:8080/v2/models/head",
+    group=lab,
+)
+def serve(
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A target written by keyhole lab plant.")
+    ],
+    name: Annotated[str, opt.about("The model's name on the server.", TARGET)] = "target",
+    port: Annotated[int, opt.about("The port to listen on, at 127.0.0.1.", TARGET)] = 8080,
+    option: opt.MethodOptions = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+) -> None:
+    """Put a planted target behind a real inference server (MLServer).
+
+    -o changes its answers: sign_only, decimals, noise (the same each time for a question),
+    fresh_noise (anew each time), max_norm (longer tokens are shortened); refuses questions:
+    min_tokens, max_tokens, usual_norm (of honest clients' tokens); and rations each address:
+    client_budget (queries in all), client_rate (queries a second).
+    """
+    from keyhole.oracle.defences import Degradation
+
+    options = settings(option or (), _SERVED | _RATIONS, "serve")
+    rations = {name: options.pop(name, None) for name in _RATIONS}
+    degradation = Degradation(**options, seed=seed)
+    try:
+        from keyhole.lab.server import serve as run
+    except ModuleNotFoundError as missing:
+        raise MissingExtra(
+            "serve needs MLServer, which is not installed and takes Python 3.12 or older", "serve"
+        ) from missing
+    url = f"http://127.0.0.1:{port}/v2/models/{name}"
+
+    def begun() -> None:
+        done = f", {degradation}" if degradation else ""
+        done += "".join(f", {name} {value:g}" for name, value in rations.items() if value)
+        if as_json:
+            typer.echo(dump({"url": url}))
+        else:
+            comma = "," if done else ""
+            show(f"serving {target}{done}{comma} at {url} (Ctrl-C ends it)")
+        sys.stdout.flush()
+
+    run(target, name=name, port=port, degradation=degradation, **rations, begun=begun)
+
+
+@command(
+    "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
+    "keyhole lab canonical heads.safetensors --out merged.safetensors",
+    group=lab,
+)
+def canonical(
+    file: Heads,
+    out: Annotated[
+        Path | None, opt.about("Write the canonical heads here.", OUTPUT, metavar="FILE")
+    ] = None,
+    tolerance: Tolerance = 1e-12,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Reduce heads to what answers can show: equal W merged, invisible heads dropped."""
+    from keyhole.extract.canonical import canonical as reduce
+    from keyhole.extract.canonical import remarks as remarks_on
+    from keyhole.oracle import save
+
+    expect_new(out, force=force)
+    model = _read_heads(file)
+    reduced, remarks = reduce(model, tolerance), remarks_on(model, tolerance)
+    if out is not None:
+        save(reduced, out)
+    words = f"{len(model.W)} heads, {len(reduced.W)} in canonical form, d = {model.dim}"
+    data = {"heads": len(model.W), "canonical": len(reduced.W), "remarks": remarks}
+    answer(data, "\n".join([words, *remarks]), as_json=as_json)
+
+
+@command(
+    "keyhole lab plant heads.safetensors --kind multi-head -o dim=6 -o heads=3",
+    "keyhole extract heads.safetensors --out found.json",
+    "keyhole lab same heads.safetensors found.safetensors --tolerance 1e-8",
+    group=lab,
+)
+def same(
+    first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: opt.Json = False
+) -> None:
+    """Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not."""
+    from keyhole.extract.canonical import difference
+
+    apart = difference(_read_heads(first), _read_heads(second), tolerance)
+    words = f"not the same function: {apart}" if apart else "the same function"
+    data = {"same": not apart, "difference": apart, "tolerance": tolerance}
+    answer(data, words, as_json=as_json)
+    raise typer.Exit(1 if apart else 0)
+
+
+def _read_heads(file: Path) -> MultiHead:
+    """The heads in a file; one alone is a set of one."""
+    from keyhole.oracle import Head, MultiHead, load_plain
+
+    target, degradation = load_plain(file)
+    if degradation:
+        raise InputError(f"{file} holds heads that answer with {degradation}; give plain heads")
+    if isinstance(target, Head):
+        return MultiHead([target.W], [target.v])
+    if not isinstance(target, MultiHead):
+        raise InputError(f"{file} holds {target.kind}, not heads: give a head or several")
+    return target
