@@ -4,8 +4,7 @@ all-MiniLM-L6-v2 on `--texts` sentences of SST-2 and `--dialogues` of DREAM (sub
 `--encoder`, `--data`); `--parts` takes some of it:
 
     exact      hidden states, layer by layer (`--layers`), short and long texts
-    precision  hidden states rounded, noisy, and up to where it breaks
-    partial    every second position, and [CLS] alone: of `--few` texts
+    precision  hidden states rounded or noisy
     keys       the keys of layer 1
 
 `--quick` takes random-weight models instead.
@@ -15,24 +14,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import show
 import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
-from keyhole.recover import Mark
-from keyhole.recover.leaks import Leak
 from show import Row
 from subjects import Change, degraded
 
-PARTS = ["exact", "precision", "partial", "keys"]
+PARTS = ["exact", "precision", "keys"]
 
 
 def run(
@@ -42,7 +38,6 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     dialogues: int = 20,
-    few: int = 20,
     layers: list[int] = [1, 2, 3, 4, 5, 6],  # noqa: B006 - read, never changed
     parts: list[str] = PARTS,
 ) -> Iterator[Row]:
@@ -58,9 +53,6 @@ def run(
                 yield from exact(loaded, name, ids, layer)
         if "precision" in parts and short and layer in (3, 6):
             yield from precisions(loaded, short, layer)
-            yield from breaking(loaded, short[: -(-len(short) // 3)], layer)
-        if "partial" in parts and short and layer in (3, 6):
-            yield from partly(loaded, short[:few], layer)
     if "keys" in parts and short:
         yield from whole("MiniLM", loaded, "kv:1", of_length(short, 5))
 
@@ -71,7 +63,6 @@ def small() -> Iterator[Row]:
     for layer in (1, 2):
         yield from exact(loaded, "random texts", ids, layer)
     yield from precisions(loaded, ids[:2], 2)
-    yield from partly(loaded, ids[:2], 2)
     plain = subjects.tiny_texts(3, 8, framed=False)
     for family in ("gpt2", "llama"):
         for name in ("hidden:2", "kv:0"):
@@ -120,17 +111,6 @@ class Outcome:
         """Whether each text that is called verified is right."""
         pairs = zip(self.truths, self.recoveries, strict=True)
         return [truth == recovery.ids for truth, recovery in pairs if recovery.verified]
-
-    @property
-    def marked(self) -> tuple[int, int]:
-        """How many tokens are marked verified, and how many of those are wrong."""
-        right = [
-            a == b
-            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
-            for a, b, mark in zip(truth, recovery.ids, recovery.marks, strict=False)
-            if mark is Mark.VERIFIED
-        ]
-        return len(right), len(right) - sum(right)
 
     def median(self, count: str) -> float:
         return statistics.median(getattr(recovery, count) for recovery in self.recoveries)
@@ -194,37 +174,6 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         early = got.searched <= exactly + 2
         measured = f"{got.searched:.0f} passes, exact leak {exactly:.0f}"
         yield Row(f"{what}: the search ends", measured, "as early as exact (+ 2)", early)
-
-
-def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
-    """Beyond what is asked, up to where it breaks."""
-    noise = {f"noise of {share:.0%}": degraded(noise=share) for share in (0.2, 0.4, 0.8)}
-    for name, change in {"int4 per token": degraded("int4"), **noise}.items():
-        got = recover(loaded, ids, layer, change)
-        details = f"{got.cost}; falsely verified: {got.false}"
-        row = Row(f"layer {layer}, {name}, {len(ids)} texts", got.summary, details=details)
-        yield show.itemised(row, got.items)
-
-
-def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
-    def only(wanted: Callable[[Tensor], Tensor]) -> Change:
-        def change(leak: Leak) -> Leak:
-            values = leak.tensors["values"]
-            rows = wanted(torch.arange(len(values)))
-            return replace(leak, values=values.where(rows[:, None], torch.nan))
-
-        return change
-
-    leaked = {
-        "every second position": only(lambda place: place % 2 == 0),
-        "only [CLS]": only(lambda place: place == 0),
-    }
-    for name, change in leaked.items():
-        got = recover(loaded, ids, layer, change)
-        marked, wrong = got.marked
-        details = f"{marked} tokens marked verified, {wrong} of them wrong; {got.cost}"
-        what = f"layer {layer}, {name} leaked, {len(ids)} texts"
-        yield show.itemised(Row(what, got.summary, details=details), got.items)
 
 
 def of_length(ids: list[Tensor], min_length: int, max_length: int = 60) -> list[Tensor]:
