@@ -148,7 +148,7 @@ def capture(
             "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
             "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
             "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
-            "May be repeated.",
+            "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
             CHECKS,
             metavar="FORM",
         ),
@@ -418,6 +418,52 @@ def certify(
         proofs.to_dict(), f"{model}: {units} of attention cut\n{proofs.summary()}", as_json=as_json
     )
     raise typer.Exit(exit_code([proofs.outcome]))
+
+
+@command(
+    "keyhole lab defences",
+    "keyhole lab defences ./my-model --out defences.json",
+    group=lab,
+)
+def defences(
+    model: opt.ModelName = "demo",
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure every defence in one table, each attacked by somebody who knows it.
+
+    Caches, hidden states, embeddings, gradients and logits behind noise, rounding, secrets and
+    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing. With
+    --out every finished row is kept in FILE.journal, and the same command resumes.
+    """
+    from rich.table import Table
+
+    from keyhole.lab.defences import table
+
+    expect_new(out, force=force)
+    journal = None if out is None else out.with_name(f"{out.name}.journal")
+    kept = interruptible(lambda: "" if journal is None else _kept(journal, "rows"))
+    with kept, bars("defences", "rows") as track:
+        found = table(
+            model, device=device, allow_pickle=allow_pickle, seed=seed, journal=journal,
+            force=force, track=track, resuming=lambda done: say(f"resuming: {done} rows are done"),
+        )  # fmt: skip
+        if out is not None:
+            found.save(out)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
+    heads = ("guards", "defence", "attack", "attacker", "honest users lose", "time", "verdict")
+    shown = Table(*heads, caption=found.summary(), caption_justify="left")
+    for row in found.rows:
+        what = row.setting if row.defence == "none" else f"{row.defence}: {row.setting}"
+        verdict = f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict)
+        time = f"×{row.factor:.1f}"
+        shown.add_row(row.guards, what, row.attack, row.attacker, row.honest, time, verdict)
+    answer(found.to_dict(), shown, as_json=as_json)
 
 
 @command(
