@@ -19,8 +19,11 @@ have the smoothed classifier as their target, as its mean probability over MASKS
   each but for the first token; it ends at the first flip that it sees.
 
 The vote is then taken again after 1, 4, 16, … units, over JUDGES fresh random masks or the whole
-partition. A certified text that flips breaks the promise. `--tasks hellaswag,dream` are multiple
-choice. `--join FILE …` keeps the rows of earlier runs and leaves out what they have.
+partition. A certified text that flips breaks the promise. ρ = 1 is the plain model, trained and
+attacked alike, against which a last row sets the votes: flips by 1% of the units of the texts that
+both get right, and accuracy. `--tasks hellaswag,dream` are multiple choice. On a GPU products are
+in TF32, for the vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and
+leaves out what they have.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +55,7 @@ from keyhole.models.demo import FOLDER
 from keyhole.models.masking import Site, rewriting
 from show import Row
 from tasks import TASKS, made_up
+from trained import Run
 
 MASKS = 32  # that an attack looks at
 RANKINGS = 16  # of units, on the way to the most that is cut
@@ -60,7 +64,7 @@ SHARE = 0.01  # of all units: the most that is cut
 ALONE = 1e-6  # a unit that holds all of its row but so much is alone in it
 SIZES = {  # examples, epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
     "demo": (67_349, 1, 64, 5e-4),
-    "minilm": (67_349, 3, 128, 1e-4),
+    "minilm": (67_349, 4, 256, 1.5e-4),
 }
 
 
@@ -147,13 +151,13 @@ class SmoothedQueries:
 
     def differentiated(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean a, ∂/∂a of −log of the label's mean probability, and the effect of each removal."""
-        total = self.votes(cut[None])[0, self.question.labels[0, 0]].exp()
-        columns: list[Tensor] = []
+        total, columns = torch.zeros((), device=cut.device), list[Tensor]()
         for kept in self.kept.split(self.batch):
             slopes, part = Slopes(self.units, kept & ~cut), self._asked(len(kept))
             with torch.enable_grad(), rewriting(self.model, slopes):
-                chances = part.confidence(part.logits(self.model)).sum() / len(self.kept)
-                found = torch.autograd.grad(-chances / total, slopes.bumps)
+                chances = part.confidence(part.logits(self.model)).sum()
+                found = torch.autograd.grad(-chances, slopes.bumps)
+            total += chances.detach()
             pairs = zip(slopes.weights, found, strict=True)
             each = [(a, g, removed(a, g)) for a, g in pairs]
             columns.append(torch.stack([
@@ -161,7 +165,8 @@ class SmoothedQueries:
                 for number in range(3)
             ]))  # fmt: skip
         a, g, effect = torch.stack(columns).sum(0)
-        return a[None] / len(self.kept), g[None], effect
+        total = total.clamp(min=torch.finfo(total.dtype).tiny)
+        return a[None] / len(self.kept), g[None] / total, effect / total
 
 
 def removed(a: Tensor, g: Tensor) -> Tensor:
@@ -304,6 +309,7 @@ class Bench:
             f"sattend:rate={1 - keep:.9g}:emptied=true", self.options.device, epochs=epochs,
             batch=batch, rate=rate, seed=self.options.seed, pool=32, max_length=length,
         )  # fmt: skip
+        torch.backends.cuda.matmul.allow_tf32 = True  # training has switched it off again
         loaded.model.requires_grad_(False)
         return loaded, training
 
@@ -347,11 +353,12 @@ def run(
     options: Options = Options(),  # noqa: B008 - read, never changed
     tasks: list[str] = ["sst2"],  # noqa: B006
     readouts: list[str] = ["mean"],  # noqa: B006
-    keeps: list[float] = [0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.0],  # noqa: B006
+    keeps: list[float] = [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.0],  # noqa: B006
+    kinds: list[str] = ["partition", "random"],  # noqa: B006
     join: list[Path] = [],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
-        tasks, keeps = ["sst2", "hellaswag"], [0.1, 0.0]
+        tasks, keeps = ["sst2", "hellaswag"], [1.0, 0.1, 0.0]
         options = replace(
             options, attacked=1, samples=60, epochs=2, batch=16, rate=3e-3, device="cpu"
         )
@@ -361,7 +368,7 @@ def run(
         what = f"{options.model}, {name}, {readout}, ρ = {keep:g}"
         ways = [
             Smoothing(keep, kind, options.samples, batch=options.masks_at_once, seed=options.seed)
-            for kind in get_args(Kind)
+            for kind in cast("list[Kind]", kinds if 0 < keep < 1 else ["partition"])
             if not any(each["row"] == f"{what}, {kind}" for each in runs)
         ]
         if not ways:
@@ -377,16 +384,49 @@ def run(
             line = {name: value for name, value in vars(row).items() if name != "run"}
             runs.append({**(row.run or {}), "training": training.to_dict(), "line": line})
             yield replace(row, run=runs[-1])
-    most = max((len(each["ballots"]) for each in runs), default=0)
-    whole = [each for each in runs if len(each["ballots"]) == most]
-    good = [each for each in whole if each["accuracy"] >= 0.8]
-    if whole and not quick:
-        best = max(good or whole, key=lambda each: each["at_4"])
-        yield Row(
-            "certified at 4 units, where the vote is right on 80% or more", f"{best['at_4']:.1%}",
-            ">= 60%", bool(good) and best["at_4"] >= 0.6,
-            f"{best['row']}: accuracy {best['accuracy']:.1%}",
-        )  # fmt: skip
+    yield from () if quick else verdicts(runs)
+
+
+def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
+    """What is to be reached, of the most texts that a task's classifiers voted on."""
+    for name in dict.fromkeys(each["row"].split(", ρ")[0] for each in runs):
+        own = [each for each in runs if each["row"].startswith(f"{name}, ρ")]
+        most = max(len(each["ballots"]) for each in own)
+        whole = [each for each in own if len(each["ballots"]) == most]
+        votes = [each for each in whole if each["smoothing"]["keep"] < 1]
+        if votes and ", sst2," in name:
+            good = [each for each in votes if each["accuracy"] >= 0.8]
+            best = max(good or votes, key=lambda each: each["at_4"])
+            yield Row(
+                f"{name}: certified at 4 units, where the vote is right on 80% or more",
+                f"{best['at_4']:.1%}", ">= 60%", bool(good) and best["at_4"] >= 0.6,
+                f"{best['row']}: accuracy {best['accuracy']:.1%}",
+            )  # fmt: skip
+        plain = next((each for each in whole if each["smoothing"]["keep"] == 1), None)
+        for each in votes if plain else ():
+            yield against(each, plain)
+
+
+def against(vote: Run, plain: Run) -> Row:
+    """Flips by at most 1% of the units, of the vote and of the plain model, on the same texts."""
+    flips = [
+        {
+            text["id"]: [any(hits.values()) for hits in text["flips"].values()]
+            for text in each["tried"]
+        }
+        for each in (plain, vote)
+    ]
+    same = [name for name in flips[0] if name in flips[1]]
+    counts = [[sum(found[name][attack] for name in same) for attack in (0, 1)] for found in flips]
+    worst = [sum(any(found[name]) for name in same) / max(1, len(same)) for found in flips]
+    met = bool(same) and worst[1] <= 0.15 and vote["accuracy"] >= plain["accuracy"]
+    return Row(
+        f"{vote['row']}: flips by 1% of the units", f"{worst[0]:.1%} → {worst[1]:.1%}",
+        "<= 15%, accuracy no lower", met,
+        f"accuracy {plain['accuracy']:.1%} → {vote['accuracy']:.1%}; ours {counts[0][0]} → "
+        f"{counts[1][0]}, as released {counts[0][1]} → {counts[1][1]} of {len(same)} right in both",
+        promise=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
