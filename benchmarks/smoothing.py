@@ -262,8 +262,9 @@ class Options:
         torch.manual_seed(self.seed)
         if self.model == "minilm":
             return subjects.minilm(self.encoder, self.device, task=head, new_head=2)
-        new = None if head == "classification" else 2
-        return load_model(FOLDER, task=head, device=self.device, new_head=new)
+        if head != "classification":
+            raise SystemExit("the demo classifier has a head of two classes: give --model minilm")
+        return load_model(FOLDER, task=head, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,7 @@ def summed_up(what: str, found: Smoothed, results: Sequence[Tried]) -> Row:
     flips = [
         f"at most {k} units {sum(result.flipped('ours', k) for result in results)} and "
         f"{sum(result.flipped('as released', k) for result in results)}"
-        for k in (1, 4, 16, 64, 256, 1024) if k < 4 * most
+        for k in (4**power for power in range(10)) if k < 4 * most
     ]  # fmt: skip
     certified = ", ".join(f"{label} {share:.1%}" for label, share in found.curve().items())
     details = "; ".join([
