@@ -252,6 +252,7 @@ class Options:
     epochs: int | None = None
     batch: int | None = None
     rate: float | None = None
+    dropout: float | None = None
     masks_at_once: int = 512
     data: Path = subjects.DATA
     encoder: Path | None = None
@@ -305,6 +306,9 @@ class Bench:
         )
         if readout == "mean":
             Mean(loaded.model.base_model)
+        for module in loaded.model.modules() if self.options.dropout is not None else ():
+            if isinstance(module, nn.Dropout):
+                module.p = self.options.dropout
         training = trained.fit(
             loaded, train[: self.options.examples or count],
             f"sattend:rate={1 - keep:.9g}:emptied=true", self.options.device, epochs=epochs,
