@@ -29,6 +29,7 @@ leaves out what they have.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -241,12 +242,16 @@ def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing, leng
 
 @dataclass(frozen=True)
 class Options:
-    """Of the classifiers, and of what is done to each; None: as in SIZES, or in tasks.py."""
+    """Of the classifiers, and of what is done to each; None: as in SIZES, or in tasks.py.
+
+    After so many `seconds` no further text of a row is attacked.
+    """
 
     model: Literal["demo", "minilm"] = "demo"
     texts: int = 872
     sampled: int = 200
     attacked: int = 20
+    seconds: float = math.inf
     samples: int = 1000
     examples: int | None = None
     epochs: int | None = None
@@ -324,7 +329,10 @@ class Bench:
         trained.log(f"{what}: {found.summary()}")
         pairs = zip(dev, found.ballots, strict=True)
         right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
-        results = [tried(loaded, *each, way, length) for each in right[: self.options.attacked]]
+        results, started = list[Tried](), time.perf_counter()
+        for each in right[: self.options.attacked]:
+            if time.perf_counter() - started < self.options.seconds:
+                results.append(tried(loaded, *each, way, length))
         return summed_up(what, found, results)
 
 
