@@ -311,9 +311,10 @@ class Bench:
         )
         if readout == "mean":
             Mean(loaded.model.base_model)
-        for module in loaded.model.modules() if self.options.dropout is not None else ():
-            if isinstance(module, nn.Dropout):
-                module.p = self.options.dropout
+        dropout = self.options.dropout
+        for module in loaded.model.modules():
+            if isinstance(module, nn.Dropout) and dropout is not None:
+                module.p = dropout
         training = trained.fit(
             loaded, train[: self.options.examples or count],
             f"sattend:rate={1 - keep:.9g}:emptied=true", self.options.device, epochs=epochs,
@@ -415,9 +416,8 @@ def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
                 f"{best['at_4']:.1%}", ">= 60%", bool(good) and best["at_4"] >= 0.6,
                 f"{best['row']}: accuracy {best['accuracy']:.1%}",
             )  # fmt: skip
-        plain = next((each for each in whole if each["smoothing"]["keep"] == 1), None)
-        for each in votes if plain else ():
-            yield against(each, plain)
+        for plain in [each for each in whole if each["smoothing"]["keep"] == 1][:1]:
+            yield from (against(each, plain) for each in votes)
 
 
 def against(vote: Run, plain: Run) -> Row:
