@@ -257,7 +257,8 @@ class Options:
     epochs: int | None = None
     batch: int | None = None
     rate: float | None = None
-    dropout: float | None = None
+    consistency: float = 0.0
+    divisions: int = 1
     masks_at_once: int = 512
     data: Path = subjects.DATA
     encoder: Path | None = None
@@ -311,13 +312,10 @@ class Bench:
         )
         if readout == "mean":
             Mean(loaded.model.base_model)
-        dropout = self.options.dropout
-        for module in loaded.model.modules():
-            if isinstance(module, nn.Dropout) and dropout is not None:
-                module.p = dropout
         training = trained.fit(
             loaded, train[: self.options.examples or count],
-            f"sattend:rate={1 - keep:.9g}:emptied=true", self.options.device, epochs=epochs,
+            f"sattend:rate={1 - keep:.9g}:emptied=true:consistency={self.options.consistency}",
+            self.options.device, epochs=epochs,
             batch=batch, rate=rate, seed=self.options.seed, pool=32, max_length=length,
         )  # fmt: skip
         torch.backends.cuda.matmul.allow_tf32 = True  # training has switched it off again
@@ -380,11 +378,16 @@ def run(
     yield from (Row(run=each, **each["line"]) for each in runs)
     for name, readout, keep in product(tasks, readouts, keeps):
         what = f"{options.model}, {name}, {readout}, ρ = {keep:g}"
+        what += f", consistency {options.consistency:g}" if options.consistency else ""
+        what += f", {options.divisions} divisions" if options.divisions > 1 else ""
         ways = [
-            Smoothing(keep, kind, options.samples, batch=options.masks_at_once, seed=options.seed)
+            Smoothing(
+                keep, kind, options.samples, options.divisions, batch=options.masks_at_once,
+                seed=options.seed,
+            )
             for kind in cast("list[Kind]", kinds if 0 < keep < 1 else ["partition"])
             if not any(each["row"] == f"{what}, {kind}" for each in runs)
-        ]
+        ]  # fmt: skip
         if not ways:
             continue
         bench = Bench(name, options, quick)
