@@ -353,7 +353,7 @@ def summed_up(what: str, found: Smoothed, results: Sequence[Tried]) -> Row:
     run = {
         "row": what, "accuracy": found.accuracy, "certified": found.curve(),
         "at_4": found.certified(4), "smoothing": asdict(found.smoothing),
-        "ballots": [asdict(ballot) for ballot in found.ballots],
+        "ballots": [list(asdict(ballot).values()) for ballot in found.ballots],
         "tried": [asdict(result) for result in results],
     }  # fmt: skip
     at = f"{found.certified(4):.1%} at 4 units"
