@@ -21,9 +21,10 @@ have the smoothed classifier as their target, as its mean probability over MASKS
 The vote is then taken again after 1, 4, 16, … units, over JUDGES fresh random masks or the whole
 partition. A certified text that flips breaks the promise. ρ = 1 is the plain model, trained and
 attacked alike, against which a last row sets the votes: flips by 1% of the units of the texts that
-both get right, and accuracy. `--tasks hellaswag,dream` are multiple choice. On a GPU products are
-in TF32, for the vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and
-leaves out what they have.
+both get right, and accuracy. `--consistency` (of S-Attend) and `--divisions` were tried to keep
+more of that. `--tasks hellaswag,dream` are multiple choice. On a GPU products are in TF32, for the
+vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and leaves out what
+they have.
 """
 
 from __future__ import annotations
