@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyhole.cli import options as opt
-from keyhole.cli.app import Group, app, command, examples_of, interruptible
+from keyhole.cli.app import command, interruptible, lab
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer, say, show
-from keyhole.cli.invert import ProblemFile
-from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_folder, write_text
@@ -24,20 +22,7 @@ if TYPE_CHECKING:
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
-lab = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode="rich")
-app.add_typer(
-    lab,
-    name="lab",
-    help="Plant, capture, measure and prove: what researchers use.",
-    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
-)
-
 Columns = Annotated[str | None, opt.declared("column")]
-
-
-@lab.callback()
-def about_lab() -> None:
-    """Plant, capture, measure and prove: what researchers use."""
 
 
 @command(
@@ -312,7 +297,7 @@ def corpus(
     group=lab,
 )
 def bounds(
-    problem: ProblemFile,
+    problem: opt.ProblemFile,
     at: Annotated[
         Path,
         typer.Argument(
