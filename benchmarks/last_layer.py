@@ -38,6 +38,16 @@ import sys, xllamacpp as x
 p = x.CommonParams()
 p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256, 1
 p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
+    if name == "slots":
+        p.slot_save_path, p.swa_full = value, True
+    elif name == "flash":
+        p.flash_attn_type = int(value)
+    elif name == "cache":
+        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
+    else:
+        p.embedding = True
+        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
 server = x.Server(p)
 print("listening", flush=True)
 sys.stdin.read()
@@ -143,10 +153,10 @@ def error(result: Extraction, W: Tensor) -> tuple[float, float]:
 
 
 @contextmanager
-def served(file: Path) -> Generator[str]:
-    """llama.cpp's server."""
+def served(file: Path, *settings: str) -> Generator[str]:
+    """llama.cpp's server; `settings` are pooling=MEAN, or slots=FOLDER/ to save prompts in."""
     port = free_port()
-    command = [sys.executable, "-c", SERVER, str(file), str(port)]
+    command = [sys.executable, "-c", SERVER, str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **quiet) as process:
         assert process.stdout is not None
