@@ -27,6 +27,7 @@ and x(b, p), nearly, x(b, q). `Places` in texts.py tells those apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,18 +52,25 @@ _WIDE = 4.0  # times the tolerance that those may err by
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The dimensions of the inputs' span, and an orthonormal basis `rest` (d, d − r) of the others.
+    """The dimensions of the inputs' span, and directions `rest` (d, k) that inputs lack.
 
-    `tolerance` is how far from the span, relative to its length, an input may seem to be.
+    `tolerance` is how far from the span, relative to its length, an input may seem to be; `left`
+    how many dimensions more it could have had.
     """
 
     rank: int
     rest: Tensor
     tolerance: float
+    left: int
 
     @property
     def says(self) -> bool:
-        """Is anything outside of it? With as many inputs as the layer is wide, nothing is."""
+        """Is it all of the inputs' span? As wide as the layer or the gradient is, it is not."""
+        return self.left >= _LEFT
+
+    @property
+    def hints(self) -> bool:
+        """Is anything outside of it, at least?"""
         return self.rest.shape[1] >= _LEFT
 
     @property
@@ -89,7 +97,13 @@ class Span:
 
 
 def span_of(rows: Tensor, variance: Tensor) -> Span:
-    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors."""
+    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors.
+
+    Rows are scaled so that their errors are alike, which leaves the span as it is.
+    """
+    scale = variance.mean(1, keepdim=True).sqrt()
+    scale = scale.clamp(min=1e-9 * float(scale.max())) if float(scale.max()) else scale + 1
+    rows, variance = rows / scale, variance / scale.square()
     _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
     noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
@@ -98,12 +112,20 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
     last = float(values[rank - 1]) if rank else largest
     # Wedin (1972): errors of that size turn the span by their share of its smallest value.
     tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
-    return Span(rank, directions[rank:].mT, tolerance)
+    left = min(rows.shape) - rank
+    if not float(variance.max()) or noise < _FLOAT32 * largest:
+        return Span(rank, directions[rank:].mT, tolerance, left)
+    # Capon (1969): what errors alone would have in a direction, as a share of what it has.
+    alone = (rows.shape[0] * variance.mean()).sqrt() / values.clamp(min=1e-30)
+    return Span(rank, directions.mT * alone.clamp(max=1.0), tolerance, left)
 
 
-def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
-    """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
-    return tensor if isinstance(linear, nn.Linear) else tensor.mT
+def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
+    """The span that several say something of, each of its inputs through a map A (r, d)."""
+    rest = torch.cat([each.rest.mT @ through.to(each.rest) for each, through in spans]).mT
+    rest = torch.linalg.qr(rest)[0]
+    ranks, left = [each.rank for each, _ in spans], min(each.left for each, _ in spans)
+    return Span(max(ranks), rest, max(each.tolerance for each, _ in spans), left)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,14 +241,10 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
     `allowed` (v,) says which tokens may be in the batch at all, where that is known.
     """
     directions = span.some_directions(_DIRECTIONS)
-    words = inputs.words @ directions
-    every = torch.arange(len(words), device=words.device)
-    length = inputs.at(every[:_SOME], 0).norm(dim=-1).mean()
+    some = torch.arange(min(_SOME, len(inputs.words)), device=directions.device)
+    length = inputs.at(some, 0).norm(dim=-1).mean()
     tokens: list[Tensor] = []
-    for place in range(inputs.positions):
-        rows = words if inputs.places is None else words + inputs.places[place] @ directions
-        scales = inputs.scales(every, place)[:, None]
-        far = (rows / scales + inputs.offset @ directions).norm(dim=-1)
+    for place, far in enumerate(_along(inputs, directions)):
         near = far <= _WIDE * span.tolerance * length
         near = near if allowed is None else near & allowed
         found = near.nonzero()[:, 0]
@@ -235,3 +253,28 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
             break
         tokens.append(found)
     return tokens
+
+
+def nearest_in(
+    inputs: FirstInputs, span: Span, count: int, allowed: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """At each position the `count` tokens whose inputs are nearest to the span, and how near (v,).
+
+    Nearness is in standard deviations of all tokens' distances.
+    """
+    for far in _along(inputs, span.rest.float()):  # after a norm all are nearly as long
+        near = (far.mean() - far) / far.std().clamp(min=1e-12)
+        near = near if allowed is None else near.masked_fill(~allowed, -torch.inf)
+        best = near.topk(min(count, len(near))).indices
+        yield best[near[best] > -torch.inf], near
+
+
+def _along(inputs: FirstInputs, directions: Tensor) -> Iterator[Tensor]:
+    """How much of every token's input (v,) lies along some directions (d, k), at each position."""
+    words, offset = (each.to(directions) @ directions for each in (inputs.words, inputs.offset))
+    every = torch.arange(len(words), device=words.device)
+    for place in range(inputs.positions):
+        rows = words
+        if inputs.places is not None:
+            rows = words + inputs.places[place].to(directions) @ directions
+        yield (rows / inputs.scales(every, place)[:, None].to(words) + offset).norm(dim=-1)
