@@ -64,17 +64,17 @@ RULES = (
     Rules("embeddings hidden", hide=("embeddings",)),
     Rules("bfloat16", precision="bfloat16"),
     Rules("bfloat16", precision="bfloat16", texts=4),
-    Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01)),
-    Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01), texts=4),
     Rules("each text clipped to 0.1: ε = ∞", Protocol(clip=0.1)),
     *(Rules(f"clipped to 0.1, ε = {e}", Protocol(clip=0.1, epsilon=e)) for e in EPSILONS),
-    *map(_noisy, NOISES),
     *(Rules(f"tokens of {times:g} widths", widths=times) for times in (0.5, 1, 2, 4)),
     *(Rules(f"LoRA of rank {rank}", Protocol(lora=rank)) for rank in (8, 16, 64)),
     *(
         Rules(f"LoRA of rank {rank}, first round", Protocol(lora=rank, trained=False))
         for rank in (8, 16, 64)
     ),
+    *map(_noisy, NOISES),
+    Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01)),
+    Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01), texts=4),
 )
 
 

@@ -9,15 +9,17 @@ DAGER (arXiv 2405.15586) is run from its authors' repository, which is not part 
     python benchmarks/peers/dager.py --checkout dager-gradient-inversion \
         --python dager-env/bin/python
 
-It is run with the settings of its scripts (bert.sh, gpt2.sh) and the rank tolerance that
-its page advises for each size. Batches are drawn from SST-2's training phrases, as DAGER draws
-them, each text once. Models: all-MiniLM-L6-v2 by DAGER's code for BERT, and a GPT-2 with random
-weights and SmolLM2's tokens. Both get a new head of two classes. Gradients of embeddings, which
-DAGER does not read, are hidden from Keyhole. Each batch is read by both, one after the other, with
-as many threads each, and on the same device. `--sizes` are batches of plain gradients, `--rules
-true` adds every protocol of gradients.py: bfloat16, noise, more tokens than the model is wide, and
-LoRA's adapters, of which DAGER gets A's gradient as that of the map itself: its rows are
-combinations of the same inputs. In the first round, where A has none, DAGER is given nothing.
+It is run with the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh
+where they apply) and the rank tolerance that its page advises for each size. Batches are drawn from
+SST-2's training phrases, as DAGER draws them, each text once. Models: all-MiniLM-L6-v2 by DAGER's
+code for BERT, and a GPT-2 with random weights and SmolLM2's tokens. Both get a new head of two
+classes. Gradients of embeddings, which DAGER does not read, are hidden from Keyhole. Each batch is
+read by both, one after the other, with as many threads each, and on the same device.
+
+`--sizes` are batches of plain gradients; `--rules` adds every protocol of gradients.py: bfloat16,
+noise, more tokens than the model is wide, and LoRA's adapters, of which DAGER gets A's gradient as
+that of the map itself: its rows are combinations of the same inputs. In the first round, where A
+has none, DAGER is given nothing. Its mode for noise is not written for BERT: there it runs without.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ import subjects
 from keyhole.data import Example, read_examples
 from keyhole.models import Loaded, identity
 from keyhole.models.loading import load_tokenizer
-from keyhole.recover.gradients import Batch, recover_batch, update_of
+from keyhole.recover.gradients import Batch, Update, recover_batch, update_of
 from keyhole.recover.gradients.update import ADAPTER
 from show import Row
 
@@ -160,7 +162,8 @@ class Peer:
         """Rows of inputs in the shape of a weight: GPT-2's have the inputs first."""
         return rows.mT if self._inputs_first else rows
 
-    def __call__(self, texts: list[str], gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def __call__(self, texts: list[str], update: Update) -> dict[str, Any]:
+        gradients, protocol = update.values, update.protocol
         given = {name: gradients.get(name) for name in self._read}
         for name in self._read:  # of an adapter, the gradient that has the same rows
             of_a = gradients.get(name.removesuffix("weight") + ADAPTER[0])
@@ -172,7 +175,15 @@ class Peer:
             return {"texts": [], "seconds": 0.0, "failure": "no gradient that DAGER reads"}
         save_file(found, self._file)
         tolerance = 1e-7 if len(texts) <= 2 else 1e-8  # as DAGER's page advises
-        item = {"texts": texts, "gradients": str(self._file), "rank_tol": tolerance}
+        settings: dict[str, Any] = {"rank_tol": tolerance}
+        if protocol.multiplier and self._inputs_first:  # gpt2_dp.sh; the noise is there already
+            settings = {"defense_noise": 0.0, "n_incorrect": 0}
+        elif protocol.steps > 1:  # fed_avg.sh
+            settings = {"algo": "fedavg", "rank_tol": 5e-6,
+                        "l1_span_thresh": 5e-3, "l2_span_thresh": 5e-3}  # fmt: skip
+        elif protocol.lora:  # lora.sh
+            settings = {"rank_tol": 5e-9, "l1_span_thresh": 0.05, "l2_span_thresh": 0.05}
+        item = {"texts": texts, "gradients": str(self._file), "settings": settings}
         assert self._process.stdin
         self._process.stdin.write(json.dumps(item) + "\n")
         self._process.stdin.flush()
@@ -239,7 +250,7 @@ def one(
     update = update_of(loaded.model, batch, rules.protocol, **made)
     recovery, seconds = show.timed(lambda: recover_batch(loaded.model, loaded.tokenizer, update))
     ours = [list(text.ids) for text in recovery.texts]
-    answer = peer([each.text for each in chosen], dict(update.values))
+    answer = peer([each.text for each in chosen], update)
     theirs = [
         loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in answer["texts"]
     ]

@@ -64,6 +64,7 @@ from keyhole.recover.simulate import MAX_LENGTH
 
 _NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
 _SWEEPS = 3  # over the tokens of a batch that is made likelier
+_TRIALS = 400  # other batches tried for that, after which no other sweep begins
 _CHANCE = 6.0  # standard deviations that a row of an embedding stands out from noise by
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
@@ -256,6 +257,9 @@ def _by_likelihood(
     target, update = leaked.target, leaked.update
     parts = target.parts
     ids = [] if used is None else used.nonzero()[:, 0].tolist()
+    if not first.rank and used is None:
+        ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
+        return _no_texts(f"the update's own errors hide what it is made of: {ranks}")
     if not first.hints or not second.hints:
         return _too_many(target, first if not first.hints else second, ids)
     inputs = first_inputs(parts, _length(leaked) or _POSITIONS)
@@ -299,7 +303,7 @@ def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch
     def off(batch: Batch) -> float:
         return _compared(leaked.target, leaked.update, batch, leaked.errors).misfit
 
-    best = off(batch)
+    best, trials = off(batch), 0
     classes = range(int(leaked.target.model.config.num_labels)) if batch.labels else ()
     for _ in range(_SWEEPS):
         before = best
@@ -310,9 +314,10 @@ def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch
                 changes += [(place, id_) for id_ in few]
             for place, new in changes:
                 other = batch.changed(number, place, new)
+                trials += other != batch
                 if other != batch and (reached := off(other)) < best:
                     batch, best = other, reached
-        if best == before:
+        if best == before or trials > _TRIALS:
             break
     return batch
 
@@ -392,8 +397,8 @@ def _texts(
 def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
     """The span is all there is; the tokens may show in their table's own gradient."""
     reason = (
-        f"the batch has as many tokens as the model is wide ({target.parts.width}), or more: its "
-        f"span has {span.rank} dimensions and says nothing"
+        f"the batch has as many tokens as the model is wide ({target.parts.width}) or as its "
+        f"adapters' rank, or more: its span has {span.rank} dimensions and says nothing"
     )
     if ids:
         reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"

@@ -121,11 +121,19 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
 
 
 def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
-    """The span that several say something of, each of its inputs through a map A (r, d)."""
+    """The span that several say something of, each of its inputs through a map A (r, d).
+
+    Those of lower rank do not see all inputs: a first token's query gets no gradient.
+    """
+    rank = max(each.rank for each, _ in spans)
+    spans = [(each, through) for each, through in spans if each.rank == rank]
     rest = torch.cat([each.rest.mT @ through.to(each.rest) for each, through in spans]).mT
-    rest = torch.linalg.qr(rest)[0]
-    ranks, left = [each.rank for each, _ in spans], min(each.left for each, _ in spans)
-    return Span(max(ranks), rest, max(each.tolerance for each, _ in spans), left)
+    left = min(each.left for each, _ in spans)
+    if not rest.shape[1]:
+        return Span(rank, rest, 0.5, left)
+    directions, values, _ = torch.linalg.svd(rest, full_matrices=False)
+    rest = directions[:, values > _SHARP * values[0]]
+    return Span(rank, rest, max(each.tolerance for each, _ in spans), left)
 
 
 @dataclass(frozen=True, eq=False)
