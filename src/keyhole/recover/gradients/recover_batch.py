@@ -64,7 +64,7 @@ from keyhole.recover.simulate import MAX_LENGTH
 
 _NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
 _SWEEPS = 3  # over the tokens of a batch that is made likelier
-_TRIALS = 400  # other batches tried for that, after which no other sweep begins
+_TRIALS = 400  # other batches tried for that
 _CHANCE = 6.0  # standard deviations that a row of an embedding stands out from noise by
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
@@ -222,7 +222,7 @@ def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
     read: BatchRecovery | None = None
     if first.says and second.says and not (blurred and used is None):
         read = _by_membership(leaked, first, second, used, search)
-    if read is None or not read.texts or (blurred and not read.verified):
+    if read is None or (blurred and leaked.update.texts == 1 and not read.verified):
         guessed = _by_likelihood(leaked, first, second, used, search)
         read = guessed if read is None or guessed.texts else read
     return read
@@ -314,10 +314,12 @@ def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch
                 changes += [(place, id_) for id_ in few]
             for place, new in changes:
                 other = batch.changed(number, place, new)
-                trials += other != batch
-                if other != batch and (reached := off(other)) < best:
+                if other == batch or trials == _TRIALS:
+                    continue
+                trials += 1
+                if (reached := off(other)) < best:
                     batch, best = other, reached
-        if best == before or trials > _TRIALS:
+        if best == before:
             break
     return batch
 

@@ -69,7 +69,7 @@ class Protocol:
         expect_count("--local-steps", self.steps)
         expect_number("--rate", self.rate, above=0)
         expect_number("epsilon", self.epsilon, above=0)
-        expect_count("lora", self.lora or 1)
+        expect_count("lora", self.lora)
         if self.noise and self.epsilon is not None:
             raise InputError("give --noise or epsilon: one follows from the other")
         if (self.noise or self.epsilon is not None) and self.clip is None:
