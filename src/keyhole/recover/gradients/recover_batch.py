@@ -223,7 +223,7 @@ def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
     if first.says and second.says and not (blurred and used is None):
         read = _by_membership(leaked, first, second, used, search)
     if read is None or (blurred and leaked.update.texts == 1 and not read.verified):
-        guessed = _by_likelihood(leaked, first, second, used, search)
+        guessed = _by_likelihood(leaked, first.soft, second.soft, used, search)
         read = guessed if read is None or guessed.texts else read
     return read
 

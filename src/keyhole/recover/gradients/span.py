@@ -28,7 +28,7 @@ and x(b, p), nearly, x(b, q). `Places` in texts.py tells those apart.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -55,13 +55,21 @@ class Span:
     """The dimensions of the inputs' span, and directions `rest` (d, k) that inputs lack.
 
     `tolerance` is how far from the span, relative to its length, an input may seem to be; `left`
-    how many dimensions more it could have had.
+    how many dimensions more it could have had. `weighed` (d, k) are all directions, each by what
+    errors alone would have in it as a share of what it has: along these an input of the batch is
+    short whatever the noise (Capon, 1969).
     """
 
     rank: int
     rest: Tensor
     tolerance: float
     left: int
+    weighed: Tensor
+
+    @property
+    def soft(self) -> Span:
+        """The same with distances by weights, where errors blur them; else as it is."""
+        return replace(self, rest=self.weighed) if self.blurred and self.says else self
 
     @property
     def says(self) -> bool:
@@ -97,13 +105,7 @@ class Span:
 
 
 def span_of(rows: Tensor, variance: Tensor) -> Span:
-    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors.
-
-    Rows are scaled so that their errors are alike, which leaves the span as it is.
-    """
-    scale = variance.mean(1, keepdim=True).sqrt()
-    scale = scale.clamp(min=1e-9 * float(scale.max())) if float(scale.max()) else scale + 1
-    rows, variance = rows / scale, variance / scale.square()
+    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors."""
     _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
     noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
@@ -113,11 +115,9 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
     # Wedin (1972): errors of that size turn the span by their share of its smallest value.
     tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
     left = min(rows.shape) - rank
-    if not float(variance.max()) or noise < _FLOAT32 * largest:
-        return Span(rank, directions[rank:].mT, tolerance, left)
-    # Capon (1969): what errors alone would have in a direction, as a share of what it has.
-    alone = (rows.shape[0] * variance.mean()).sqrt() / values.clamp(min=1e-30)
-    return Span(rank, directions.mT * alone.clamp(max=1.0), tolerance, left)
+    alone = torch.ones(len(directions)).to(values)
+    alone[: len(values)] = (variance.mean() * len(rows)).sqrt() / values.clamp(min=1e-30)
+    return Span(rank, directions[rank:].mT, tolerance, left, directions.mT * alone)
 
 
 def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
@@ -129,11 +129,10 @@ def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
     spans = [(each, through) for each, through in spans if each.rank == rank]
     rest = torch.cat([each.rest.mT @ through.to(each.rest) for each, through in spans]).mT
     left = min(each.left for each, _ in spans)
-    if not rest.shape[1]:
-        return Span(rank, rest, 0.5, left)
-    directions, values, _ = torch.linalg.svd(rest, full_matrices=False)
-    rest = directions[:, values > _SHARP * values[0]]
-    return Span(rank, rest, max(each.tolerance for each, _ in spans), left)
+    if rest.shape[1]:
+        directions, values, _ = torch.linalg.svd(rest, full_matrices=False)
+        rest = directions[:, values > _SHARP * values[0]]
+    return Span(rank, rest, max(each.tolerance for each, _ in spans), left, rest)
 
 
 @dataclass(frozen=True, eq=False)
