@@ -246,8 +246,9 @@ def one(
     loaded: Loaded, peer: Peer, rules: gradients.Rules, chosen: Sequence[Example], batch: Batch
 ) -> dict[str, Any]:
     """One batch, read by both."""
-    made = {"hide": ("embeddings",), "precision": rules.precision}
-    update = update_of(loaded.model, batch, rules.protocol, **made)
+    update = update_of(
+        loaded.model, batch, rules.protocol, hide=("embeddings",), precision=rules.precision
+    )
     recovery, seconds = show.timed(lambda: recover_batch(loaded.model, loaded.tokenizer, update))
     ours = [list(text.ids) for text in recovery.texts]
     answer = peer([each.text for each in chosen], update)

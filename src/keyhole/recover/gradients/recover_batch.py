@@ -633,7 +633,8 @@ class _Proofs:
         model, parts = self.target.model, self.target.parts
         self._weights = {name: each.detach() for name, each in model.named_parameters()}
         inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
-        starts = {n.removesuffix("weight") for n, e in model.named_parameters() if id(e) in inside}
+        self._inside = [name for name, each in model.named_parameters() if id(each) in inside]
+        starts = {name.removesuffix("weight") for name in self._inside}
         self._names = [
             name
             for name in self.update.values
@@ -674,7 +675,8 @@ class _Proofs:
     def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
         """What one text adds to the update, with the number of the text that it stands for."""
         protocol = self.update.protocol
-        own = gradient(self.target.model, self._weights, text)
+        only = self._inside if protocol.clip is None else None  # lengths are those of all
+        own = gradient(self.target.model, self._weights, text, only)
         own = adapted(self.target.model, own, self.update.adapters)
         share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
         if protocol.clip is not None:

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -35,6 +34,7 @@ TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
 DELTA = 1e-5  # of (ε, δ)-differential privacy
+_HALVINGS = 100  # of what lies between the bounds of a root
 _IGNORED = -100  # a token whose prediction is no part of the loss
 _TRAINED = 0.01  # the deviation of B's numbers in adapters that have been trained
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
@@ -103,14 +103,20 @@ def epsilon_of(noise: float) -> float:
     """The ε of one release with so much noise, at δ = 1e-5; no noise gives no privacy."""
     if not noise:
         return math.inf
-    if spent(0.0, noise) <= DELTA:
-        return 0.0
-    return float(brentq(lambda each: spent(each, noise) - DELTA, 0, 0.5 / noise**2 + 9 / noise))
+    low, high = 0.0, 0.5 / noise**2 + 9 / noise
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle, noise) > DELTA else (low, middle)
+    return high
 
 
 def noise_for(epsilon: float) -> float:
     """The noise that gives this ε in one release, at δ = 1e-5."""
-    return math.exp(brentq(lambda log: spent(epsilon, math.exp(log)) - DELTA, -30, 30))
+    low, high = 1e-12, 1e12
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if spent(epsilon, middle) > DELTA else (low, middle)
+    return high
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +150,8 @@ class Update:
     @property
     def what(self) -> str:
         """What was handed over, in words."""
-        return "difference of weights" if self.protocol.steps > 1 else "gradient"
+        what = "difference of weights" if self.protocol.steps > 1 else "gradient"
+        return f"{what} of adapters of rank {self.protocol.lora}" if self.protocol.lora else what
 
     def save(self, path: str | Path) -> None:
         """Write it as .safetensors: a whole file or none."""
@@ -379,16 +386,19 @@ def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
     return min(1.0, clip / max(length, 1e-30))
 
 
-def gradient(model: Any, weights: Weights, batch: Batch) -> dict[str, Tensor]:
+def gradient(
+    model: Any, weights: Weights, batch: Batch, only: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """The gradient of the mean cross-entropy for each parameter that it depends on.
 
-    That is of the texts' classes, or of all tokens but the first of each.
+    That is of the texts' classes, or of all tokens but the first of each; `only` for some names.
     """
     pad = int(getattr(model.config, "pad_token_id", None) or 0)
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    names = weights if only is None else only
+    leaves = {name: weights[name].detach().requires_grad_() for name in names}
     ids, mask = batch.padded(pad, next(iter(leaves.values())).device)
     given = {"input_ids": ids, "attention_mask": mask}
-    logits = functional_call(model, leaves, kwargs=given).logits
+    logits = functional_call(model, {**weights, **leaves}, kwargs=given).logits
     if task_for(model) == "classification":
         loss = cross_entropy(logits, torch.tensor(batch.labels, device=ids.device))
     else:
