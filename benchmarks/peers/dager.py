@@ -16,7 +16,8 @@ code for BERT, and a GPT-2 with random weights and SmolLM2's tokens. Both get a 
 classes. Gradients of embeddings, which DAGER does not read, are hidden from Keyhole. Each batch is
 read by both, one after the other, with as many threads each, and on the same device.
 
-`--sizes` are batches of plain gradients; `--rules` adds every protocol of gradients.py: bfloat16,
+`--sizes` are batches of plain gradients; `--rules` adds every protocol of gradients.py (`--only`
+those with a word in their names, such as LoRA): bfloat16,
 noise, more tokens than the model is wide, and LoRA's adapters, of which DAGER gets A's gradient as
 that of the map itself: its rows are combinations of the same inputs. In the first round, where A
 has none, DAGER is given nothing. Its mode for noise is not written for BERT: there it runs without.
@@ -84,6 +85,7 @@ def run(
     batches: int = 10,
     limit: int = 600,
     rules: bool = False,
+    only: list[str] = [""],  # noqa: B006 - read, never changed
 ) -> Iterator[Row]:
     if checkout is None:
         raise SystemExit(f"clone {REPOSITORY} at {COMMIT[:7]} and give its folder as --checkout")
@@ -100,6 +102,7 @@ def run(
             peer = Peer(Path(folder), subject, loaded, checkout.resolve(), python, limit)
             rows = [gradients.Rules(f"batch of {size}", texts=size) for size in sizes]
             rows += gradients.RULES[1:] if rules else ()
+            rows = [each for each in rows if any(word in each.name for word in only)]
             for each in rows[:1] if quick else rows:
                 yield compared(subject, loaded, peer, examples, each, 2 if quick else batches)
             peer.close()
