@@ -12,7 +12,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
-from keyhole.recover.gradients.recover_batch import judge
+from keyhole.recover.gradients.judge import judge
 
 CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),
