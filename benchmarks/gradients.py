@@ -117,7 +117,7 @@ def run(
             lines = subjects.random_lines(loaded, 8, 6, 6)
             examples = [Example("", number % 2, line) for number, line in enumerate(lines)]
             yield from by_size(loaded, examples, [1, 2], 2)
-            yield from by_rules(loaded, examples, 1)
+            yield from by_rules(loaded, examples, 1, RULES[:20:4])
         return
     examples = read_examples(data / "sst2" / f"{split}.tsv")
     random.Random(0).shuffle(examples)
@@ -149,8 +149,10 @@ def by_size(
         yield measure(what, loaded, examples, Rules("", texts=size), batches)
 
 
-def by_rules(loaded: Loaded, examples: Sequence[Example], batches: int) -> Iterator[Row]:
-    for rules in RULES:
+def by_rules(
+    loaded: Loaded, examples: Sequence[Example], batches: int, which: Sequence[Rules] = RULES
+) -> Iterator[Row]:
+    for rules in which:
         size = f"batch of {rules.texts}, " if rules.widths is None else ""
         what = f"{Path(loaded.name).name}, {size}{rules.name}"
         yield measure(what, loaded, examples, rules, batches)
