@@ -3,9 +3,10 @@
 Sentences of SST-2's dev set (with `--split train` of its training set, whose phrases are half as
 long), all-MiniLM-L6-v2 (`--encoder FOLDER`; where it has no head for
 classes, a new one of two with random weights is put on it) and SmolLM2-135M (`--model FOLDER` or
-`FILE.gguf`) with its next-token loss, `--batches` of each at `--sizes`. Rows below: the embeddings'
-gradient hidden, bfloat16, clipped, with the noise of DP-SGD, and the difference of weights after
-several steps, at `--size` (`--parts rules,decoder-rules`). `--quick` takes random-weight models.
+`FILE.gguf`) with its next-token loss, `--batches` of each at `--sizes`. Rows below (`--parts
+rules,decoder-rules`): the embeddings' gradient hidden, bfloat16, the difference of weights after
+several steps, the noise of DP-SGD, more tokens than the model is wide, and LoRA's adapters alone.
+`--quick` takes random-weight models. peers/dager.py reads the same batches by DAGER's own program.
 
 For comparison: DAGER (arXiv 2405.15586) reports ROUGE-1 and -2 above 0.99 for decoders up to
 batches of 128 and for encoders up to 4 or 8; other models, wider ones, and other texts.
@@ -17,6 +18,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,31 +31,73 @@ from keyhole.data import Example, read_examples
 from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
 from keyhole.recover.gradients import Batch, Protocol, batch_of, recover_batch, update_of
+from keyhole.recover.gradients.update import epsilon_of
 from show import Row
 
 PARTS = ["encoder", "decoder", "rules", "decoder-rules"]
+EPSILONS = (8, 4, 1)
+NOISES = (1e-6, 1e-5, 1e-4, 1e-3)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How an update is made, and what it is called."""
+    """How an update is made, and what it is called.
+
+    A batch has `texts`, or as many as have `widths` times the model's width in tokens.
+    """
 
     name: str
     protocol: Protocol = field(default_factory=Protocol)
     hide: tuple[str, ...] = ()
     precision: str = "float32"
+    texts: int = 1
+    widths: float | None = None
 
 
+def _noisy(noise: float) -> Rules:
+    protocol = Protocol(clip=0.1, noise=noise)
+    return Rules(f"clipped to 0.1, noise of {noise:g}: ε = {epsilon_of(noise):.1e}", protocol)
+
+
+# Frozen or hidden embeddings hand over no gradient, which is how DAGER's side is run as well.
 RULES = (
     Rules("embeddings hidden", hide=("embeddings",)),
     Rules("bfloat16", precision="bfloat16"),
-    Rules("each text clipped to 0.1", Protocol(clip=0.1)),
-    Rules("clipped to 0.1, noise of 1e-6", Protocol(clip=0.1, noise=1e-6)),
-    Rules("clipped to 0.1, noise of 1e-5", Protocol(clip=0.1, noise=1e-5)),
-    Rules("clipped to 0.1, noise of 1e-4", Protocol(clip=0.1, noise=1e-4)),
-    Rules("clipped to 0.1, noise of 1", Protocol(clip=0.1, noise=1.0)),
+    Rules("bfloat16", precision="bfloat16", texts=4),
+    Rules("each text clipped to 0.1: ε = ∞", Protocol(clip=0.1)),
+    *(Rules(f"clipped to 0.1, ε = {e}", Protocol(clip=0.1, epsilon=e)) for e in EPSILONS),
+    *(Rules(f"tokens of {times:g} widths", widths=times) for times in (0.5, 1, 2, 4)),
+    *(Rules(f"LoRA of rank {rank}", Protocol(lora=rank)) for rank in (8, 16, 64)),
+    *(
+        Rules(f"LoRA of rank {rank}, first round", Protocol(lora=rank, trained=False))
+        for rank in (8, 16, 64)
+    ),
+    *map(_noisy, NOISES),
     Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01)),
+    Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01), texts=4),
 )
+
+
+def batches_of(
+    loaded: Loaded, examples: Sequence[Example], rules: Rules, count: int
+) -> Iterator[tuple[Sequence[Example], Batch]]:
+    """Examples one after the other, so many batches of them."""
+    parts = anatomy(loaded.model)
+    max_length, first = min(128, parts.max_length), 0
+    for _ in range(count):
+        texts = rules.texts
+        if rules.widths is not None:
+            lengths = [len(loaded.tokenizer(each.text)["input_ids"]) for each in examples[first:]]
+            total = list(accumulate(lengths))
+            texts = 1 + sum(each < rules.widths * parts.width for each in total)
+        chosen = examples[first : first + texts]
+        first += texts
+        yield chosen, batch_of(loaded.model, loaded.tokenizer, chosen, max_length)
+
+
+def special(loaded: Loaded) -> set[int]:
+    """Tokens that every text has, and that are no part of what was read."""
+    return set(loaded.tokenizer.all_special_ids)
 
 
 def run(
@@ -63,7 +107,6 @@ def run(
     device: str = subjects.DEVICE,
     model: Path | None = None,
     sizes: list[int] = [1, 8, 32, 128],  # noqa: B006 - read, never changed
-    size: int = 1,
     batches: int = 5,
     parts: list[str] = PARTS,
     split: Literal["dev", "train"] = "dev",
@@ -74,7 +117,7 @@ def run(
             lines = subjects.random_lines(loaded, 8, 6, 6)
             examples = [Example("", number % 2, line) for number, line in enumerate(lines)]
             yield from by_size(loaded, examples, [1, 2], 2)
-            yield from by_rules(loaded, examples, 1, 1)
+            yield from by_rules(loaded, examples, 1, RULES[:20:4])
         return
     examples = read_examples(data / "sst2" / f"{split}.tsv")
     random.Random(0).shuffle(examples)
@@ -86,7 +129,7 @@ def run(
             loaded = load()
             yield from by_size(loaded, examples, sizes if whole in parts else [], batches)
             if rules in parts:
-                yield from by_rules(loaded, examples, size, batches)
+                yield from by_rules(loaded, examples, batches)
 
 
 def classifier(encoder: Path | None, device: str) -> Loaded:
@@ -103,35 +146,34 @@ def by_size(
 ) -> Iterator[Row]:
     for size in sizes:
         what = f"{Path(loaded.name).name}, batch of {size}"
-        yield measure(what, loaded, examples, size, Rules(""), batches)
+        yield measure(what, loaded, examples, Rules("", texts=size), batches)
 
 
-def by_rules(loaded: Loaded, examples: Sequence[Example], size: int, batches: int) -> Iterator[Row]:
-    for rules in RULES:
-        what = f"{Path(loaded.name).name}, batch of {size}, {rules.name}"
-        yield measure(what, loaded, examples, size, rules, batches)
+def by_rules(
+    loaded: Loaded, examples: Sequence[Example], batches: int, which: Sequence[Rules] = RULES
+) -> Iterator[Row]:
+    for rules in which:
+        size = f"batch of {rules.texts}, " if rules.widths is None else ""
+        what = f"{Path(loaded.name).name}, {size}{rules.name}"
+        yield measure(what, loaded, examples, rules, batches)
 
 
 def measure(
     what: str,
     loaded: Loaded,
     examples: Sequence[Example],
-    size: int,
     rules: Rules,
     batches: int,
 ) -> Row:
     """Some batches, read and compared with what they were made of."""
-    count = batches if size < 32 else 1
+    count = batches if rules.texts < 32 else 1
     exact = verified = false = total = 0
     scores: list[tuple[float, float]] = []
     tokens: list[int] = []
     known: list[float] = []
     items: list[dict[str, Any]] = []
     started = time.perf_counter()
-    max_length = min(128, anatomy(loaded.model).max_length)
-    for number in range(count):
-        chosen = examples[number * size : (number + 1) * size]
-        batch = batch_of(loaded.model, loaded.tokenizer, chosen, max_length)
+    for number, (_, batch) in enumerate(batches_of(loaded, examples, rules, count)):
         update = update_of(
             loaded.model, batch, rules.protocol, hide=rules.hide, precision=rules.precision
         )
@@ -142,11 +184,11 @@ def measure(
         false += sum(
             text.verified and tuple(text.ids) not in batch.texts for text in recovery.texts
         )
-        scores += rouges(batch, read)
+        scores += rouges(batch.texts, read, special(loaded))
         tokens.append(sum(map(len, batch.texts)))
         ids = {id_ for text in batch.texts for id_ in text}
         known.append(len(ids & set(recovery.tokens)) / len(ids))
-        total += size
+        total += len(batch.texts)
         items.append({
             "batch": number, "texts": len(batch.texts), "tokens": tokens[-1],
             "exact": sum(text in read for text in batch.texts), "verified": recovery.verified,
@@ -166,11 +208,15 @@ def measure(
     return show.itemised(row, items)
 
 
-def rouges(batch: Batch, read: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+def rouges(
+    texts: Sequence[Sequence[int]], read: Sequence[Sequence[int]], special: set[int]
+) -> list[tuple[float, float]]:
     """ROUGE-1 and ROUGE-2 of each text with the recovered one that has most of it."""
+    texts, read = ([[id_ for id_ in text if id_ not in special] for text in each]
+                   for each in (texts, read))  # fmt: skip
     pairs = [
         [(subjects.rouge(text, other, 1), subjects.rouge(text, other, 2)) for other in read]
-        for text in batch.texts
+        for text in texts
     ]
     return [max(each, default=(0.0, 0.0)) for each in pairs]
 

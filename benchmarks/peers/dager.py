@@ -9,12 +9,18 @@ DAGER (arXiv 2405.15586) is run from its authors' repository, which is not part 
     python benchmarks/peers/dager.py --checkout dager-gradient-inversion \
         --python dager-env/bin/python
 
-It is run with the settings of its scripts (bert.sh, gpt2.sh) and the rank tolerance that
-its page advises for each size. Batches are drawn from SST-2's training phrases, as DAGER draws
-them, each text once. Models: all-MiniLM-L6-v2 by DAGER's code for BERT, and a GPT-2 with random
-weights and SmolLM2's tokens. Both get a new head of two classes. Gradients of embeddings, which
-DAGER does not read, are hidden from Keyhole. Each batch is read by both, one after the other, with
-as many threads each, and on the same device.
+It is run with the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh
+where they apply) and the rank tolerance that its page advises for each size. Batches are drawn from
+SST-2's training phrases, as DAGER draws them, each text once. Models: all-MiniLM-L6-v2 by DAGER's
+code for BERT, and a GPT-2 with random weights and SmolLM2's tokens. Both get a new head of two
+classes. Gradients of embeddings, which DAGER does not read, are hidden from Keyhole. Each batch is
+read by both, one after the other, with as many threads each, and on the same device.
+
+`--sizes` are batches of plain gradients; `--rules` adds every protocol of gradients.py (`--only`
+those with a word in their names, such as LoRA): bfloat16,
+noise, more tokens than the model is wide, and LoRA's adapters, of which DAGER gets A's gradient as
+that of the map itself: its rows are combinations of the same inputs. In the first round, where A
+has none, DAGER is given nothing. Its mode for noise is not written for BERT: there it runs without.
 """
 
 from __future__ import annotations
@@ -36,12 +42,14 @@ from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+import gradients
 import show
 import subjects
 from keyhole.data import Example, read_examples
 from keyhole.models import Loaded, identity
 from keyhole.models.loading import load_tokenizer
-from keyhole.recover.gradients import batch_of, recover_batch, update_of
+from keyhole.recover.gradients import Batch, Update, recover_batch, update_of
+from keyhole.recover.gradients.update import ADAPTER
 from show import Row
 
 REPOSITORY = "https://github.com/insait-institute/dager-gradient-inversion"
@@ -76,6 +84,8 @@ def run(
     sizes: list[int] = [1, 2, 4, 8],  # noqa: B006 - read, never changed
     batches: int = 10,
     limit: int = 600,
+    rules: bool = False,
+    only: list[str] = [""],  # noqa: B006 - read, never changed
 ) -> Iterator[Row]:
     if checkout is None:
         raise SystemExit(f"clone {REPOSITORY} at {COMMIT[:7]} and give its folder as --checkout")
@@ -90,8 +100,11 @@ def run(
         subject, loaded = SUBJECTS[name], opened(name, encoder, model, device)
         with tempfile.TemporaryDirectory() as folder:
             peer = Peer(Path(folder), subject, loaded, checkout.resolve(), python, limit)
-            for size in sizes[:1] if quick else sizes:
-                yield compared(subject, loaded, peer, examples, size, 2 if quick else batches)
+            rows = [gradients.Rules(f"batch of {size}", texts=size) for size in sizes]
+            rows += gradients.RULES[1:] if rules else ()
+            rows = [each for each in rows if any(word in each.name for word in only)]
+            for each in rows[:1] if quick else rows:
+                yield compared(subject, loaded, peer, examples, each, 2 if quick else batches)
             peer.close()
 
 
@@ -146,11 +159,34 @@ class Peer:
             env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
         )  # fmt: skip
         self._read = self._answer()
+        self._inputs_first = not subject.kind.startswith("bert")
 
-    def __call__(self, texts: list[str], gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
-        save_file({name: gradients[name].contiguous() for name in self._read}, self._file)
+    def _as_weight(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of inputs in the shape of a weight: GPT-2's have the inputs first."""
+        return rows.mT if self._inputs_first else rows
+
+    def __call__(self, texts: list[str], update: Update) -> dict[str, Any]:
+        gradients, protocol = update.values, update.protocol
+        given = {name: gradients.get(name) for name in self._read}
+        for name in self._read:  # of an adapter, the gradient that has the same rows
+            of_a = gradients.get(name.removesuffix("weight") + ADAPTER[0])
+            given[name] = self._as_weight(of_a) if of_a is not None else given[name]
+        found = {
+            name: each.float().contiguous() for name, each in given.items() if each is not None
+        }
+        if not found:
+            return {"texts": [], "seconds": 0.0, "failure": "no gradient that DAGER reads"}
+        save_file(found, self._file)
         tolerance = 1e-7 if len(texts) <= 2 else 1e-8  # as DAGER's page advises
-        item = {"texts": texts, "gradients": str(self._file), "rank_tol": tolerance}
+        settings: dict[str, Any] = {"rank_tol": tolerance}
+        if protocol.multiplier and self._inputs_first:  # gpt2_dp.sh; the noise is there already
+            settings = {"defense_noise": 0.0, "n_incorrect": 0}
+        elif protocol.steps > 1:  # fed_avg.sh
+            settings = {"algo": "fedavg", "rank_tol": 5e-6,
+                        "l1_span_thresh": 5e-3, "l2_span_thresh": 5e-3}  # fmt: skip
+        elif protocol.lora:  # lora.sh
+            settings = {"rank_tol": 5e-9, "l1_span_thresh": 0.05, "l2_span_thresh": 0.05}
+        item = {"texts": texts, "gradients": str(self._file), "settings": settings}
         assert self._process.stdin
         self._process.stdin.write(json.dumps(item) + "\n")
         self._process.stdin.flush()
@@ -173,47 +209,52 @@ def compared(
     loaded: Loaded,
     peer: Peer,
     examples: Sequence[Example],
-    size: int,
+    rules: gradients.Rules,
     batches: int,
 ) -> Row:
-    items = [
-        one(loaded, peer, examples[number * size : (number + 1) * size])
-        for number in range(batches)
-    ]
-    total = size * batches
+    given = [Example(each.id, each.label, each.text.strip()) for each in examples]
+    batches = batches if rules.widths is None else min(batches, 2)
+    made = gradients.batches_of(loaded, given, rules, batches)
+    items = [one(loaded, peer, rules, chosen, batch) for chosen, batch in made]
+    total = sum(len(item["texts"]) for item in items)
     exact, rouge, seconds = {}, {}, {}
     for side in ("dager", "keyhole"):
         exact[side] = sum(item[side]["exact"] for item in items)
         rouge[side] = [statistics.mean(item[side]["rouge"][n] for item in items) for n in (0, 1)]
         seconds[side] = statistics.median(item[side]["seconds"] for item in items)
     ratios = [item["dager"]["seconds"] / item["keyhole"]["seconds"] for item in items]
+    false = sum(item["keyhole"]["false"] for item in items)
     stopped = sum(bool(item["dager"]["failure"]) for item in items)
     tokens = [item["tokens"] for item in items]
     return Row(
-        f"{subject.what}, batch of {size}, {batches} batches",
-        f"exact: DAGER {exact['dager']}, Keyhole {exact['keyhole']} of {total}; seconds: DAGER "
+        f"{subject.what}, {rules.name}, {batches} batches",
+        f"exact: DAGER {exact['dager']}, Keyhole {exact['keyhole']} of {total}, {false} falsely "
+        f"verified; seconds: DAGER "
         f"{seconds['dager']:.1f}, Keyhole {seconds['keyhole']:.1f}, ratio "
         f"{statistics.median(ratios):.1f}",
         "as many exact, faster",
-        exact["keyhole"] >= exact["dager"] and statistics.median(ratios) >= 1,
+        exact["keyhole"] >= exact["dager"] and statistics.median(ratios) >= 1 and not false,
         f"medians, ratios from {min(ratios):.1f} to {max(ratios):.1f}; ROUGE-1 and -2: DAGER "
         f"{rouge['dager'][0]:.3f} {rouge['dager'][1]:.3f}, Keyhole {rouge['keyhole'][0]:.3f} "
         f"{rouge['keyhole'][1]:.3f}; {min(tokens)}–{max(tokens)} tokens; DAGER ended without an "
         f"answer {stopped} times",
         promise=False,
-        run={"peer": REPOSITORY, "peer_commit": COMMIT, "model": subject.what, "size": size,
+        run={"peer": REPOSITORY, "peer_commit": COMMIT, "model": subject.what, "rules": rules.name,
+             "texts": rules.texts,
              "settings": [subject.kind, *subject.settings], "items": items},
     )  # fmt: skip
 
 
-def one(loaded: Loaded, peer: Peer, chosen: Sequence[Example]) -> dict[str, Any]:
+def one(
+    loaded: Loaded, peer: Peer, rules: gradients.Rules, chosen: Sequence[Example], batch: Batch
+) -> dict[str, Any]:
     """One batch, read by both."""
-    chosen = [Example(each.id, each.label, each.text.strip()) for each in chosen]
-    batch = batch_of(loaded.model, loaded.tokenizer, chosen, 128)
-    update = update_of(loaded.model, batch, hide=("embeddings",))
+    update = update_of(
+        loaded.model, batch, rules.protocol, hide=("embeddings",), precision=rules.precision
+    )
     recovery, seconds = show.timed(lambda: recover_batch(loaded.model, loaded.tokenizer, update))
     ours = [list(text.ids) for text in recovery.texts]
-    answer = peer([each.text for each in chosen], dict(update.values))
+    answer = peer([each.text for each in chosen], update)
     theirs = [
         loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in answer["texts"]
     ]
@@ -226,11 +267,7 @@ def one(loaded: Loaded, peer: Peer, chosen: Sequence[Example]) -> dict[str, Any]
         "tokens": sum(map(len, batch.texts)),
     }
     for side, (read, took, failure) in sides.items():
-        best = [
-            max(((subjects.rouge(text, each, 1), subjects.rouge(text, each, 2)) for each in read),
-                default=(0.0, 0.0))
-            for text in batch.texts
-        ]  # fmt: skip
+        best = gradients.rouges(batch.texts, read, gradients.special(loaded))
         found[side] = {
             "exact": sum(list(text) in read for text in batch.texts),
             "rouge": [statistics.mean(score) for score in zip(*best, strict=True)],
@@ -239,6 +276,9 @@ def one(loaded: Loaded, peer: Peer, chosen: Sequence[Example]) -> dict[str, Any]
             "failure": failure,
         }
     found["keyhole"]["verified"] = recovery.verified
+    found["keyhole"]["false"] = sum(
+        text.verified and tuple(text.ids) not in batch.texts for text in recovery.texts
+    )
     return found
 
 

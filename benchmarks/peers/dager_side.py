@@ -57,13 +57,15 @@ def main() -> None:
         wrapper.layer_ids = wrapper.layer_ids[: wrapper.model.config.num_hidden_layers]
         read = [names[number] for number in wrapper.layer_ids]
         print(json.dumps(read), file=answers, flush=True)
+        usual = dict(vars(attack.args))
         for line in sys.stdin:
             item = json.loads(line)
             given = load_file(item["gradients"])
-            gradients = [given.get(name) for name in names]
+            gradients = [given.get(name, torch.zeros(1)) for name in names]  # others are not read
             wrapper.compute_grads = lambda *_, given=gradients: given
-            attack.args.batch_size = len(item["texts"])
-            attack.args.rank_tol = item["rank_tol"]
+            vars(attack.args).update(usual)
+            attack.args.batch_size = attack.args.n_incorrect = len(item["texts"])
+            vars(attack.args).update(item["settings"])
             labels = torch.zeros(1, len(item["texts"]), dtype=torch.long)  # for gradients alone
             started, found, failure = time.perf_counter(), ([], []), ""
             signal.setitimer(signal.ITIMER_REAL, float(limit))

@@ -167,9 +167,11 @@ def capture(
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on.
 
-    For a gradient, -o sets clip (the norm that each text's gradient is clipped to), steps (of the
-    client on its batch; with several the change of its weights leaks), rate (its learning rate,
-    0.01) and hide (parts to leave out: embeddings).
+    For a gradient, -o sets clip (the norm that each text's gradient is clipped to), epsilon (the
+    privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of the client on its batch;
+    with several the change of its weights leaks), rate (its learning rate, 0.01), lora (the rank of
+    adapters, if only they are trained; trained=false is their first round) and hide (parts to leave
+    out: embeddings).
     """
     from keyhole.data import read_texts
     from keyhole.recover.simulate import UNFINISHED, files_of
@@ -224,7 +226,7 @@ def _capture_gradient(
 ) -> str:
     """What a client hands over for a batch of texts; what was written."""
     from keyhole.recover.gradients.recover_batch import capture_update
-    from keyhole.recover.gradients.update import Protocol
+    from keyhole.recover.gradients.update import Protocol, epsilon_of
 
     types = {**types_of(Protocol, hidden=("noise",)), "hide": tuple[str, ...]}
     options = settings(words, types, "a gradient")
@@ -232,7 +234,10 @@ def _capture_gradient(
     update = capture_update(
         model, examples, out=out, protocol=Protocol(noise=noise, **options), hide=hide, **more
     )
-    return f"{out}: the {update.what} of a batch of {update.texts} texts, {more['precision']}"
+    noisy = update.protocol.multiplier
+    private = f", noise of ε = {epsilon_of(noisy):.3g}" if noisy else ""
+    what = f"the {update.what} of a batch of {update.texts} texts"
+    return f"{out}: {what}, {more['precision']}{private}"
 
 
 def _kept(journal: Path, what: str, where: Path | None = None) -> str:

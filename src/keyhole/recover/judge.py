@@ -2,7 +2,7 @@
 
 An attack proposes; its judge runs the model on the proposal and compares with what leaked. There is
 a judge for rows of positions (layers/judge.py), one for a vector of a whole text
-(embeddings/judge.py) and one for gradients (gradients/recover_batch.py). All give a Verdict.
+(embeddings/judge.py) and one for gradients (gradients/judge.py). All give a Verdict.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch.func import functional_call
 
 import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.recover.gradients import Batch, Protocol, Update, load_update, update_of
+from keyhole.recover.gradients.update import DELTA, adapters_of, epsilon_of, noise_for
 
 HEADS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}
 
@@ -41,6 +44,47 @@ def test_each_text_is_clipped_and_noise_has_its_strength():
     noisy = update_of(model, batch, Protocol(clip=1e-3, noise=2.0), seed=3)
     off = torch.cat([(noisy.values[n] - clipped.values[n]).flatten() for n in clipped.values])
     assert float(off.std()) == pytest.approx(2.0 * 1e-3 / 3, rel=0.02)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0, 8.0])
+def test_noise_gives_its_privacy(epsilon):
+    noise = noise_for(epsilon)
+    at, step = np.linspace(-40, 40, 400_001, retstep=True)
+    there, absent = (np.exp(-((at - mean) ** 2) / (2 * noise**2)) for mean in (1.0, 0.0))
+    more = np.maximum(there - np.exp(epsilon) * absent, 0).sum() * step
+    assert more / (noise * np.sqrt(2 * np.pi)) == pytest.approx(DELTA, rel=1e-3)
+    assert epsilon_of(noise) == pytest.approx(epsilon)
+    assert Protocol(clip=0.5, epsilon=epsilon).noise_in(2) == pytest.approx(noise * 0.5 / 2)
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-3, 0.1])
+def test_little_noise_gives_little_privacy(noise):
+    assert 0.5 / noise**2 < epsilon_of(noise) < 0.5 / noise**2 + 9 / noise
+    assert epsilon_of(1e6) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_adapters_get_their_own_gradients(family):
+    """Against autograd through W + B·A, with A and B as leaves."""
+    model, batch = case(family, "classification")
+    model.config.pad_token_id = 0
+    rules = Protocol(lora=3)
+    update, adapters = update_of(model, batch, rules), adapters_of(model, rules)
+    leaves = {name: each.requires_grad_() for name, each in adapters.items()}
+    weights = dict(model.named_parameters())
+    for name in {each.rsplit("lora_", 1)[0] for each in leaves}:
+        change = leaves[f"{name}lora_B.weight"] @ leaves[f"{name}lora_A.weight"]
+        change = change.mT if family == "gpt2" else change
+        weights[f"{name}weight"] = weights[f"{name}weight"] - change.detach() + change
+    ids, mask = batch.padded(0, torch.device("cpu"))
+    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(batch.labels)}
+    functional_call(model, weights, kwargs=given).loss.backward()
+    assert set(leaves) < set(update.values)
+    for name, leaf in leaves.items():
+        assert torch.allclose(update.values[name], leaf.grad, atol=1e-6), name
+    assert not any("embed" in name or "wte" in name for name in update.values)
+    first = update_of(model, batch, Protocol(lora=3, trained=False))
+    assert not any("lora_A" in name for name in first.values)
 
 
 def test_several_steps_give_the_difference_of_weights():
@@ -77,6 +121,11 @@ def test_it_comes_back_from_a_file(tmp_path):
     assert again.values.keys() == update.values.keys()
     assert all(torch.equal(again.values[name], each) for name, each in update.values.items())
     assert (again.protocol, again.precision, again.texts) == (Protocol(clip=1.0), "bfloat16", 3)
+    update = update_of(model, batch, Protocol(lora=2))
+    update.save(tmp_path / "adapters.safetensors")
+    again = load_update(tmp_path / "adapters.safetensors")
+    assert again.values.keys() == update.values.keys()
+    assert all(torch.equal(again.adapters[name], each) for name, each in update.adapters.items())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +135,10 @@ def test_it_comes_back_from_a_file(tmp_path):
         ({"clip": 0.0}, "--clip must be above 0"),
         ({"steps": 0}, "--local-steps must be 1 or more"),
         ({"rate": -1.0}, "--rate must be above 0"),
+        ({"epsilon": 8.0}, "--noise needs --clip"),
+        ({"epsilon": 8.0, "noise": 1.0, "clip": 1.0}, "--noise or epsilon"),
+        ({"lora": 0}, "lora must be 1 or more"),
+        ({"lora": 8, "steps": 2}, "one step"),
     ],
 )
 def test_wrong_rules_are_refused(wrong, words):

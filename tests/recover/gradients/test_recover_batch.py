@@ -12,7 +12,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
-from keyhole.recover.gradients.recover_batch import judge
+from keyhole.recover.gradients.judge import judge
 
 CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),
@@ -66,6 +66,43 @@ def test_rounded_gradients(family, head, precision):
     model, words, batch = case(family, head, texts=1)
     recovery = recover_batch(model, words, update_of(model, batch, precision=precision))
     assert [tuple(text.ids) for text in recovery.texts] == list(batch.texts)
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT), ("gpt2", NEXT)])
+@pytest.mark.parametrize("rules", [Protocol(lora=12), Protocol(lora=14, trained=False)])
+def test_adapters_alone(family, head, rules):
+    model, words, batch = case(family, head, texts=1)
+    recovery = recover_batch(model, words, update_of(model, batch, rules))
+    if rules.trained or family != "bert":
+        expect_all(recovery, batch)
+    assert not recovery.verified or tuple(recovery.texts[0].ids) in batch.texts
+
+
+def test_more_tokens_than_an_adapter_s_rank():
+    model, words, batch = case("llama", NEXT, texts=3)
+    for trained in (True, False):
+        update = update_of(model, batch, Protocol(lora=2, trained=trained))
+        assert not recover_batch(model, words, update).verified
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
+def test_noise_that_tokens_stand_out_from(family, head):
+    model, words, batch = case(family, head, texts=1)
+    update = update_of(model, batch, Protocol(clip=0.1, noise=1e-4))
+    expect_all(recover_batch(model, words, update), batch)
+    target, text = Target.of(model, words), batch.texts[0]
+    for place in (1, 3):  # what is not the text is not vouched for, whatever noise hides
+        wrong = batch.changed(0, place, 5 + (text[place] + 1) % 190)
+        for noise in (1e-4, 1e-2, 1.0):
+            update = update_of(model, batch, Protocol(clip=0.1, noise=noise))
+            assert not any(each.verified for each in judge(target, update, wrong))
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 8.0])
+def test_privacy_ends_it(epsilon):
+    model, words, batch = case("bert", CLASSES, texts=1)
+    update = update_of(model, batch, Protocol(clip=0.1, epsilon=epsilon))
+    assert not recover_batch(model, words, update).verified
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0])

@@ -11,7 +11,7 @@ import tiny_models as tiny
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.hooks import hooks
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.span import first_inputs, span_of
+from keyhole.recover.gradients.span import first_inputs, joined, span_of
 from keyhole.recover.gradients.texts import contexts_of
 
 
@@ -55,6 +55,32 @@ def test_noise_is_no_part_of_the_span():
     noisy = rows + 0.01 * stream.normal(size=rows.shape)
     assert span_of(torch.tensor(noisy), torch.full((90, 60), 1e-4)).rank == 7
     assert span_of(torch.tensor(noisy), torch.zeros(90, 60)).rank == 60
+
+
+def test_inputs_are_nearer_to_a_noisy_span_than_others():
+    stream = np.random.default_rng(0)
+    inputs, others = stream.normal(size=(7, 60)), stream.normal(size=(50, 60))
+    rows = reference.gradient_of_map(stream.normal(size=(7, 90)), inputs)
+    span = span_of(
+        torch.tensor(rows + 2 * stream.normal(size=rows.shape)), torch.full((90, 60), 4.0)
+    )
+    near, far = (span.distance(torch.tensor(each)) for each in (inputs, others))
+    assert float(near.max()) < float(far.min())
+
+
+def test_what_adapters_say_of_inputs():
+    """B's gradient G·Aᵀ holds the inputs after A; a map that misses an input is left out."""
+    stream = np.random.default_rng(0)
+    inputs, others = stream.normal(size=(5, 20)), stream.normal(size=(9, 20))
+    spans = []
+    for seen in (5, 5, 4):
+        through = stream.normal(size=(8, 20))
+        rows = reference.gradient_of_map(stream.normal(size=(seen, 30)), inputs[:seen] @ through.T)
+        spans.append((span_of(torch.tensor(rows), torch.zeros(30, 8)), torch.tensor(through)))
+    span = joined(spans)
+    assert (span.rank, span.rest.shape[1], span.says) == (5, 6, True)
+    assert float(span.distance(torch.tensor(inputs)).max()) < 1e-9
+    assert float(span.distance(torch.tensor(others)).min()) > 0.1
 
 
 def test_contexts_are_the_attention_s_own_and_changes_are_whole_texts():

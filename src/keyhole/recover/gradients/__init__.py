@@ -2,7 +2,7 @@
 
 `update.py` is what leaks and how a client makes it; `span.py` what a gradient says of a layer's
 inputs, and so which tokens may stand where; `texts.py` puts texts together. `recover_batch.py` goes
-through all that, adds classes and last tokens, and judges the batch.
+through all that, and adds classes and last tokens; `judge.py` makes the update again.
 """
 
 from keyhole.recover.gradients.recover_batch import BatchRecovery, recover_batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,11 +26,13 @@ from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
+from keyhole.recover.gradients.judge import CHANCE, Errors, compared, judge
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
     first_inputs,
-    inputs_last,
+    joined,
+    nearest_in,
     span_of,
     tokens_in,
 )
@@ -42,22 +44,23 @@ from keyhole.recover.gradients.texts import (
     places_of,
 )
 from keyhole.recover.gradients.update import (
+    ADAPTER,
     Batch,
     Protocol,
     Update,
     batch_of,
-    clean_update,
-    clipped_share,
-    gradient,
+    inputs_last,
     load_update,
     task_for,
     update_of,
 )
-from keyhole.recover.judge import ODDS, Verdict
-from keyhole.recover.layers.precision import rounding_of
-from keyhole.recover.recovery import Mark, Recovery, TextRecovery
+from keyhole.recover.judge import Verdict
+from keyhole.recover.recovery import Recovery, TextRecovery
 from keyhole.recover.simulate import MAX_LENGTH
 
+_NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
+_SWEEPS = 3  # over the tokens of a batch that is made likelier
+_TRIALS = 300  # other batches tried for that
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
 METHOD = "GradientSpans"
@@ -105,13 +108,31 @@ class BatchRecovery(Recovery):
         return "\n".join([*lines, f"  {self.cost}"])
 
 
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What is known of a map's gradient G (out, in): `rows` = left·G·right and their variance.
+
+    None stands for the identity. Of an adapter B·A, A's gradient is Bᵀ·G, and B's is G·Aᵀ.
+    """
+
+    rows: Tensor
+    variance: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    @property
+    def through(self) -> Tensor | None:
+        """What the inputs go through first."""
+        return None if self.right is None else self.right.mT
+
+
 class _Leaked:
     """An update by the modules of its model: what it shows before any text is put together."""
 
     def __init__(self, target: Target, update: Update) -> None:
         self.target, self.update = target, update
         self._names = {id(weight): name for name, weight in target.model.named_parameters()}
-        self._errors = Errors.of(update, target.model)
+        self.errors = Errors.of(update, target.model)
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The gradient of a parameter; None where it was not handed over."""
@@ -122,39 +143,54 @@ class _Leaked:
         projections = self.target.parts.attention(number).apart
         return list(dict.fromkeys(each.module for each in projections))
 
-    def rows(self, maps: Sequence[nn.Module]) -> Tensor:
-        """The gradients (outputs, inputs) of maps of the same inputs, one under the other."""
-        given = [(map_, self.of(map_.get_parameter("weight"))) for map_ in maps]
+    def given(self, map_: nn.Module) -> _Given | None:
+        """What the update says of a map's gradient; None where that is nothing."""
+        name = self._names[id(map_.get_parameter("weight"))]
+        update, adapters = self.update, self.update.adapters
         device = self.target.parts.device
-        rows = [
-            inputs_last(tensor.to(device).double(), map_)
-            for map_, tensor in given
-            if tensor is not None
-        ]
-        if not rows:
+        if name in update.values:
+            rows = inputs_last(update.values[name].to(device).double(), map_)
+            return _Given(rows, inputs_last(self.errors.coarse(name), map_))
+        for part, other in (ADAPTER, ADAPTER[::-1]):
+            own, known = (name.removesuffix("weight") + each for each in (part, other))
+            if own in update.values:
+                rows = update.values[own].to(device).double()
+                side = adapters[known].to(device).double().mT
+                left, right = (side, None) if part == ADAPTER[0] else (None, side)
+                return _Given(rows, self.errors.coarse(own), left, right)
+        return None
+
+    def rows(self, maps: Sequence[nn.Module]) -> list[_Given]:
+        """The gradients of maps of the same inputs: one under the other where they may be."""
+        found = [each for each in map(self.given, maps) if each is not None]
+        if not found:
             raise InputError("this update has no gradient of the first attentions, which are read")
-        return torch.cat(rows)
+        if len(found) == 1 or any(each.right is not None for each in found):
+            return found
+        rows, variance = (torch.cat([getattr(each, name) for each in found])
+                          for name in ("rows", "variance"))  # fmt: skip
+        return [_Given(rows, variance)]
 
     def span(self, maps: Sequence[nn.Module]) -> Span:
-        weights = [(map_, map_.get_parameter("weight")) for map_ in maps]
-        variances = [
-            inputs_last(self._errors.coarse(self._names[id(weight)]), map_)
-            for map_, weight in weights
-            if self.of(weight) is not None
-        ]
-        return span_of(self.rows(maps), torch.cat(variances))
+        spans = [(span_of(each.rows, each.variance), each.through) for each in self.rows(maps)]
+        through = [(span, each) for span, each in spans if each is not None]
+        return joined(through) if through else spans[0][0]
 
     def used(self, table: nn.Embedding) -> Tensor | None:
-        """Which rows (v,) of a table the batch used: those whose gradient is not zero.
+        """Which rows (v,) of a table the batch used: those whose gradient is more than errors.
 
         None where that does not show: a table that is tied to the head has a gradient for every
-        token, and one with noise as well.
+        token, and noise may hide all of them.
         """
         given = self.of(table.weight)
-        if given is None or self.update.protocol.noise:
+        if given is None:
             return None
-        used = (given != 0).any(-1).to(self.target.parts.device)
-        return None if bool(used.all()) else used
+        given = given.to(self.target.parts.device)
+        noise, size = self.update.protocol.noise_in(self.update.texts), given.shape[1]
+        # |row|² of noise alone is σ²χ²: its mean is σ²d, its variance 2σ⁴d.
+        least = noise**2 * (size + CHANCE * math.sqrt(2 * size))
+        used = given.double().square().sum(-1) > least
+        return used if 0 < int(used.sum()) < len(used) else None
 
 
 def recover_batch(
@@ -175,28 +211,112 @@ def recover_batch(
 
 
 def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
-    target, update = leaked.target, leaked.update
     first, second = (leaked.span(leaked.inputs(number)) for number in (1, 2))
-    used = leaked.used(target.parts.tokens)
-    # Of few tokens the right ones may still stand out from errors.
-    if not first.rank or not second.rank or (used is None and (first.blurred or second.blurred)):
-        ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
-        return _no_texts(f"the update's own errors hide what it is made of: {ranks}")
-    if not first.says:
-        return _too_many(target, first, [] if used is None else used.nonzero()[:, 0].tolist())
+    used = leaked.used(leaked.target.parts.tokens)
+    blurred = first.blurred or second.blurred
+    read: BatchRecovery | None = None
+    if first.says and second.says and not (blurred and used is None):
+        read = _by_membership(leaked, first, second, used, search)
+    if read is None or (blurred and leaked.update.texts == 1 and not read.verified):
+        guessed = _by_likelihood(leaked, first.soft, second.soft, used, search)
+        read = guessed if read is None or guessed.texts else read
+    return read
+
+
+def _by_membership(
+    leaked: _Leaked, first: Span, second: Span, used: Tensor | None, search: Search
+) -> BatchRecovery:
+    """Texts all of whose inputs lie in the spans."""
     inputs, tokens = _tokens(leaked, first, used)
     if not tokens:
         return _no_texts("no token's input lies in the span of the gradient")
     every = torch.cat(tokens).unique()
-    if not second.says:
-        return _too_many(target, second, every.tolist())
     texts = _texts(leaked, second, inputs, tokens, every, search)
     if not texts:
         return _no_texts("no text of these tokens fits the gradient", every.tolist())
-    batch = labelled(target, update, leaked.of, [ids for ids, _ in texts])
+    batch = labelled(leaked, [ids for ids, _ in texts])
     in_span = [fits and second.sharp for _, fits in texts]
-    verdicts = judge(target, update, batch, in_span)
-    return _result(target, update, batch, verdicts, sum(in_span), every)
+    verdicts = judge(leaked.target, leaked.update, batch, in_span, tokens)
+    return _result(leaked.target, leaked.update, batch, verdicts, sum(in_span), every)
+
+
+# Where errors blur the spans, or an adapter's rank is below the number of tokens, no test says that
+# a token is in the batch, but true ones are still nearer to the span than others. So the nearest at
+# every position are taken, and then changed one by one for what makes the whole leaked update
+# likelier: with Gaussian errors of known variance its log-likelihood is −½ Σ (leaked − own)²/σ².
+
+
+def _by_likelihood(
+    leaked: _Leaked, first: Span, second: Span, used: Tensor | None, search: Search
+) -> BatchRecovery:
+    target, update = leaked.target, leaked.update
+    parts = target.parts
+    ids = [] if used is None else used.nonzero()[:, 0].tolist()
+    if not first.rank and used is None:
+        ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
+        return _no_texts(f"the update's own errors hide what it is made of: {ranks}")
+    if not first.hints or not second.hints:
+        return _too_many(target, first if not first.hints else second, ids)
+    inputs = first_inputs(parts, _length(leaked) or _POSITIONS)
+    near = list(nearest_in(inputs, first, _NEAREST * update.texts, used))
+    tokens = [best for best, _ in near]
+    if parts.causal:
+        prefixes = DecoderTexts(
+            target, second, tokens, update.texts, min(_POSITIONS, parts.max_length), True
+        )
+        texts = list(prefixes)[: update.texts]
+    elif update.texts == 1:
+        texts = [_by_position(target, near)]
+    else:
+        every = torch.cat(tokens).unique()
+        texts = [ids for ids, _ in _texts(leaked, second, inputs, tokens, every, search)]
+    if not texts:
+        return _no_texts("no text stands out from the update's errors", ids)
+    batch = _likeliest(leaked, labelled(leaked, texts), tokens)
+    verdicts = judge(target, update, batch, (), tokens)
+    return _result(target, update, batch, verdicts, 0, torch.tensor(ids, dtype=torch.long))
+
+
+def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    """The nearest token at each position of an encoder's only text, to where it ends."""
+    before, after = target.frame()
+    last = len(near) - 1
+    if after:
+        ends = [float(scores[after[0]]) for _, scores in near]
+        last = max(range(len(before) + 1, len(near)), key=ends.__getitem__, default=last)
+    special = {*before, *after, *target.pads()}
+    inside = [
+        next((id_ for id_ in best.tolist() if id_ not in special), int(best[0]))
+        for best, _ in near[len(before) : last]
+    ]
+    return [*before, *inside, *after]
+
+
+def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch:
+    """The batch, changed token by token and class by class while its update becomes likelier."""
+
+    def off(batch: Batch) -> float:
+        return compared(leaked.target, leaked.update, batch, leaked.errors).misfit
+
+    best, trials = off(batch), 0
+    classes = range(int(leaked.target.model.config.num_labels)) if batch.labels else ()
+    for _ in range(_SWEEPS):
+        before = best
+        for number, text in enumerate(batch.texts):
+            changes = [(None, label) for label in classes]
+            for place in range(len(text)):
+                few = tokens[min(place, len(tokens) - 1)][:_NEAREST].tolist()
+                changes += [(place, id_) for id_ in few]
+            for place, new in changes:
+                other = batch.changed(number, place, new)
+                if other == batch or trials == _TRIALS:
+                    continue
+                trials += 1
+                if (reached := off(other)) < best:
+                    batch, best = other, reached
+        if best == before:
+            break
+    return batch
 
 
 def _check(target: Target, update: Update) -> None:
@@ -210,6 +330,8 @@ def _check(target: Target, update: Update) -> None:
         raise InputError(f"the gradients are of the model {update.model}, and this is {whose}")
     shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
     for name, each in update.values.items():
+        if name in update.adapters:
+            shapes[name] = tuple(update.adapters[name].shape)
         if shapes.get(name) != tuple(each.shape):
             raise InputError(
                 f"expected {name} of shape {shapes.get(name)}, got {tuple(each.shape)}: "
@@ -221,11 +343,7 @@ def _check(target: Target, update: Update) -> None:
 
 def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
     """Tokens that may stand at each position; tables grow until texts end before they do."""
-    parts, known = leaked.target.parts, None
-    table = parts.positions
-    if table is not None:  # its own gradient may show how long the longest text is
-        places = leaked.used(table[0])
-        known = None if places is None else int(places[table[1] :].sum()) or None
+    parts, known = leaked.target.parts, _length(leaked)
     count = known or _POSITIONS
     while True:
         inputs = first_inputs(parts, count)
@@ -234,6 +352,13 @@ def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInpu
         if ended or known is not None or inputs.places is None:
             return inputs, tokens
         count *= 2
+
+
+def _length(leaked: _Leaked) -> int | None:
+    """How long the longest text is, where the gradient of the positions' table shows it."""
+    table = leaked.target.parts.positions
+    used = None if table is None else leaked.used(table[0])
+    return None if used is None or table is None else int(used[table[1] :].sum()) or None
 
 
 def _texts(
@@ -254,10 +379,13 @@ def _texts(
     first = parts.attention(1)
     if parts.key_heads != parts.heads:
         raise Unsuccessful(Status.NOT_APPLICABLE, "heads of this encoder share their keys")
-    values = first.value.of(leaked.rows([first.value.module]).mT).mT
-    rows = leaked.rows(leaked.inputs(1))
-    places = places_of(rows, values, parts.heads, inputs, every, len(tokens))
-    directions = leaked.span([first.output]).some_directions(_DIRECTIONS)
+    (values,) = leaked.rows([first.value.module])
+    heads = parts.heads if values.left is None else 1  # Bᵀ mixes what heads give
+    part = values.rows if values.left is not None else first.value.of(values.rows.mT).mT
+    rows = [(each.rows, each.through) for each in leaked.rows(leaked.inputs(1))]
+    places = places_of(rows, (part, values.through), heads, inputs, every, len(tokens))
+    output = leaked.span([first.output])
+    directions = output.some_directions(_DIRECTIONS) * output.says
     contexts = contexts_of(parts, inputs, every, len(tokens), directions)
     read = EncoderTexts(target, span, contexts, tokens, places, count, search)
     return [(text.ids, text.fits) for text in read if text.ids]
@@ -266,8 +394,8 @@ def _texts(
 def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
     """The span is all there is; the tokens may show in their table's own gradient."""
     reason = (
-        f"the batch has as many tokens as the model is wide ({target.parts.width}), or more: its "
-        f"span has {span.rank} dimensions and says nothing"
+        f"the batch has as many tokens as the model is wide ({target.parts.width}) or as its "
+        f"adapters' rank, or more: its span has {span.rank} dimensions and says nothing"
     )
     if ids:
         reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"
@@ -363,166 +491,6 @@ def opened(model: str | Loaded, device: str, allow_pickle: bool) -> Loaded:
     return open_model(model, task=task, device=device, allow_pickle=allow_pickle)
 
 
-# The judge of a recovered batch: the client's update is made again from it, and compared.
-#
-# A batch counts only if its own update differs from the leaked one by no more than the leak's
-# errors: rounding, stated noise, float32 itself, and the last bits of weights. In units of those
-# the mean of the squared differences is 1 or less for the right batch, over millions of numbers. A
-# text's own part of the update has to stand out from the errors, or else the text might be another
-# one: its length in units of the errors is compared with what chance gives.
-#
-# Where the errors are larger than float32's, one wrong token might hide in them. So each token has
-# an alternative, the one with the nearest embedding, in its place: the update with it has to fit
-# worse by odds of V·e¹⁰ : 1 (errors being Gaussian). One that does not leaves its text unverified.
-
-_LIMIT = 1.1  # the mean squared difference in units of the errors, at most
-_FINE = 5e-4  # of the update's size: errors below it hide no token
-_BLOCKS = 2  # that alternatives are compared in: more would only be stronger
-_FLOAT32 = 3e-5  # of the update's root mean square: what differs between machines
-
-
-_OUTCOMES = {
-    Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
-    Mark.LIKELY: (
-        Status.INEXACT, "all its rows lie in the span, but the batch does not give the update again"
-    ),
-    Mark.UNKNOWN: (Status.UNSOLVED, "not all its rows lie in the span"),
-}  # fmt: skip
-
-
-def judge(
-    target: Target, update: Update, batch: Batch, in_span: Sequence[bool] = ()
-) -> list[Verdict]:
-    """Compare a batch's own update with the leaked one: what each text is worth, as a whole.
-
-    A text that is not verified is likely if it is `in_span`. Residual and precision are those of
-    the batch, relative to the update's size.
-    """
-    errors = Errors.of(update, target.model)
-    given = clean_update(target.model, batch, update.protocol)
-    count, misfit, far, size, error = 0, 0.0, 0.0, 0.0, 0.0
-    for name in update.values:
-        leaked, own = update.values[name].to(target.parts.device).double(), given[name].double()
-        variance, off = errors.variance(name), (leaked - own).square()
-        live = (leaked != 0) | (own != 0)
-        count += int(live.sum())
-        misfit += float((off / variance).sum())
-        far, size = far + float(off.sum()), size + float(leaked.square().sum())
-        error += float((variance * live).sum())
-    residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
-    fits = len(batch.texts) == update.texts and misfit <= _LIMIT * count
-    proofs = _Proofs(target, update, batch, errors, given) if fits else None
-    verdicts: list[Verdict] = []
-    for number, ids in enumerate(batch.texts):
-        verified, passes = proofs.holds(number, precision > _FINE) if proofs else (False, 0)
-        likely = bool(in_span) and in_span[number]
-        mark = Mark.VERIFIED if verified else Mark.LIKELY if likely else Mark.UNKNOWN
-        status, reason = _OUTCOMES[mark]
-        marks = (mark,) * len(ids)
-        verdicts.append(Verdict(status, reason, verified, residual, precision, marks, passes))
-    return verdicts
-
-
-@dataclass(frozen=True, eq=False)
-class Errors:
-    """The error of every number of an update; `least` is the deviation that float32 leaves."""
-
-    update: Update
-    model: Any
-    least: float
-
-    @classmethod
-    def of(cls, update: Update, model: Any) -> Errors:
-        total = sum(float(each.float().square().sum()) for each in update.values.values())
-        numbers = sum(int((each != 0).sum()) for each in update.values.values())
-        return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
-
-    def variance(self, name: str) -> Tensor:
-        """Of each number of one tensor."""
-        return self.coarse(name) + self.least**2
-
-    def coarse(self, name: str) -> Tensor:
-        """The part that is more than float32's: rounding, noise, and the bits of weights."""
-        protocol = self.update.protocol
-        weight = self.model.get_parameter(name).detach()
-        leaked = self.update.values[name].to(weight.device).double()
-        variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
-        if self.update.precision != "float32":
-            variance += rounding_of(leaked, self.update.precision)[1].square() / 12
-        if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
-            last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
-            variance += protocol.steps * last.square() / 12
-        return variance
-
-
-@dataclass(eq=False)
-class _Proofs:
-    """What speaks for each text of a batch whose update fits as a whole."""
-
-    target: Target
-    update: Update
-    batch: Batch
-    errors: Errors
-    given: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        model, parts = self.target.model, self.target.parts
-        self._weights = {name: each.detach() for name, each in model.named_parameters()}
-        inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
-        names = [name for name, each in model.named_parameters() if id(each) in inside]
-        self._names = [name for name in names if name in self.update.values]
-        self._variance = {name: self.errors.variance(name) for name in self._names}
-        self._off = {
-            name: self.update.values[name].to(parts.device).double() - self.given[name].double()
-            for name in self._names
-        }
-
-    def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
-        """Would the update show it if this text were another one? And the passes that took."""
-        odds = 2 * (math.log(self.target.vocabulary) + ODDS)
-        own = self._part(self.batch[number], number)
-        nothing = {name: torch.zeros_like(each) for name, each in own.items()}
-        if self._worse(own, nothing) < odds:
-            return False, 1
-        text = self.batch.texts[number]
-        for place in range(len(text)) if coarse else ():
-            ids = (*text[:place], self._nearest(text[place]), *text[place + 1 :])
-            other = self._part(Batch((ids,), self.batch[number].labels), number)
-            if self._worse(own, other) < odds:
-                return False, place + 2
-        return True, 1 + (len(text) if coarse else 0)
-
-    def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
-        """What one text adds to the update, with the number of the text that it stands for."""
-        protocol = self.update.protocol
-        own = gradient(self.target.model, self._weights, text)
-        share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
-        if protocol.clip is not None:
-            share *= clipped_share(own, protocol.clip)
-        if self.update.task == "causal" and protocol.clip is None:
-            predicted = [len(each) - 1 for each in self.batch.texts]
-            share *= predicted[number] / sum(predicted)
-        else:
-            share /= len(self.batch.texts)
-        return {name: share * own[name].double() for name in self._names}
-
-    def _worse(self, own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-        """How much worse the update fits, in squared errors, with `other` instead of `own`."""
-        worse = 0.0
-        for name in self._names:
-            change = own[name] - other[name]
-            terms = (change.square() + 2 * change * self._off[name]) / self._variance[name]
-            worse += float(terms.sum())
-        return worse
-
-    def _nearest(self, token: int) -> int:
-        """The other token whose embedding is nearest."""
-        table = self.target.parts.table
-        far = (table - table[token]).square().sum(-1)
-        far[token] = torch.inf
-        return int(far.argmin())
-
-
 # What a batch's loss was taken of, once its texts are known: classes, or each text's last token.
 #
 # The loss does not show in what the layers receive, but in the gradients δ of what a linear map
@@ -535,39 +503,38 @@ class _Proofs:
 #   Jacobian of the final norm: all tokens y are compared by direction.
 
 Texts = Sequence[Sequence[int]]
-Given = Callable[[Tensor], Tensor | None]
 
 
-def labelled(target: Target, update: Update, given: Given, texts: Texts) -> Batch:
-    """The whole batch: texts with their classes, or with their last tokens.
-
-    `given` is the gradient of a parameter, None where it was not handed over.
-    """
-    sign = -1.0 if update.protocol.steps > 1 else 1.0  # weights move against the gradient
-    if update.task == "classification":
-        return Batch(tuple(map(tuple, texts)), tuple(_classes(target, given, texts, sign)))
-    ends = _last_tokens(target, given, texts, sign)
+def labelled(leaked: _Leaked, texts: Texts) -> Batch:
+    """The whole batch: texts with their classes, or with their last tokens."""
+    # Weights move against the gradient.
+    sign = -1.0 if leaked.update.protocol.steps > 1 else 1.0
+    if leaked.update.task == "classification":
+        return Batch(tuple(map(tuple, texts)), tuple(_classes(leaked, texts, sign)))
+    ends = _last_tokens(leaked, texts, sign)
     return Batch(tuple((*text, end) for text, end in zip(texts, ends, strict=True)))
 
 
-def _classes(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
+def _classes(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
+    target = leaked.target
     head = _head(target.model)
-    leaked = given(head.weight)
-    if leaked is None:
+    given = leaked.given(head)
+    if given is None:
         raise InputError("this update has no gradient of the head, which classes show in")
     # A causal model's head is applied at every position, and answers at the last one.
     inputs = [each[-1] if each.ndim > 1 else each for each in _inputs(target, head, texts)]
-    return (sign * _deltas(torch.stack(inputs), leaked, head)).argmin(-1).tolist()
+    return (sign * _deltas(torch.stack(inputs), given)).argmin(-1).tolist()
 
 
-def _last_tokens(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
+def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
     """The token after each text: the one that its last position was to predict."""
+    target = leaked.target
     linear = _last_map(target)
-    leaked = given(linear.weight)
+    given = leaked.given(linear)
     norm = target.parts.closing_norm(target.parts.layers)
-    if leaked is None or norm is None:
+    if given is None or norm is None:
         raise InputError("this update has no gradient of the last block, where last tokens show")
-    deltas = sign * _deltas(torch.cat(_inputs(target, linear, texts)), leaked, linear)
+    deltas = sign * _deltas(torch.cat(_inputs(target, linear, texts)), given)
     ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
     head = unembedding(target.model)
     table = head.weight.detach().double()
@@ -578,6 +545,7 @@ def _last_tokens(target: Target, given: Given, texts: Texts, sign: float) -> lis
         with torch.no_grad():
             likely = head(norm(state)).double().softmax(-1)
         wanted = (likely @ table - table) @ jacobian
+        wanted = wanted if given.left is None else wanted @ given.left.mT
         tokens.append(int(torch.cosine_similarity(wanted, deltas[end][None]).argmax()))
     return tokens
 
@@ -595,11 +563,10 @@ def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
     return taken
 
 
-def _deltas(inputs: Tensor, leaked: Tensor, linear: nn.Module) -> Tensor:
+def _deltas(inputs: Tensor, given: _Given) -> Tensor:
     """The δ (rows, outputs) behind a gradient, by least squares."""
-    inputs = inputs.double()
-    rows = inputs_last(leaked.to(inputs.device).double(), linear).mT
-    return torch.linalg.pinv(inputs.mT, rtol=1e-9) @ rows
+    inputs = inputs.double() if given.right is None else inputs.double() @ given.right
+    return torch.linalg.pinv(inputs.mT, rtol=1e-9) @ given.rows.mT
 
 
 def _head(model: Any) -> nn.Linear:

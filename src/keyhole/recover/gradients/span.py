@@ -27,7 +27,8 @@ and x(b, p), nearly, x(b, q). `Places` in texts.py tells those apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -51,18 +52,33 @@ _WIDE = 4.0  # times the tolerance that those may err by
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The dimensions of the inputs' span, and an orthonormal basis `rest` (d, d − r) of the others.
+    """The dimensions of the inputs' span, and directions `rest` (d, k) that inputs lack.
 
-    `tolerance` is how far from the span, relative to its length, an input may seem to be.
+    `tolerance` is how far from the span, relative to its length, an input may seem to be; `left`
+    how many dimensions more it could have had. `weighed` (d, k) are all directions, each by what
+    errors alone would have in it as a share of what it has: along these an input of the batch is
+    short whatever the noise (Capon, 1969).
     """
 
     rank: int
     rest: Tensor
     tolerance: float
+    left: int
+    weighed: Tensor
+
+    @property
+    def soft(self) -> Span:
+        """The same with distances by weights, where errors blur them; else as it is."""
+        return replace(self, rest=self.weighed) if self.blurred and self.says else self
 
     @property
     def says(self) -> bool:
-        """Is anything outside of it? With as many inputs as the layer is wide, nothing is."""
+        """Is it all of the inputs' span? As wide as the layer or the gradient is, it is not."""
+        return self.left >= _LEFT
+
+    @property
+    def hints(self) -> bool:
+        """Is anything outside of it, at least?"""
         return self.rest.shape[1] >= _LEFT
 
     @property
@@ -98,12 +114,25 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
     last = float(values[rank - 1]) if rank else largest
     # Wedin (1972): errors of that size turn the span by their share of its smallest value.
     tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
-    return Span(rank, directions[rank:].mT, tolerance)
+    left = min(rows.shape) - rank
+    alone = torch.ones(len(directions)).to(values)
+    alone[: len(values)] = (variance.mean() * len(rows)).sqrt() / values.clamp(min=1e-30)
+    return Span(rank, directions[rank:].mT, tolerance, left, directions.mT * alone)
 
 
-def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
-    """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
-    return tensor if isinstance(linear, nn.Linear) else tensor.mT
+def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
+    """The span that several say something of, each of its inputs through a map A (r, d).
+
+    Those of lower rank do not see all inputs: a first token's query gets no gradient.
+    """
+    rank = max(each.rank for each, _ in spans)
+    spans = [(each, through) for each, through in spans if each.rank == rank]
+    rest = torch.cat([each.rest.mT @ through.to(each.rest) for each, through in spans]).mT
+    left = min(each.left for each, _ in spans)
+    if rest.shape[1]:
+        directions, values, _ = torch.linalg.svd(rest, full_matrices=False)
+        rest = directions[:, values > _SHARP * values[0]]
+    return Span(rank, rest, max(each.tolerance for each, _ in spans), left, rest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,14 +248,10 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
     `allowed` (v,) says which tokens may be in the batch at all, where that is known.
     """
     directions = span.some_directions(_DIRECTIONS)
-    words = inputs.words @ directions
-    every = torch.arange(len(words), device=words.device)
-    length = inputs.at(every[:_SOME], 0).norm(dim=-1).mean()
+    some = torch.arange(min(_SOME, len(inputs.words)), device=directions.device)
+    length = inputs.at(some, 0).norm(dim=-1).mean()
     tokens: list[Tensor] = []
-    for place in range(inputs.positions):
-        rows = words if inputs.places is None else words + inputs.places[place] @ directions
-        scales = inputs.scales(every, place)[:, None]
-        far = (rows / scales + inputs.offset @ directions).norm(dim=-1)
+    for place, far in enumerate(_along(inputs, directions)):
         near = far <= _WIDE * span.tolerance * length
         near = near if allowed is None else near & allowed
         found = near.nonzero()[:, 0]
@@ -235,3 +260,28 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
             break
         tokens.append(found)
     return tokens
+
+
+def nearest_in(
+    inputs: FirstInputs, span: Span, count: int, allowed: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """At each position the `count` tokens whose inputs are nearest to the span, and how near (v,).
+
+    Nearness is in standard deviations of all tokens' distances.
+    """
+    for far in _along(inputs, span.rest.float()):  # after a norm all are nearly as long
+        near = (far.mean() - far) / far.std().clamp(min=1e-12)
+        near = near if allowed is None else near.masked_fill(~allowed, -torch.inf)
+        best = near.topk(min(count, len(near))).indices
+        yield best[near[best] > -torch.inf], near
+
+
+def _along(inputs: FirstInputs, directions: Tensor) -> Iterator[Tensor]:
+    """How much of every token's input (v,) lies along some directions (d, k), at each position."""
+    words, offset = (each.to(directions) @ directions for each in (inputs.words, inputs.offset))
+    every = torch.arange(len(words), device=words.device)
+    for place in range(inputs.positions):
+        rows = words
+        if inputs.places is not None:
+            rows = words + inputs.places[place].to(directions) @ directions
+        yield (rows / inputs.scales(every, place)[:, None].to(words) + offset).norm(dim=-1)

@@ -373,22 +373,34 @@ class Places:
         return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
 
 
-def places_of(
-    rows: Tensor, values: Tensor, heads: int, inputs: FirstInputs, tokens: Tensor, count: int
-) -> Places:
-    """What the gradient's rows (m, d) say of tokens at the first `count` positions.
+Rows = tuple[Tensor, Tensor | None]  # of a gradient (m, d), or (m, r) after a map A (r, d)
 
-    `values` (d, d) are the rows of the value map among them.
+
+def places_of(
+    given: Sequence[Rows],
+    values: Rows,
+    heads: int,
+    inputs: FirstInputs,
+    tokens: Tensor,
+    count: int,
+) -> Places:
+    """What the gradient's rows say of tokens at the first `count` positions.
+
+    `values` are the rows of the value map among them, those of `heads` one after the other.
     """
     if inputs.places is None:
         reason = "an encoder without embeddings of positions: gradients do not say where tokens are"
         raise Unsuccessful(Status.NOT_APPLICABLE, reason)
     table = torch.cat([inputs.words[tokens], inputs.places[:count], inputs.offset[None]])
-    inverse = torch.linalg.pinv(table.mT, rtol=_RANK)
-    sums = inverse @ rows.mT
+
+    def sums_of(rows: Tensor, through: Tensor | None) -> Tensor:
+        known = table if through is None else table @ through.to(table).mT
+        return torch.linalg.pinv(known.mT, rtol=_RANK) @ rows.mT
+
+    sums = torch.cat([sums_of(*each) for each in given], 1)
     own, at = sums[: len(tokens)], sums[len(tokens) : len(tokens) + count]
     shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
-    each = (inverse @ values.mT)[: len(tokens)].unflatten(-1, (heads, -1))
+    each = sums_of(*values)[: len(tokens)].unflatten(-1, (heads, -1))
     unit = normalize(each, dim=-1)
     return Places(tokens, shares, unit)
 
@@ -408,6 +420,7 @@ def places_of(
 _SAME = 1e-4  # of a row's length: rows nearer than this are one and the same
 _MORE = 2  # times the texts of a batch: prefixes that are followed
 _REPEATED = 4  # times that a text's first token may follow itself
+_OUT = 6.0  # median deviations from the median that a distance stands out by
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,13 +434,18 @@ class _Prefix:
 
 @dataclass(eq=False)
 class DecoderTexts:
-    """`tokens` may stand at each position, or, where there is one entry alone, at all of them."""
+    """`tokens` may stand at each position, or, where there is one entry alone, at all of them.
+
+    Where errors or a low rank blur the span, the next tokens are those `standing_out` from the
+    others by their distance.
+    """
 
     target: Target
     span: Span
     tokens: Sequence[Tensor]
     texts: int
     max_length: int
+    standing_out: bool = False
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[list[int]]:
@@ -463,7 +481,11 @@ class DecoderTexts:
         states = branches.expose(Exposure("hidden", 1), chain, ids=ids)["values"]
         rows = second_inputs(self.target.parts, states)  # (b, c, d)
         far = self.span.distance(rows)
-        inside = (far <= self.span.tolerance).nonzero()
+        most = self.span.tolerance
+        if self.standing_out:
+            middle = far.median()
+            most = float(middle - _OUT * (far - middle).abs().median())
+        inside = (far <= most).nonzero()
         near: list[list[int]] = inside[far[inside[:, 0], inside[:, 1]].argsort()].tolist()
         longer: list[tuple[int, int, _Prefix]] = []
         for parent, node in near[: _MORE * self.texts]:

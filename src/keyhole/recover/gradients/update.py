@@ -8,6 +8,7 @@ public, so the update states them; it has no field for the texts.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -31,7 +33,12 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
+DELTA = 1e-5  # of (ε, δ)-differential privacy
+_HALVINGS = 100  # of what lies between the bounds of a root
 _IGNORED = -100  # a token whose prediction is no part of the loss
+_TRAINED = 0.01  # the deviation of B's numbers in adapters that have been trained
+ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
+_PUBLIC = "adapter:"  # before the names of adapters in a file, beside those of their gradients
 
 
 @dataclass(frozen=True)
@@ -41,26 +48,75 @@ class Protocol:
     With `clip`, each text's own gradient is scaled down to that length at most, and noise of
     `noise` times that length is added to their sum (DP-SGD, arXiv 1607.00133). With `steps` above
     one, the client takes so many steps of gradient descent of size `rate` on the same batch, and
-    hands over the difference of its weights.
+    hands over the difference of its weights. `epsilon` sets the noise by the privacy that it gives.
+
+    With `lora`, only adapters of that rank and the head are trained (LoRA, arXiv 2106.09685): every
+    map of a block is W + B·A, and the gradients of A and B leak. B starts at zero, and A's gradient
+    with it; `trained` says that this is past. W is the model's own weight, adapters included.
     """
 
     clip: float | None = None
     noise: float = 0.0
     steps: int = 1
     rate: float = 0.01
+    epsilon: float | None = None
+    lora: int | None = None
+    trained: bool = True
 
     def __post_init__(self) -> None:
         expect_number("--clip", self.clip, above=0)
         expect_number("--noise", self.noise, least=0)
         expect_count("--local-steps", self.steps)
         expect_number("--rate", self.rate, above=0)
-        if self.noise and self.clip is None:
+        expect_number("epsilon", self.epsilon, above=0)
+        expect_count("lora", self.lora)
+        if self.noise and self.epsilon is not None:
+            raise InputError("give --noise or epsilon: one follows from the other")
+        if (self.noise or self.epsilon is not None) and self.clip is None:
             raise InputError("--noise needs --clip: it is measured in the length clipped to")
+        if self.lora is not None and self.steps > 1:
+            raise InputError("adapters are made with one step: leave out steps, or lora")
+
+    @property
+    def multiplier(self) -> float:
+        """The noise in units of the length clipped to."""
+        return self.noise if self.epsilon is None else noise_for(self.epsilon)
 
     def noise_in(self, texts: int) -> float:
         """The standard deviation of the noise in each number of an update of so many texts."""
-        strength = self.noise * (self.clip or 0.0) / texts
+        strength = self.multiplier * (self.clip or 0.0) / texts
         return strength * self.rate if self.steps > 1 else strength
+
+
+# One release of the Gaussian mechanism with noise of σ times what one text can change is (ε, δ)-
+# differentially private exactly if  Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ) ≤ δ  (Balle and Wang, 2018,
+# arXiv 1805.06530). A text that is there or not changes the sum by what it is clipped to, at most.
+
+
+def spent(epsilon: float, noise: float) -> float:
+    """The δ at which so much noise gives this ε."""
+    near, far = 0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise
+    return float(ndtr(near)) - math.exp(min(0.0, epsilon + float(log_ndtr(far))))
+
+
+def epsilon_of(noise: float) -> float:
+    """The ε of one release with so much noise, at δ = 1e-5; no noise gives no privacy."""
+    if not noise:
+        return math.inf
+    low, high = 0.0, 0.5 / noise**2 + 9 / noise
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle, noise) > DELTA else (low, middle)
+    return high
+
+
+def noise_for(epsilon: float) -> float:
+    """The noise that gives this ε in one release, at δ = 1e-5."""
+    low, high = 1e-12, 1e12
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if spent(epsilon, middle) > DELTA else (low, middle)
+    return high
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +125,8 @@ class Update:
 
     `texts` is the size of the batch. `task` says what the loss is: the cross-entropy of classes, or
     of each next token. `precision` is how the numbers were rounded, `model` the identity of the
-    model (with its head) that they are of; None where that is unknown.
+    model (with its head) that they are of; None where that is unknown. `adapters` are the A (r, in)
+    and B (out, r) of each map that has one, which the server knows: by the names of `values`.
     """
 
     values: Mapping[str, Tensor]
@@ -78,6 +135,7 @@ class Update:
     protocol: Protocol = field(default_factory=Protocol)
     precision: str = "float32"
     model: str | None = None
+    adapters: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
         _expect_choice("task", self.task, TASKS)
@@ -92,7 +150,8 @@ class Update:
     @property
     def what(self) -> str:
         """What was handed over, in words."""
-        return "difference of weights" if self.protocol.steps > 1 else "gradient"
+        what = "difference of weights" if self.protocol.steps > 1 else "gradient"
+        return f"{what} of adapters of rank {self.protocol.lora}" if self.protocol.lora else what
 
     def save(self, path: str | Path) -> None:
         """Write it as .safetensors: a whole file or none."""
@@ -101,7 +160,8 @@ class Update:
             "precision": self.precision, "model": self.model,
         }  # fmt: skip
         metadata = {"keyhole": FORMAT, "leak": KIND, "about": json.dumps(about)}
-        write_tensors(path, self.values, metadata)
+        public = {_PUBLIC + name: tensor for name, tensor in self.adapters.items()}
+        write_tensors(path, {**self.values, **public}, metadata)
 
 
 def _expect_choice(name: str, value: str, known: Collection[str]) -> None:
@@ -126,7 +186,9 @@ def load_update(path: str | Path) -> Update:
     try:
         about: dict[str, Any] = parse(metadata["about"])
         protocol = Protocol(**about.pop("protocol"))
-        return Update(tensors, protocol=protocol, **about)
+        public = {name for name in tensors if name.startswith(_PUBLIC)}
+        adapters = {name.removeprefix(_PUBLIC): tensors.pop(name) for name in public}
+        return Update(tensors, protocol=protocol, adapters=adapters, **about)
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -147,6 +209,13 @@ class Batch:
     def __getitem__(self, number: int) -> Batch:
         """The batch of one of its texts."""
         return Batch((self.texts[number],), self.labels[number : number + 1])
+
+    def changed(self, number: int, place: int | None, new: int) -> Batch:
+        """The batch with another token at a place of one text, or another class of it."""
+        texts, labels = [list(text) for text in self.texts], list(self.labels)
+        changed = labels if place is None else texts[number]
+        changed[number if place is None else place] = new
+        return Batch(tuple(map(tuple, texts)), tuple(labels))
 
     def padded(self, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and mask (b, n), padding after the texts."""
@@ -206,13 +275,15 @@ def update_of(
     hide: Sequence[str] = (),
     precision: str = "float32",
     seed: int = 0,
+    adapters: Mapping[str, Tensor] | None = None,
 ) -> Update:
     """What a client hands over for a batch; `hide` may leave out the `embeddings`."""
     protocol = protocol or Protocol()
+    adapters = adapters_of(model, protocol, seed) if adapters is None else adapters
     _expect_choice("--precision", precision, PRECISIONS)
     for what in hide:
         _expect_choice("--hide", what, HIDDEN)
-    values = clean_update(model, batch, protocol)
+    values = clean_update(model, batch, protocol, adapters)
     strength = protocol.noise_in(len(batch.texts))
     if strength:
         stream = torch.Generator().manual_seed(seed)
@@ -225,19 +296,68 @@ def update_of(
                 values.pop(f"{name}.weight", None)
     rounded = {name: tensor.to(PRECISIONS[precision]).cpu() for name, tensor in values.items()}
     whose = identity(model, head=True)
-    return Update(rounded, task_for(model), len(batch.texts), protocol, precision, whose)
+    task = task_for(model)
+    return Update(rounded, task, len(batch.texts), protocol, precision, whose, adapters)
 
 
-def clean_update(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tensor]:
+def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tensor]:
+    """A and B of every linear map of the blocks, as they start or after training."""
+    if protocol.lora is None:
+        return {}
+    stream = torch.Generator().manual_seed(seed)
+    given: dict[str, Tensor] = {}
+    inside = {module for block in anatomy(model).blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        if module in inside and type(module).__name__ in ("Linear", "Conv1D"):
+            outputs, inputs = inputs_last(module.weight, module).shape
+            drawn = torch.rand(protocol.lora, inputs, generator=stream)
+            given[f"{name}.{ADAPTER[0]}"] = (2 * drawn - 1) / inputs**0.5
+            moved = _TRAINED * torch.randn(outputs, protocol.lora, generator=stream)
+            given[f"{name}.{ADAPTER[1]}"] = moved if protocol.trained else torch.zeros_like(moved)
+    return given
+
+
+def adapted(
+    model: Any, gradients: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradients of adapters and of the head from those of all weights.
+
+    Of Y = X (W + BA)ᵀ the gradient of B is G·Aᵀ and that of A is Bᵀ·G, with G that of W. What is
+    zero is not handed over.
+    """
+    if not adapters:
+        return dict(gradients)
+    frozen = {id(each) for each in anatomy(model).base.parameters()}
+    weights = dict(model.named_parameters())
+    found = {name: each for name, each in gradients.items() if id(weights[name]) not in frozen}
+    for name in {each.rsplit("lora_", 1)[0] for each in adapters}:
+        if f"{name}weight" not in gradients:
+            continue
+        whole = inputs_last(gradients[f"{name}weight"], model.get_submodule(name[:-1]))
+        a, b = (adapters[name + each].to(whole) for each in ADAPTER)
+        found[name + ADAPTER[1]] = whole @ a.mT
+        if bool(b.any()):
+            found[name + ADAPTER[0]] = b.mT @ whole
+    return found
+
+
+def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
+    """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
+    return tensor if isinstance(linear, nn.Linear) else tensor.mT
+
+
+def clean_update(
+    model: Any, batch: Batch, protocol: Protocol, adapters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """An update before noise: the gradient, or the difference of weights after several steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
-    gradients = _clipped(model, start, batch, protocol.clip)
+    gradients = _clipped(model, start, batch, protocol.clip, adapters)
     if protocol.steps == 1:
         return gradients
     weights = start
     for step in range(protocol.steps):
         if step:
-            gradients = _clipped(model, weights, batch, protocol.clip)
+            gradients = _clipped(model, weights, batch, protocol.clip, adapters)
         weights = {
             name: weight - protocol.rate * gradients[name] if name in gradients else weight
             for name, weight in weights.items()
@@ -245,13 +365,15 @@ def clean_update(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tens
     return {name: weights[name] - start[name] for name in gradients}
 
 
-def _clipped(model: Any, weights: Weights, batch: Batch, clip: float | None) -> dict[str, Tensor]:
+def _clipped(
+    model: Any, weights: Weights, batch: Batch, clip: float | None, adapters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The mean of the texts' gradients, each scaled down to the length `clip`."""
     if clip is None:
-        return gradient(model, weights, batch)
+        return adapted(model, gradient(model, weights, batch), adapters)
     total: dict[str, Tensor] = {}
     for number in range(len(batch.texts)):
-        own = gradient(model, weights, batch[number])
+        own = adapted(model, gradient(model, weights, batch[number]), adapters)
         share = clipped_share(own, clip) / len(batch.texts)
         for name, tensor in own.items():
             total[name] = total[name] + share * tensor if name in total else share * tensor
@@ -264,16 +386,19 @@ def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
     return min(1.0, clip / max(length, 1e-30))
 
 
-def gradient(model: Any, weights: Weights, batch: Batch) -> dict[str, Tensor]:
+def gradient(
+    model: Any, weights: Weights, batch: Batch, only: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """The gradient of the mean cross-entropy for each parameter that it depends on.
 
-    That is of the texts' classes, or of all tokens but the first of each.
+    That is of the texts' classes, or of all tokens but the first of each; `only` for some names.
     """
     pad = int(getattr(model.config, "pad_token_id", None) or 0)
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    names = weights if only is None else only
+    leaves = {name: weights[name].detach().requires_grad_() for name in names}
     ids, mask = batch.padded(pad, next(iter(leaves.values())).device)
     given = {"input_ids": ids, "attention_mask": mask}
-    logits = functional_call(model, leaves, kwargs=given).logits
+    logits = functional_call(model, {**weights, **leaves}, kwargs=given).logits
     if task_for(model) == "classification":
         loss = cross_entropy(logits, torch.tensor(batch.labels, device=ids.device))
     else:
