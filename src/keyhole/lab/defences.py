@@ -35,7 +35,7 @@ from keyhole.harden import Smoothing
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.evaluate import attack as attacked
 from keyhole.harden.train import train
-from keyhole.lab.gaussian import gaussian, noise_for, stated
+from keyhole.lab.gaussian import gaussian, stated
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
@@ -47,7 +47,7 @@ from keyhole.recover.defences import LeakTried, read_behind
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.gradients.recover_batch import recover_batch
-from keyhole.recover.gradients.update import Protocol, batch_of, update_of
+from keyhole.recover.gradients.update import Protocol, batch_of, noise_for, update_of
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again
