@@ -75,7 +75,10 @@ def opened_by(
         except InputError as error:
             raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
         leaks = _as_stored(target, source, [text.leak for text in texts])
-        texts = [replace(text, leak=leak) for text, leak in zip(texts, leaks, strict=True)]
+        texts = [
+            replace(text, leak=leak, sealed=source.sealed)
+            for text, leak in zip(texts, leaks, strict=True)
+        ]
         name = source.name or f"leak {len(opened) + 1}"
         for number, text in enumerate(texts):
             opened.append(replace(text, name=name if len(texts) == 1 else f"{name} [{number}]"))
