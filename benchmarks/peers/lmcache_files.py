@@ -7,13 +7,13 @@ LMCache 0.5.6 is not part of this repository. No GPU is needed to write its file
     python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data DATA
 
 `disk`: its LocalDiskBackend; `fs`: its FSConnector, which puts sizes in front; `server`: the files
-of its multiprocess server (FSL2Adapter), as they are, through its fp8 serde, and through its AES-GCM
-serde, whose keys are derived from one master key and the tenant's salt. The caches are SmolLM2's,
-computed in float32 and stored as `--precisions` say; texts are `--tokens` tokens of DREAM's
-dialogues, LMCache's chunk by default. `encrypted` counts the files that are said to be, and not read;
-plain ones that are called so are false. `names`: files are named by LMCache's hash of the tokens, with
-no key in it: `--texts` prompts among as many times a hundred are looked for by the names of their
-encrypted files, and a number of four digits that a known prompt ends with.
+of its multiprocess server (FSL2Adapter), and `fp8` and `encrypted` the same through its serdes, the
+latter AES-GCM with keys derived from one master key and the tenant's salt. The caches are
+SmolLM2's, computed in float32 and stored as `--precisions` say; texts are `--tokens` tokens of
+DREAM's dialogues, LMCache's chunk by default. `encrypted` counts the files that are said to be, and
+not read. `names`: files are named by LMCache's hash of the tokens, with no key in it: `--texts`
+prompts among as many times a hundred are looked for by the names of their encrypted files, and a
+number of four digits that a known prompt ends with.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ PEER = "lmcache 0.5.6"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 PARTS = ["disk", "fs", "server", "fp8", "encrypted", "names"]
 MASTER = b"a master key of thirty-two bytes"
-Write = Callable[[Path, Tensor, list[int], str], Path]
 
 
 def run(
@@ -76,8 +76,12 @@ def run(
 @torch.no_grad()
 def chunk(loaded: Loaded, ids: list[int], dtype: torch.dtype) -> Tensor:
     """Keys and values (2, layers, tokens, heads · numbers) as LMCache keeps them."""
-    cache = anatomy(loaded.model).base(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
-    both = [torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values")]
+    given = torch.tensor([ids])
+    kept = anatomy(loaded.model).base(input_ids=given, use_cache=True).past_key_values
+    both = [
+        torch.stack([getattr(layer, side)[0] for layer in kept.layers])
+        for side in ("keys", "values")
+    ]
     return torch.stack(both).transpose(2, 3).flatten(3).to(dtype).contiguous()
 
 
@@ -91,10 +95,17 @@ def memory(numbers: Tensor) -> Any:
     return made
 
 
-def hashes(ids: list[int], tokens: int) -> list[bytes]:
+@cache
+def hasher(tokens: int) -> Any:
+    """LMCache's own, for chunks of so many tokens."""
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-    return TokenHasher(chunk_size=tokens).compute_chunk_hashes(ids)
+    return TokenHasher(chunk_size=tokens)
+
+
+def hashed(ids: list[int]) -> bytes:
+    """Of one chunk."""
+    return hasher(len(ids)).compute_chunk_hashes(ids)[0]
 
 
 def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any, Any]:
@@ -114,7 +125,7 @@ def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any
         (layers, 2, len(ids), 1, width), chunk_size=len(ids),
     )  # fmt: skip
     host = LocalCPUBackend(config, about, "cpu", memory_allocator=AdHocMemoryAllocator("cpu"))
-    number = int.from_bytes(hashes(ids, len(ids))[0][:8], "big")
+    number = int.from_bytes(hashed(ids)[:8], "big")
     return config, host, about, CacheEngineKey(about.model_name, 1, 0, number, numbers.dtype)
 
 
@@ -159,13 +170,16 @@ def by_server(
     from lmcache.v1.distributed.serde.key_provider import HkdfKeyProvider
 
     key = ObjectKey(
-        hashes(ids, len(ids))[0], "HuggingFaceTB/SmolLM2-135M-Instruct",
+        hashed(ids), "HuggingFaceTB/SmolLM2-135M-Instruct",
         ObjectKey.ComputeKVRank(1, 0, 1, 0), cache_salt=salt,
     )  # fmt: skip
     stored = memory(numbers)
     if serde:
         keys = HkdfKeyProvider(MASTER, 16, aesgcm._HKDF_INFO_PREFIX)
-        writer = {"fp8": fp8.Fp8QuantizationSerializer, "aesgcm": lambda: aesgcm.AesGcmSerializer(keys)}[serde]()
+        writer = {
+            "fp8": fp8.Fp8QuantizationSerializer,
+            "aesgcm": lambda: aesgcm.AesGcmSerializer(keys),
+        }[serde]()
         layout = MemoryLayoutDesc([numbers.shape], [numbers.dtype])
         size = writer.estimate_serialized_size(layout)
         framed = memory(torch.zeros(size, dtype=torch.uint8))
@@ -210,10 +224,11 @@ def read_row(what: str, items: list[dict[str, Any]]) -> Row:
     exact = sum(item["exact"] and item["verified"] for item in items)
     false = sum(item["verified"] and not item["exact"] for item in items)
     right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
+    seconds = sum(item["seconds"] for item in items) / len(items)
     row = Row(
         what, f"{exact} of {len(items)} files exact and verified, {false} falsely",
         "all, 0 falsely", exact == len(items) and not false,
-        f"{right} of {tokens} tokens right; {sum(item['seconds'] for item in items) / len(items):.1f} s a file",
+        f"{right} of {tokens} tokens right; {seconds:.1f} s a file",
     )  # fmt: skip
     return show.itemised(row, items)
 
@@ -230,13 +245,16 @@ def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> It
                     (read,) = recover.run(loaded, str(file))
                     items.append({"salt": salt, "status": str(read.status), "reason": read.reason,
                                   "tokens": len(read.ids), "named": salt in file.name})  # fmt: skip
-        said = sum(item["status"] == "not applicable" and "encrypted" in item["reason"] for item in items)
+        said = sum(
+            item["status"] == "not applicable" and "encrypted" in item["reason"] for item in items
+        )
         read_any = sum(item["tokens"] > 0 for item in items)
         row = Row(
             f"AES-GCM, {precision}, two tenants",
             f"{said} of {len(items)} said to be encrypted, {read_any} read",
             "all, 0 read", said == len(items) and not read_any,
-            f"{sum(item['named'] for item in items)} names hold the tenant's salt; {items[0]['reason']}",
+            f"{sum(item['named'] for item in items)} names have the tenant's salt; "
+            f"{items[0]['reason']}",
         )  # fmt: skip
         yield show.itemised(row, items)
 
@@ -246,7 +264,7 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
     count = len(ids)
     starts = range(0, min(len(words) - tokens, 100 * count * 40), 40)
     others = [words[start : start + tokens] for start in starts][: 100 * count]
-    candidates = {hashes(text, tokens)[0].hex(): text for text in [*ids, *others]}
+    candidates = {hashed(text).hex(): text for text in [*ids, *others]}
     found: list[bool] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, text in enumerate(ids):
@@ -256,21 +274,23 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
             found.append(candidates.get(file.name.split("@")[3]) == text)
     yield Row(
         f"which of {len(candidates)} prompts an encrypted file is of, by its name",
-        f"{sum(found)} of {count}", "all", all(found), "blake3 of the tokens, no key and no salt in it",
+        f"{sum(found)} of {count}", "all", all(found), "blake3 of the tokens, no key or salt in it",
         run={"items": [{"found": each} for each in found]},
     )  # fmt: skip
     draw, secrets = random.Random(0), list[dict[str, Any]]()
     for text in ids:
         pin = f"{draw.randrange(10_000):04d}"
         known = text[: tokens - 4]
-        wanted = hashes(known + digits(loaded, pin), tokens)[0]
+        wanted = hashed(known + digits(loaded, pin))
         started, tried = time.perf_counter(), 0
         guess = ""
         for number in range(10_000):
             tried, guess = tried + 1, f"{number:04d}"
-            if hashes_quick(known + digits(loaded, guess), tokens) == wanted:
+            if hashed(known + digits(loaded, guess)) == wanted:
                 break
-        secrets.append({"found": guess == pin, "tried": tried, "seconds": time.perf_counter() - started})
+        secrets.append(
+            {"found": guess == pin, "tried": tried, "seconds": time.perf_counter() - started}
+        )
     right = sum(item["found"] for item in secrets)
     seconds = sum(item["seconds"] for item in secrets) / count
     yield Row(
@@ -283,17 +303,6 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
 def digits(loaded: Loaded, number: str) -> list[int]:
     """A token for each digit, as SmolLM2 has them."""
     return [loaded.tokenizer.convert_tokens_to_ids(digit) for digit in number]
-
-
-_HASHERS: dict[int, Any] = {}
-
-
-def hashes_quick(ids: list[int], tokens: int) -> bytes:
-    from lmcache.v1.multiprocess.token_hasher import TokenHasher
-
-    if tokens not in _HASHERS:
-        _HASHERS[tokens] = TokenHasher(chunk_size=tokens)
-    return _HASHERS[tokens].compute_chunk_hashes(ids)[0]
 
 
 if __name__ == "__main__":

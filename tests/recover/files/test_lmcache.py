@@ -35,7 +35,9 @@ def chunk(subject):
     ids = subject.tokenizer(TEXT, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         layers = subject.model(ids, use_cache=True).past_key_values.layers
-    both = [torch.stack([getattr(layer, side)[0] for layer in layers]) for side in ("keys", "values")]
+    both = [
+        torch.stack([getattr(layer, side)[0] for layer in layers]) for side in ("keys", "values")
+    ]
     return torch.stack(both).transpose(2, 3).flatten(3)
 
 

@@ -176,10 +176,10 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
     return unreadable(what, path, error if isinstance(error, OSError) else ValueError(first))
 
 
-# A chunk of a cache that LMCache 0.5.6 wrote, as its own code has it. The file has no magic: its name
-# tells, `model@world size@worker@hash@type` with the layer's number where layers are apart (.pt of
-# its disk backend, .data of its file system connector), or `model@0xrank@group@hash` and perhaps the
-# tenant's salt (.data of its multiprocess server). Its bytes are
+# A chunk of a cache that LMCache 0.5.6 wrote, as its own code has it. The file has no magic: its
+# name tells, `model@world size@worker@hash@type` with the layer's number where layers are apart
+# (.pt of its disk backend, .data of its file system connector), or `model@0xrank@group@hash` and
+# perhaps the tenant's salt (.data of its multiprocess server). Its bytes are
 #
 #     the connector's alone: length, format, type, four sizes, as 32-bit words
 #     keys and values (2, layers, tokens, heads · numbers), or of one layer (tokens, 2, …), (2, …)
@@ -223,7 +223,7 @@ def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dum
 
 
 def _bytes_are_even(content: bytes) -> bool:
-    """Does every byte come as often as any other? Of floating-point numbers the exponents do not."""
+    """Does every byte come as often as any other? Exponents of numbers do not."""
     counts = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     mean = len(content) / 256
     return mean >= 1 and float(np.square(counts - mean).sum() / mean) < _EVEN

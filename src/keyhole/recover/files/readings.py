@@ -69,7 +69,7 @@ def readings_of(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> tuple[list[Reading], Tensor | None]:
     """Every way to read the arrays, and a mask where they are texts of several lengths."""
-    readings = _of_vllm(arrays, parts, expose) or _of_lmcache(arrays, parts)
+    readings = _of_vllm(arrays, parts, expose) or _of_lmcache(arrays, parts, expose)
     if readings:
         return readings, None
     sections = sections_by_name(arrays, parts)
@@ -280,41 +280,41 @@ _STORED = (
 )  # fmt: skip
 
 
-def _of_lmcache(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Reading]:
+def _of_lmcache(
+    arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
+) -> list[Reading]:
     """A chunk of LMCache's (arrays.py): a flat array, of all layers or of one that its name has.
 
-    Keys and values are as wide as the model's where one worker served it. Bytes are read as every
-    type that gives finite numbers and a whole number of tokens. Of what is encrypted the bytes
-    stand for the numbers, as many as 16-bit numbers would be: that is its length, and no more.
+    Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
+    the model's where one worker served it. Bytes are read as every type that gives finite numbers
+    and a whole number of tokens. Of what is encrypted the bytes stand for the numbers, as many as
+    16-bit numbers would be: that is its length, and no more.
     """
     name, array = next(iter(arrays.items()))
     if not name.startswith("lmcache"):
         return []
     _, _, which = name.partition(".")
-    sealed = which == "sealed"
-    first, layers = (int(which), 1) if which.isdecimal() else (0, parts.layers)
+    sealed, alone = which == "sealed", which.isdecimal()
+    layers, layer = (1, 0) if alone else (parts.layers, expose.layer if expose else 0)
     each, size = parts.key_heads * parts.head_dim, array.numel() * array.element_size()
     readings: list[Reading] = []
     unknown = _STORED[:1] if sealed else _STORED
     for dtype in unknown if array.dtype == torch.uint8 else (array.dtype,):
         tokens, left = divmod(size, 2 * layers * each * dtype.itemsize)
-        if left or not 0 < tokens <= parts.max_length:
+        if left or not 0 < tokens <= parts.max_length or not layer < layers:
             continue
-        flat = array[: len(array) // 2].float() if sealed else array.view(dtype).float()
-        if not bool(flat.isfinite().all()):
-            continue
-        orders = [flat.view(2, layers, tokens, each)]
-        if which.isdecimal():
-            orders.append(flat.view(tokens, 2, 1, each).permute(1, 2, 0, 3))
+        flat = array[: len(array) // 2].float() if sealed else array.view(dtype)
+        orders = [flat.view(2, layers, tokens, each)[:, layer]]
+        if alone:
+            orders.append(flat.view(tokens, 2, each).transpose(0, 1))
         for both in orders:
-            kept = both if dtype.itemsize == 1 or sealed else both.to(dtype)
-            readings.append(tuple(
-                Section("kv", first + layer, {
-                    part: _batched("kv", kept[side, layer], parts, positions_first=True)
-                    for side, part in enumerate(("keys", "values"))
-                })
-                for layer in range(layers)
-            ))  # fmt: skip
+            if bool(both.float().isfinite().all()):
+                parted = zip(("keys", "values"), both, strict=True)
+                tensors = {
+                    part: _batched("kv", numbers, parts, positions_first=True)
+                    for part, numbers in parted
+                }
+                readings.append((Section("kv", int(which) if alone else layer, tensors),))
     if not readings:
         raise InputError(
             f"expected {2 * layers * each} numbers for each token, as LMCache keeps them of this "

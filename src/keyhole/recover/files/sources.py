@@ -53,7 +53,9 @@ class Sealed:
     how: str
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:  # noqa: ARG002
-        reason = f"{self.how}: not read without the key; its size is that of {leaks[0].length} tokens"
+        reason = (
+            f"{self.how}: not read without the key; its size is that of {leaks[0].length} tokens"
+        )
         raise Unsuccessful(Status.NOT_APPLICABLE, reason)
 
 
