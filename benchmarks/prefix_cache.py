@@ -1,9 +1,9 @@
 """Who may ask whether somebody else's prompt is cached: llama.cpp's own server, on this machine.
 
 `--model FILE.gguf`: xllamacpp serves it with its defaults, which keep the prompts of all clients.
-Before each of `--prompts` questions another client has sent a turn of DREAM's dialogues, the one that
-the asker guesses or another of the same length, by the toss of a coin, and then a third one. The
-asker sends the guess for one token: was it cached? By time alone, against a threshold from
+Before each of `--prompts` questions another client has sent a turn of DREAM's dialogues, the one
+that the asker guesses or another of the same length, by the toss of a coin, and then a third one.
+The asker sends the guess for one token: was it cached? By time alone, against a threshold from
 the asker's own prompts, sent twice; and by the field that the answer has (`timings.cache_n`, or
 `usage.prompt_tokens_details.cached_tokens`). And a prompt that is known ends with four digits
 that are not; the field tells how many tokens fit, so they are guessed one by one. A wrong guess

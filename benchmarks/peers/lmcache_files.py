@@ -7,8 +7,9 @@ LMCache 0.5.6 is not part of this repository. No GPU is needed to write its file
     python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data DATA
 
 `disk`: its LocalDiskBackend; `fs`: its FSConnector, which puts sizes in front; `server`: the files
-of its multiprocess server (FSL2Adapter), and `fp8` and `encrypted` the same through its serdes, the
-latter AES-GCM with keys derived from one master key and the tenant's salt. The caches are
+of its multiprocess server (FSL2Adapter), `later` those of each text's second chunk, and `fp8` and
+`encrypted` through its serdes, the latter AES-GCM with keys derived from one master key and the
+tenant's salt. The caches are
 SmolLM2's, computed in float32 and stored as `--precisions` say; texts are `--tokens` tokens of
 DREAM's dialogues, LMCache's chunk by default. `encrypted` counts the files that are said to be, and
 not read. `names`: files are named by LMCache's hash of the tokens, with no key in it: `--texts`
@@ -42,7 +43,7 @@ from show import Row
 
 PEER = "lmcache 0.5.6"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-PARTS = ["disk", "fs", "server", "fp8", "encrypted", "names"]
+PARTS = ["disk", "fs", "server", "later", "fp8", "encrypted", "names"]
 MASTER = b"a master key of thirty-two bytes"
 
 
@@ -63,9 +64,10 @@ def run(
     words = torch.cat(subjects.encoded(loaded, subjects.turns(data, "dev"))).tolist()
     count = 1 if quick else texts
     ids = [words[start : start + tokens] for start in range(0, count * tokens, tokens)]
-    for part in (part for part in parts if part in ("disk", "fs", "server", "fp8")):
+    for part in (part for part in parts if part in WAYS):
         for precision in precisions:
-            items = [one(loaded, text, part, DTYPES[precision], n) for n, text in enumerate(ids)]
+            before = words[-tokens:] if part == "later" else []
+            items = [one(loaded, before, text, part, DTYPES[precision]) for text in ids]
             yield read_row(f"{part}, {precision}", items)
     if "encrypted" in parts:
         yield from encrypted(loaded, ids, precisions)
@@ -202,19 +204,22 @@ WAYS: dict[str, Callable[[Path, Tensor, list[int]], Path]] = {
     "disk": on_disk,
     "fs": by_connector,
     "server": by_server,
+    "later": by_server,
     "fp8": lambda folder, numbers, ids: by_server(folder, numbers, ids, "fp8"),
 }
 
 
 def one(
-    loaded: Loaded, ids: list[int], part: str, dtype: torch.dtype, number: int
+    loaded: Loaded, before: list[int], ids: list[int], part: str, dtype: torch.dtype
 ) -> dict[str, Any]:
+    """The file of the tokens `ids` that stand behind others, read as it lies there."""
     with tempfile.TemporaryDirectory() as folder:
-        file = WAYS[part](Path(folder), chunk(loaded, ids, dtype), ids)
+        numbers = chunk(loaded, [*before, *ids], dtype)[:, :, len(before) :].contiguous()
+        file = WAYS[part](Path(folder), numbers, ids)
         ((read,), seconds) = show.timed(lambda: recover.run(loaded, str(file)))
         size = file.stat().st_size
     return {
-        "text": number, "tokens": len(ids), "bytes": size, "exact": list(read.ids) == ids,
+        "tokens": len(ids), "bytes": size, "exact": list(read.ids) == ids,
         "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
         "verified": read.verified, "status": str(read.status), "seconds": round(seconds, 2),
     }  # fmt: skip

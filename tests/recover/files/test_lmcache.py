@@ -29,16 +29,20 @@ def subject():
     return Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
 
 
-@pytest.fixture(scope="module")
-def chunk(subject):
+def kept(subject, text):
     """Keys and values (2, layers, tokens, heads · numbers)."""
-    ids = subject.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    ids = subject.tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         layers = subject.model(ids, use_cache=True).past_key_values.layers
     both = [
         torch.stack([getattr(layer, side)[0] for layer in layers]) for side in ("keys", "values")
     ]
     return torch.stack(both).transpose(2, 3).flatten(3)
+
+
+@pytest.fixture(scope="module")
+def chunk(subject):
+    return kept(subject, TEXT)
 
 
 def content(numbers):
@@ -79,6 +83,15 @@ def test_a_layer_by_itself(layer, tokens_first, subject, chunk, tmp_path):
     path.write_bytes(content(numbers.to(torch.float16)))
     (result,) = recover.run(subject, path)
     assert (result.text, result.verified) == (TEXT, True)
+
+
+@pytest.mark.parametrize("name", [ENGINE.format("bfloat16"), SERVER.format("")])
+def test_a_chunk_from_the_middle_of_a_text(name, subject, tmp_path):
+    words = " ".join(f"w{number}" for number in range(2, 26))
+    numbers = kept(subject, words)[:, :, 16:24].to(torch.bfloat16)
+    (tmp_path / name).write_bytes(content(numbers))
+    (result,) = recover.run(subject, tmp_path / name)
+    assert (result.text, result.verified) == (" ".join(words.split()[16:24]), True)
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
     cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
     if section.kind == "maps":
         cut = {name: tensor[..., inside] for name, tensor in cut.items()}
-    return make(**cut, layer=section.layer)
+    return make(**cut, layer=section.layer, noise=section.noise)
 
 
 def _samples(
