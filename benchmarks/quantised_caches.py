@@ -91,10 +91,11 @@ def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
 
     backend, _, settings = KINDS[kind]
     base = anatomy(loaded.model).base
+    text = text.to(anatomy(loaded.model).device)
     if not backend:
         kept = transformers.DynamicCache()
         base(input_ids=text[None], past_key_values=kept)
-        keys, values = kept.layers[layer].keys, kept.layers[layer].values
+        keys, values = (each.cpu() for each in (kept.layers[layer].keys, kept.layers[layer].values))
         if settings:
             bits = settings["nbits"]
             by_channel = grouped(keys.transpose(-1, -2), bits).transpose(-1, -2)
@@ -106,7 +107,7 @@ def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
     width = anatomy(loaded.model).head_dim
     more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
     keys, values = cache.update(more, more, layer)  # all that is kept, and this
-    return KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=layer)
+    return KeyValues(keys[:, :, :-1].cpu(), values[:, :, :-1].cpu(), layer=layer)
 
 
 def grouped(numbers: Tensor, bits: int) -> Tensor:
