@@ -333,7 +333,13 @@ def _of_lmcache(
             f"expected {2 * layers * each} numbers for each token, as LMCache keeps them of this "
             f"model, got {size} bytes: is it another model's, or of one of several workers?"
         )
-    return readings
+    return sorted(readings, key=_magnitudes)
+
+
+def _magnitudes(reading: Reading) -> float:
+    """How far the sizes of numbers are apart: far, where bytes are read as another type."""
+    numbers = torch.cat([part.float().flatten() for part in reading[0].tensors.values()])
+    return float(numbers[numbers != 0].abs().log2().std())
 
 
 @torch.no_grad()
