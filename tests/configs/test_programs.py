@@ -143,6 +143,7 @@ def test_a_line(tmp_path, line, expected):
             set(),
         ),
         ("harmless.yaml", "remote_url: redis://cache:6379\nname: lmcache\n", set()),
+        ("hostile.yaml", "remote_url: {a: b}\nlocal_disk:\nremote_serde: naive\n", set()),
         ("kv.env", "LMCACHE_REMOTE_URL=lm://cache:65432\n", {"LMCACHE-REMOTE"}),
         ("Dockerfile", "FROM vllm/vllm-tpu:v0.21.0\nENV X=1\nRUN pip install ray\n", set()),
         ("Dockerfile", "FROM vllm/vllm-openai\nCMD [\"--model\", \"m\"]\n", {"VLLM-OPEN"}),

@@ -1,4 +1,4 @@
-"""Chunks of caches as LMCache's own code names and lays them out, plain and encrypted.
+"""Chunks of caches as LMCache's and vLLM's own code names and lays them out, plain and encrypted.
 
 `benchmarks/peers/lmcache_files.py` has LMCache write them; here the same bytes are put together.
 """
@@ -10,6 +10,7 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny_models as tiny
 from command_line import inside
@@ -81,6 +82,14 @@ def test_a_layer_by_itself(layer, tokens_first, subject, chunk, tmp_path):
     numbers = chunk[:, layer].transpose(0, 1) if tokens_first else chunk[:, layer]
     path = tmp_path / ENGINE.format(f"half@{layer}")
     path.write_bytes(content(numbers.to(torch.float16)))
+    (result,) = recover.run(subject, path)
+    assert (result.text, result.verified) == (TEXT, True)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_vllm_put_into_a_shared_folder(layer, subject, chunk, tmp_path):
+    path = tmp_path / f"model.layers.{layer}.self_attn.attn.safetensors"
+    save_file({"kv_cache": chunk[:, layer].to(torch.bfloat16).contiguous()}, path)
     (result,) = recover.run(subject, path)
     assert (result.text, result.verified) == (TEXT, True)
 

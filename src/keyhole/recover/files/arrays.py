@@ -66,6 +66,9 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     if start[8:] != b"{":  # where the header of .safetensors begins
         raise InputError(f"{path} is not {_WHAT}")
     metadata, tensors = read_tensors(path, _WHAT)
+    layer = _OF_VLLM.search(Path(path).name)
+    if layer and set(tensors) == {"kv_cache"}:  # (2, tokens, heads · numbers)
+        tensors = {f"chunk.{layer[1]}": tensors["kv_cache"].flatten()}
     return metadata, Dump(str(path), tensors)
 
 
@@ -187,6 +190,10 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
 # The server's may be 8-bit floats, or encrypted: version 1, twelve bytes of nonce, AES-GCM's
 # ciphertext and sixteen bytes of tag. Which of these, the file does not say.
 
+# vLLM's connector to a shared folder keeps a layer in a file, `model.layers.0.self_attn.attn
+# .safetensors`, as its code has it; not tried on vLLM itself.
+
+_OF_VLLM = re.compile(r"\.layers\.(\d+)\..*\.safetensors$")
 _OF_LMCACHE = re.compile(
     r".@(?:\d+@\d+@-?[0-9a-f]+@(?P<dtype>half|bfloat16|float|fp8_e4m3fn|fp8_e5m2)"
     r"(?:@(?P<layer>\d+))?(?:@[^@%]+%[^@]*)*\.(?:pt|data)|0x[0-9a-f]{8}@[0-9a-f]+@[0-9a-f]+(?:@[^@]+)?\.data)$"
@@ -219,7 +226,7 @@ def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dum
             raise InputError(f"{path} is cut off: {len(array)} bytes are no numbers of {dtype}")
         array = array.view(_WORDS[dtype])
     name = "sealed" if sealed else layer
-    return Dump(str(path), {f"lmcache.{name}" if name else "lmcache": array}, sealed=sealed)
+    return Dump(str(path), {f"chunk.{name}" if name else "chunk": array}, sealed=sealed)
 
 
 def _bytes_are_even(content: bytes) -> bool:

@@ -73,7 +73,7 @@ def readings_of(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> tuple[list[Reading], Tensor | None]:
     """Every way to read the arrays, and a mask where they are texts of several lengths."""
-    readings = _of_vllm(arrays, parts, expose) or _of_lmcache(arrays, parts, expose)
+    readings = _of_vllm(arrays, parts, expose) or _of_chunk(arrays, parts, expose)
     if readings:
         return readings, None
     sections = sections_by_name(arrays, parts)
@@ -287,10 +287,10 @@ _STORED = (
 _CHUNK = 256  # tokens of a chunk, unless LMCache is told another number
 
 
-def _of_lmcache(
+def _of_chunk(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> list[Reading]:
-    """A chunk of LMCache's (arrays.py): a flat array, of all layers or of one that its name has.
+    """A chunk of LMCache's or vLLM's (arrays.py), flat: of all layers, or of one that it names.
 
     Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
     the model's where one worker served it. Bytes are read as every type that gives finite numbers
@@ -301,7 +301,7 @@ def _of_lmcache(
     it begins at: there nothing but the rotation depends on what stands before.
     """
     name, array = next(iter(arrays.items()))
-    if not name.startswith("lmcache"):
+    if not re.fullmatch(r"chunk(\.(sealed|\d+))?", name):
         return []
     _, _, which = name.partition(".")
     sealed, alone = which == "sealed", which.isdecimal()
@@ -330,8 +330,8 @@ def _of_lmcache(
                 readings.append((_turned_back(section, start, parts) if start else section,))
     if not readings:
         raise InputError(
-            f"expected {2 * layers * each} numbers for each token, as LMCache keeps them of this "
-            f"model, got {size} bytes: is it another model's, or of one of several workers?"
+            f"expected {2 * layers * each} numbers for each token of this model's cache, got "
+            f"{size} bytes: is it another model's, or of one of several workers?"
         )
     return sorted(readings, key=_magnitudes)
 
