@@ -99,3 +99,21 @@ def test_a_window_is_the_configurations_to_say():
         given = branches.expose(exposure, ~chain, ids=torch.tensor([text[9:]]))["values"][0, 0]
         right = torch.allclose(given, alone(model, exposure, text), atol=1e-4)
         assert right == told
+        (each,) = branches.each(exposure, 0, 9, torch.tensor(text[9:]))[0]["values"][0]
+        assert torch.allclose(each, alone(model, exposure, text), atol=1e-4)
+
+
+def test_what_pads_a_chain_leaves_no_window():
+    """Texts side by side: one is tried with many tokens, and another's short chain is padded."""
+    shape = {name: getattr(tiny.model("llama").config, name) for name in tiny.SHAPE}
+    made = transformers.MistralConfig(**shape, num_key_value_heads=2, head_dim=8, sliding_window=6)
+    model = transformers.MistralModel(made).eval()
+    text, exposure = tiny.ids(1, 4, causal=True)[0].tolist(), Exposure("hidden", 3)
+    branches = Branches(model, torch.zeros(2, dtype=torch.long))
+    padded = torch.tensor([text[:3] + text[2:3] * 7, list(range(10))])
+    chain, counts = torch.tensor([True, False]), torch.tensor([3, 10])
+    branches.expose(exposure, chain, padded, counts)
+    assert int(branches.positions.max()) == 2
+    branches.accept(torch.tensor([0]), torch.tensor([3]), torch.tensor([0]))
+    (each,) = branches.each(exposure, 0, 3, torch.tensor(text[3:]))[0]["values"][0]
+    assert torch.allclose(each, alone(model, exposure, text), atol=1e-4)

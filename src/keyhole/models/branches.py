@@ -86,16 +86,19 @@ class Branches:
     def get_seq_length(self, *_: Any) -> int:
         return self._prefix
 
-    def expose(self, exposure: Exposure, chain: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    def expose(
+        self, exposure: Exposure, chain: Tensor, ids: Tensor, counts: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The exposure for a chunk of q tokens `ids` (b, q) behind each prefix.
 
-        `chain` (b,) says whose chunk is a chain; the others' are fans. `accept` must follow.
+        `chain` (b,) says whose chunk is a chain; the others' are fans. Of each, `counts` (b,) are
+        tokens (None: all); the rest pads it, and stays at the last one's position, so that no short
+        text seems to leave a window. `accept` must follow.
         """
-        size, device = ids.shape[1], ids.device
-        depth = torch.where(chain[:, None], torch.arange(size, device=device), 0)
-        # What pads a short chain may lie behind the last position there is; nobody looks at it.
-        last = self.parts.max_length - 1
-        self.positions = ((self.starts + self.lengths)[:, None] + depth).clamp(max=last)
+        depth = torch.where(chain[:, None], torch.arange(ids.shape[1], device=ids.device), 0)
+        if counts is not None:
+            depth = depth.minimum(counts[:, None] - 1)
+        self.positions = (self.starts + self.lengths)[:, None] + depth
         self._chunk = ids
         if self._window < NO_LIMIT:
             self._branches &= int(self.positions.max()) < self._window
@@ -173,7 +176,7 @@ class Branches:
         """The beginning of one text's prefix, `count` times: for as many chunks."""
         other = Branches(self.model, self.starts[row].expand(count))
         other.lengths = torch.full_like(other.starts, length)
-        other._prefix, other._passing = length, True
+        other._prefix, other._passing, other._branches = length, True, self._branches
         other._texts = [self._texts[row][: int(self.starts[row]) + length]] * count
         for mine, own in zip(self.layers, other.layers, strict=True):
             if mine.keys is not None and mine.values is not None:

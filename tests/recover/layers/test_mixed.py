@@ -129,7 +129,7 @@ def test_blocks_as_long_as_a_head_is_wide_hide_their_tokens(llama, words):
 def test_right_tokens_lie_as_far_outside_as_rounding_puts_them(llama):
     leak = cloaked(llama, dtype=torch.bfloat16)
     plain = leak_of(llama, None, TEXT, "kv:0")
-    blocks = Blocks.of(leak, BLOCK)
+    blocks = Blocks.cut(leak, [BLOCK])[0]
     rows = [(plain.keys if side.keys else plain.values)[side.head] for side in blocks.sides]
     solved = blocks.solved(rows, torch.arange(len(TEXT)))
     assert 0.7 < solved.level < 1.3  # a chi-square: q = 1

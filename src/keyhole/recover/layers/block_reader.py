@@ -112,19 +112,20 @@ class Reader:
 
         One head may hide a token.
         """
-        tokens, turn = (
-            torch.arange(self.table.values.shape[1]),
-            torch.eye(self.table.values.shape[2]),
-        )
-        for kept, by in ((max(count, _KEPT), turn.double()), (count, None)):
+
+        def nearest(values: Tensor, kept: int, turn: Tensor | None) -> Tensor:
             misfits = torch.stack([
-                each.misfits(side, self.table.values[side.head][tokens], number, by)
+                each.misfits(side, values[side.head], number, turn)
                 for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
                 if not side.keys and each is not None
             ])  # fmt: skip
             total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
-            tokens = tokens[total.topk(min(kept, len(total)), largest=False).indices]
-        return tokens
+            return total.topk(min(kept, len(total)), largest=False).indices
+
+        values = self.table.values
+        turn = torch.eye(values.shape[2], dtype=torch.float64)
+        tokens = nearest(values, max(count, _KEPT), turn)
+        return tokens[nearest(values[:, tokens], count, None)]
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> Fit:
         """How well each of tokens (c,) fits at each of places (p,) of one block."""

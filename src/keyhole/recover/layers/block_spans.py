@@ -70,9 +70,9 @@ class Side:
         return self.forms[0].diagonal(dim1=1, dim2=2).sum(-1)
 
 
-def sides_of(leak: MixedCache, block: int) -> list[Side]:
-    """All keys and values of a leak, head by head, cut into blocks."""
-    errors = precision_of(leak).sigma.view(leak.keys.shape[1], len(leak.keys), -1)
+def sides_of(leak: MixedCache, block: int, errors: Tensor) -> list[Side]:
+    """All keys and values of a leak, head by head, cut into blocks; `errors` are their σ."""
+    errors = errors.view(leak.keys.shape[1], len(leak.keys), -1)
     parts = errors.split([leak.keys.shape[-1], leak.values.shape[-1]], -1)
     made: list[Side] = []
     for (name, tensor), error in zip(leak.tensors.items(), parts, strict=True):
@@ -214,8 +214,10 @@ class Blocks:
     maps: Sequence[Map | None] = ()
 
     @classmethod
-    def of(cls, leak: MixedCache, size: int) -> Blocks:
-        return cls(leak, size, sides_of(leak, size))
+    def cut(cls, leak: MixedCache, sizes: Sequence[int]) -> list[Blocks]:
+        """The leak in blocks of each of the sizes that they may have."""
+        errors = precision_of(leak).sigma
+        return [cls(leak, size, sides_of(leak, size, errors)) for size in sizes]
 
     @property
     def length(self) -> int:

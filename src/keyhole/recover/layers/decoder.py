@@ -362,10 +362,13 @@ class Search:
     ) -> Tensor:
         """Run the chunks, padded to one length, and return their rows (b, q, f)."""
         device = self.target.parts.device
-        size = max(len(chunk) for chunk in chunks)
-        padded = [chunk + [chunk[-1]] * (size - len(chunk)) for chunk in chunks]
+        counts = [len(chunk) for chunk in chunks]
+        padded = [chunk + [chunk[-1]] * (max(counts) - len(chunk)) for chunk in chunks]
         chain = torch.tensor([not text.fans for text in texts], device=device)
-        given = branches.expose(self.exposure, chain, ids=torch.tensor(padded, device=device))
+        given = branches.expose(
+            self.exposure, chain, ids=torch.tensor(padded, device=device),
+            counts=torch.tensor(counts, device=device),
+        )  # fmt: skip
         for text, chunk in zip(texts, chunks, strict=True):
             text.passes += 1
             text.tested += len(chunk)

@@ -91,7 +91,7 @@ class MixedKeys:
 
 def _read(target: Target, leak: MixedCache) -> Proposal:
     sizes = sizes_of(leak)
-    cut = [Blocks.of(leak, size) for size in sizes]
+    cut = Blocks.cut(leak, sizes)
     if all(float(side.free.max()) < 1 for blocks in cut for side in blocks.sides):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -108,10 +108,10 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     for blocks, ids in product(cut, known):
         last = replace(blocks, sides=blocks.sides[-1:])  # a head's values show what is wrong
         if Reader(table, last).solved(dict(enumerate(ids))).blocks.level <= _OPENS:
-            reader, opened = Reader(table, blocks).solved(dict(enumerate(ids))), True
+            reader, tokens = Reader(table, blocks).read(dict(enumerate(ids)))
             if reader.blocks.silent:
                 raise Unsuccessful(Status.BUDGET, _SILENT)
-            reader, tokens = reader.read(dict(enumerate(ids)))
+            opened = True
             note = f"blocks of {blocks.size}, {len(ids)} first tokens known"
             best = max(best, (len(tokens), reader.whole(tokens), note))
             if len(tokens) > len(ids):
@@ -190,14 +190,11 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
     places = torch.arange(len(ids))
     best: Blocks | None = None
     rows: list[Tensor] = []
-    for size in sizes_of(leak):
-        if len(ids) > leak.keys.shape[1]:
-            break
-        blocks = Blocks.of(leak, size)
+    for blocks in Blocks.cut(leak, sizes_of(leak)) if len(ids) <= leak.keys.shape[1] else []:
         rows = [given["keys" if side.keys else "values"][0, side.head].float().cpu()
                 for side in blocks.sides]  # fmt: skip
         last = replace(blocks, sides=blocks.sides[-1:]).solved(rows[-1:], places)
-        if last.level <= _OPENS or size == sizes_of(leak)[-1]:
+        if last.level <= _OPENS or blocks.size == sizes_of(leak)[-1]:
             best = blocks.solved(rows, places)
             break
     if best is None or all(each is None for each in best.maps):
