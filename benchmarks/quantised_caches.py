@@ -72,16 +72,18 @@ def run(
 
 def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:
     layers = anatomy(loaded.model).layers
-    for kind in kinds:
-        package = KINDS[kind][1].partition(".")[0]
-        if package and importlib.util.find_spec(package) is None:
-            continue
-        for layer in sorted({0, layers // 4, layers // 2}):
+    there = [kind for kind in kinds if installed(KINDS[kind][1].partition(".")[0])]
+    for layer in sorted({0, layers // 4, layers // 2}):
+        for kind in there:
             leaks = [leaked(loaded, text, kind, layer) for text in ids]
             made = show.timed(lambda leaks=leaks: recover_texts(
                 loaded.model, loaded.tokenizer, leaks
             ))  # fmt: skip
             yield row(f"{name}, {kind}, kv:{layer} of {layers}", ids, *made)
+
+
+def installed(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
 
 
 @torch.no_grad()
