@@ -4,8 +4,7 @@ Every model type of `AutoModel` whose configuration has a vocabulary and no othe
 made with small sizes. Those that answer token ids alone are read: a text of eight tokens from the
 hidden states of layer 1 and of the last layer, and from the keys and values that a causal model
 keeps of its first and its last layer. A text counts as read where it is exact and verified.
-
-`--models` takes some of them, `--scale` another size of weights (a standard deviation).
+`--models` takes some of them.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ _ODD: dict[str, dict[str, Any]] = {  # what else a few of them need
 }  # fmt: skip
 
 
-def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[Row]:
+def run(quick: bool, models: list[str] = ALL) -> Iterator[Row]:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _late)
     logging.disable(logging.WARNING)
@@ -126,7 +125,7 @@ def run(quick: bool, models: list[str] = ALL, scale: float = 0.12) -> Iterator[R
     unmade: list[dict[str, str]] = []
     for name in _QUICK if quick else models:
         try:
-            model = made(name, scale)
+            model = made(name)
             parts = anatomy(model)
         except (InputError, Unmade) as error:
             reason = re.sub(r" from '[^']*'", "", str(error))  # no place of this machine
@@ -157,7 +156,7 @@ class Unmade(Exception):
     """Why an architecture is not tried."""
 
 
-def made(name: str, scale: float, seed: int = 0) -> Any:
+def made(name: str) -> Any:
     """A tiny model of that type with random weights, in eval."""
     known = transformers.CONFIG_MAPPING[name]
     fields: dict[str, Any] = known.__dataclass_fields__
@@ -169,7 +168,7 @@ def made(name: str, scale: float, seed: int = 0) -> Any:
         with torch.device("meta"):
             outline = transformers.AutoModel.from_config(config)
         count = sum(weight.numel() for weight in outline.parameters())
-        model = _filled(config, scale, seed) if count <= _LARGEST else None
+        model = _filled(config) if count <= _LARGEST else None
     except Exception as error:  # whatever a configuration of other sizes provokes
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Unmade(f"{type(error).__name__}: {line}") from error
@@ -178,13 +177,13 @@ def made(name: str, scale: float, seed: int = 0) -> Any:
     return model
 
 
-def _filled(config: Any, scale: float, seed: int) -> Any:
+def _filled(config: Any) -> Any:
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = transformers.AutoModel.from_config(config)
         for weight in model.parameters():
             if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=scale)
+                torch.nn.init.normal_(weight, std=0.12)
     return model.eval().requires_grad_(False)
 
 

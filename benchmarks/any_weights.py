@@ -1,12 +1,13 @@
 """Random weights of any scale and depth: is every text of a causal model read, and what is said?
 
 `causal`: hidden states after the first block, half of them and all, and the second and the last KV
-cache of a Llama and a GPT-2, weights of standard deviation `--scales`, `--layers` deep: every text
-must be read exactly. `vocabulary`: the same four layers deep with 30,522 tokens. `half`: weights in
-bfloat16 and float16. `encoders`: a BERT's hidden states; whether they are read is only reported,
-but a leak of this very model must never be called another's (*mismatch*), in none of the parts.
+cache of a Llama and a GPT-2, weights of standard deviation 0.02 to 0.5, 2 to 30 layers deep: every
+text must be read exactly. `vocabulary`: the same four layers deep with 30,522 tokens. `half`:
+weights in bfloat16 and float16. `encoders`: a BERT's hidden states; whether they are read is only
+reported, but a leak of this very model must never be called another's (*mismatch*), in none of the
+parts.
 
-`--texts` random texts of `--length` tokens each; the models are `--width` numbers wide.
+`--texts` random texts of 16 tokens each; the models are 64 numbers wide.
 """
 
 from __future__ import annotations
@@ -34,14 +35,10 @@ FAMILIES = ("llama", "gpt2")
 def run(
     quick: bool,
     device: str = subjects.DEVICE,
-    scales: list[float] = [0.02, 0.1, 0.5],  # noqa: B006 - read, never changed
-    layers: list[int] = [2, 4, 12, 30],  # noqa: B006
-    width: int = 64,
-    words: int = 2000,
     texts: int = 4,
-    length: int = 16,
     parts: list[str] = PARTS,
 ) -> Iterator[Row]:
+    scales, layers, width, words, length = [0.02, 0.1, 0.5], [2, 4, 12, 30], 64, 2000, 16
     if quick:
         scales, layers, width, words, texts, length = [0.1, 0.5], [2], 32, 600, 1, 4
     told: list[dict[str, Any]] = []

@@ -1,11 +1,12 @@
 """HackAttend's ablations: rankings, orders, half scale, what is spared, and the share as a curve.
 
-All rows are the released schedule with one thing changed, on SST-2's dev set: `--models` takes
-several folders (seeds of one model), every figure is then a mean with its range; without it the
-classifier in the box. Rows are at `--share`, the curve at `--shares`, `--only` takes rows by a part
-of their names. `--texts` takes the first so many sentences; `--join FILE…` makes the table of what
-several runs wrote with `--json`, so that seeds may run one by one. `make pictures` draws the curve.
-`--quick` takes two of the reviews in the box.
+Rows are the released schedule with one thing changed, and ours, of each head or of the whole model,
+on SST-2's dev set: `--models` takes several folders (seeds of one model), every figure is then a
+mean with its range; without it the classifier in the box. With `--task next-token` the models write
+text (a .gguf file will do), and it is their next token that flips. Rows are at `--share`, the
+curve at `--shares`, `--only` takes rows by a part of their names. `--texts` takes the first so many
+sentences; `--join FILE…` makes the table of what several runs wrote with `--json`, so that seeds
+may run one by one. `make pictures` draws the curve. `--quick` takes two of the reviews in the box.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import show
 import subjects
@@ -49,6 +50,15 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "special tokens spared": {"spare": "special"},
 }
 STRONGER = "stronger (ours, special tokens spared)"
+SPARING = {STRONGER: "special", "stronger, special keys spared": "special keys",
+           "stronger, padding spared": "padding"}  # fmt: skip
+OURS: dict[str, dict[str, Any]] = {
+    **{name: {"spare": spare} for name, spare in SPARING.items()},
+    **{
+        f"{name}, of the model": {"spare": spare, "scope": "model"}
+        for name, spare in SPARING.items()
+    },
+}
 CURVES = (RELEASED, MAGNITUDE, "random units", STRONGER)
 
 
@@ -74,6 +84,7 @@ def run(
     quick: bool,
     models: list[Path] = [FOLDER],  # noqa: B006 - read, never changed
     data: Path = subjects.DATA,
+    task: Literal["sst2", "next-token"] = "sst2",
     texts: int | None = None,
     share: float = 0.01,
     shares: list[float] = SHARES,
@@ -87,7 +98,8 @@ def run(
         data / "sst2/dev.tsv", limit=texts
     )  # fmt: skip
     for folder in () if join else models:
-        loaded = load_model(folder, task="classification", device=device)
+        head = "classification" if task == "sst2" else "causal"
+        loaded = load_model(folder, task=head, device=device)
         for name, part in planned(share, [0.05] if quick else shares):
             if only in name:
                 method = attack(name, part, batch)
@@ -109,14 +121,14 @@ def read(files: Sequence[Path]) -> list[Measured]:
 
 
 def attack(name: str, share: float, batch: int) -> HackAttend:
-    if name == STRONGER:
-        return HackAttend.strongest(share, batch=batch)
+    if name in OURS:
+        return HackAttend.strongest(share, **OURS[name], batch=batch)
     return HackAttend.as_released(share, **ABLATIONS[name], batch=batch)
 
 
 def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]]:
     """Every row at one share, then what the curve still lacks."""
-    yield from ((name, share) for name in (*ABLATIONS, STRONGER))
+    yield from ((name, share) for name in (*ABLATIONS, *OURS))
     yield from ((name, other) for name in CURVES for other in shares if other != share)
 
 

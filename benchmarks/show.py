@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from keyhole.core import environment
-from keyhole.oracle import Oracle
 
 T = TypeVar("T")
 
@@ -64,27 +63,6 @@ def itemised(row: Row, items: Sequence[dict[str, Any]]) -> Row:
 def broken(rows: list[Row]) -> list[str]:
     """The promises that were not met."""
     return [f"{row.what}: {row.measured}" for row in rows if row.promise and row.met is False]
-
-
-class Stopwatch:
-    """The oracle alone: how long the same batches take without the attack around them."""
-
-    def __init__(self, inner: Oracle) -> None:
-        self.inner = inner
-        self.dim = inner.dim
-        self.seconds = 0.0
-        self._log: list[tuple[int, float]] = [(0, 0.0)]
-
-    def until(self, queries: int) -> float:
-        """The seconds of the first so many queries: an attack's, without the judge's."""
-        return max(seconds for count, seconds in self._log if count <= queries)
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        started = time.perf_counter()
-        answers = self.inner(sequences)
-        self.seconds += time.perf_counter() - started
-        self._log.append((self._log[-1][0] + len(sequences), self.seconds))
-        return answers
 
 
 def at_most(what: str, value: float, bound: float, details: str = "") -> Row:

@@ -1,16 +1,9 @@
-"""Is a text that is called verified the input, and are its tokens marked rightly?
+"""Is a text that is called verified the input? Leaks of MiniLM that are not what they say.
 
-`marks`: hidden states of every layer in turn, as they are and rounded, noisy (stated or not) and
-with positions missing, of the classifier that ships and of all-MiniLM-L6-v2 (`--models`;
-subjects.py: `--encoder`, `--data`): how often a token that is marked verified or likely is right.
-Special tokens do not count: nobody has to read them. `--texts` for each precision, `--partial` for
-each partial leak (its search is long, so it ends early); `--states "int4;noise of 10%"` takes some.
-
-`false`: leaks of MiniLM that are not what they say, `--leaks` of them from number `--start` on, and
-rows in no order of which one is another text's or layer's. A claim is false if a verified text was
-not the input. (Keys of layer 1 hold one token a row; spliced from two texts they are the leak of
-the spliced text, which then is the input.) A leak is made from its number alone, so a run in slices
-sees the same leaks as a run of all. `--quick` takes a random-weight model instead.
+`--leaks` of them (subjects.py: `--encoder`, `--data`), and rows in no order of which one is another
+text's or layer's. A claim is false if a verified text was not the input. (Keys of layer 1 hold one
+token a row; spliced from two texts they are the leak of the spliced text, which then is the input.)
+`--quick` takes a random-weight model instead.
 """
 
 from __future__ import annotations
@@ -20,9 +13,8 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +23,11 @@ import show
 import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
-from keyhole.models.demo import load_demo
-from keyhole.recover import (
-    CachedKeys,
-    EncoderMaps,
-    EncoderStates,
-    Mark,
-    TextRecovery,
-    TokenSearch,
-    recover_texts,
-)
-from keyhole.recover.attack import Attack, Target
+from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, TokenSearch
+from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from show import Row
-from subjects import Change, degraded, leak_of
+from subjects import leak_of
 
 # Of 20 leaks so many are of each exposure.
 SHARES = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
@@ -56,155 +39,22 @@ def run(
     data: Path = subjects.DATA,
     encoder: Path | None = None,
     device: str = subjects.DEVICE,
-    texts: int = 1000,
-    partial: int = 100,
-    models: list[str] = ["demo", "minilm"],  # noqa: B006 - read, never changed
-    states: str = "",
     leaks: int = 1000,
-    start: int = 0,
-    parts: list[str] = ["marks", "false"],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
         tiny, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
-        yield from marks(tiny, ids[:2], 2, EncoderStates(rounds=2, samples=1000))
         few = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
         yield from false_claims(Subject.of(tiny, ids), few)
         yield shuffled(tiny, ids[:3], 1)
         return
-    for name in models if "marks" in parts else ():
-        loaded = load_demo(device=device) if name == "demo" else subjects.minilm(encoder, device)
-        ids = subjects.encoded(loaded, subjects.sst2(data, texts), anatomy(loaded.model).max_length)
-        chosen = states.split(";") if states else None
-        yield from marks(loaded, ids, partial, EncoderStates(), chosen)
-    if "false" in parts:
-        loaded = subjects.minilm(encoder, device)
-        ids = subjects.encoded(loaded, subjects.sst2(data, 100))
-        yield from false_claims(Subject.of(loaded, ids), plan(leaks, start))
-        yield shuffled(loaded, ids[:6], 3)
-
-
-def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
-    return [
-        (
-            Exposure.parse(name),
-            range(start * share // 20, start * share // 20 + -(-count * share // 20)),
-        )
-        for name, share in SHARES.items()
+    loaded = subjects.minilm(encoder, device)
+    ids = subjects.encoded(loaded, subjects.sst2(data, 100))
+    plan = [
+        (Exposure.parse(name), range(-(-leaks * share // 20))) for name, share in SHARES.items()
     ]
+    yield from false_claims(Subject.of(loaded, ids), plan)
+    yield shuffled(loaded, ids[:6], 3)
 
-
-# Marks of tokens.
-
-
-def marks(
-    loaded: Loaded,
-    ids: list[Tensor],
-    partial: int,
-    attack: EncoderStates,
-    chosen: list[str] | None = None,
-) -> Iterator[Row]:
-    """One row for each state that a leak may be in."""
-    whole: dict[str, Change] = {
-        "float32": degraded(), "bfloat16": degraded("bfloat16"), "int8": degraded("int8"),
-        "int4": degraded("int4"), "noise of 10%": degraded(noise=0.1),
-        "noise of 20%": degraded(noise=0.2), "noise of 10%, stated": stated(0.1),
-        "noise of 20%, stated": stated(0.2),
-    }  # fmt: skip
-    missing: dict[str, Change] = {
-        "every second position": leaving_out(2),
-        "two of three positions": leaving_out(3, kept=False),
-        "every second position, int4": leaving_out(2, degraded("int4")),
-        "every second position, noise of 10%": leaving_out(2, degraded(noise=0.1)),
-    }
-    for name, change in (whole | missing).items():
-        if chosen is None or name in chosen:
-            few = ids[:partial] if name in missing else ids
-            search = replace(attack, rounds=min(attack.rounds, 4)) if name in missing else attack
-            yield measure(f"{loaded.name}, {name}", loaded, few, change, search)
-
-
-def stated(noise: float) -> Change:
-    """Noise whose strength the attacker knows."""
-    add = degraded(noise=noise)
-
-    def change(leak: Leak) -> Leak:
-        return replace(add(leak), noise=noise * float(leak.tensors["values"].std()))
-
-    return change
-
-
-def leaving_out(step: int, first: Change | None = None, kept: bool = True) -> Change:
-    """Only every so many positions leak; or, if they are not `kept`, only the others."""
-
-    def change(leak: Leak) -> Leak:
-        values = (first(leak) if first else leak).tensors["values"]
-        rows = (torch.arange(len(values)) % step == 0) == kept
-        return replace(leak, values=values.where(rows[:, None], torch.nan))
-
-    return change
-
-
-@dataclass
-class Marked:
-    """How many tokens have a mark, and how many of those are right."""
-
-    tokens: int = 0
-    right: int = 0
-
-    @property
-    def wrong(self) -> int:
-        return self.tokens - self.right
-
-    @property
-    def share(self) -> str:
-        return f"{self.right / self.tokens:.2%} of {self.tokens:,} right" if self.tokens else "none"
-
-
-def measure(
-    what: str, loaded: Loaded, ids: list[Tensor], change: Change, attack: EncoderStates
-) -> Row:
-    """All layers in turn: text k leaks from layer k mod L."""
-    started = time.perf_counter()
-    target, layers = Target.of(loaded.model, loaded.tokenizer), anatomy(loaded.model).layers
-    marked = {mark: Marked() for mark in Mark}
-    exact, items = 0, list[dict[str, Any]]()
-    for layer in range(1, layers + 1):
-        chosen = ids[layer - 1 :: layers]
-        leaks = [
-            subjects.leak_of(loaded, text, Exposure("hidden", layer), change) for text in chosen
-        ]
-        recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
-        for text, recovery in zip(chosen, recoveries, strict=True):
-            own = {mark: Marked() for mark in Mark}
-            count(target, text, recovery, own)
-            for mark, counted in own.items():
-                marked[mark].tokens += counted.tokens
-                marked[mark].right += counted.right
-            exact += recovery.verified
-            items.append({"layer": layer, "verified": recovery.verified,
-                          **{str(mark): asdict(each) for mark, each in own.items()}})  # fmt: skip
-    verified, likely, unknown = (marked[mark] for mark in Mark)
-    met = verified.wrong == 0 and likely.right >= 0.9 * likely.tokens
-    seconds = (time.perf_counter() - started) / len(ids)
-    measured = f"likely: {likely.share}; verified: {verified.tokens:,}, {verified.wrong} wrong"
-    details = f"unknown: {unknown.share}; {exact} texts verified; {seconds:.2f} s a text"
-    what = f"{what}, {len(ids)} texts of layers 1 to {layers}"
-    return show.itemised(
-        Row(what, measured, "likely >= 90%, verified 0 wrong", met, details), items
-    )
-
-
-def count(target: Target, text: Tensor, recovery: TextRecovery, marked: dict[Mark, Marked]) -> None:
-    """Add up the marks of one text, its frame left out."""
-    known = target.framed(len(text)).cpu()
-    tokens = zip(recovery.marks, recovery.ids, text.tolist(), known.tolist(), strict=True)
-    for mark, id_, true, framed in tokens:
-        if framed != true:
-            marked[mark].tokens += 1
-            marked[mark].right += id_ == true
-
-
-# Leaks that are not what they say.
 
 ROWS = ("swap_row", "splice", "shuffle_rows", "shuffle_columns", "mix", "shift", "noise",
         "other_layer", "other_model")  # fmt: skip

@@ -1,10 +1,9 @@
 """Threads by the size of the work: one, all, and what Keyhole chooses, alone and next to others.
 
-The classifier that ships, an encoder of 22 million numbers, and encoders whose largest matrix is
-around the limit (`LARGE` in `core/machine.py`) take turns with one thread, with one for each core,
-and with what Keyhole chooses, first as the machine is, then with a busy process next to them. Each
-figure is the best of several turns, over that of one thread in the same circumstances
-and in the same run: below 1 is faster. `--encoder` is the folder of all-MiniLM-L6-v2.
+Encoders whose largest matrix is around the limit (`LARGE` in `core/machine.py`) take turns with one
+thread, with one for each core, and with what Keyhole chooses, first as the machine is, then with a
+busy process next to them. Each figure is the best of several turns, over that of one thread in the
+same circumstances and in the same run: below 1 is faster.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
 import show
-import subjects
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
-from keyhole.models import Exposure, Loaded, capture, demo
 from show import Row
 
 # Two layers of each width; the largest matrix has four times its square.
@@ -61,18 +57,6 @@ def busy_neighbour() -> Generator[None]:
             yield
         finally:
             process.kill()
-
-
-def encoding(loaded: Loaded, count: int) -> Work:
-    """Passes of an encoder over batches of 64 texts of 32 tokens."""
-    ids = drawn(64)
-
-    def work() -> None:
-        with torch.no_grad(), threads_for(largest_matrix(loaded.model)):
-            for _ in range(count):
-                capture(loaded.model, Exposure("pooled"), ids=ids)
-
-    return work
 
 
 def drawn(batch: int) -> Tensor:
@@ -135,13 +119,7 @@ def measured(name: str, work: Work, turns: int, quick: bool) -> Iterator[Row]:
         )
 
 
-def run(quick: bool, encoder: Path | None = None) -> Iterator[Row]:
-    shipped = encoding(demo.load_demo(), 1 if quick else 4)
-    works = {"passes of the classifier that ships": shipped}
-    if not quick:
-        works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(encoder), 1)
-    for name, work in works.items():
-        yield from measured(name, work, 1 if quick else 2, quick)
+def run(quick: bool) -> Iterator[Row]:
     for width in (64,) if quick else WIDTHS:
         model = random_encoder(width)
         side = "below the limit" if largest_matrix(model) < LARGE else "from the limit on"

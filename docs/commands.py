@@ -31,7 +31,7 @@ def commands(group: Any = None, title: str = "keyhole") -> Iterator[tuple[str, A
     group = typer.main.get_command(app) if group is None else group
     yield title, group
     for name in _names(group):
-        yield from commands(group.commands[name], f"{title} {name}")
+        yield from commands(group.get_command(None, name), f"{title} {name}")
 
 
 def _names(command: Any) -> list[str]:
@@ -80,7 +80,7 @@ def _section(title: str, command: Any, parameters: list[str], shared: set[str]) 
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
     for name in _names(command) if title == "keyhole" else ():  # those of the lab follow it
-        inner = command.commands[name]
+        inner = command.get_command(None, name)
         parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
     parts += ["", *(line for line in parameters if line not in shared)]
     if common := [str(_name(line)) for line in parameters if line in shared]:

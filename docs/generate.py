@@ -22,6 +22,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 import commands
+import defence_table
 import demo
 import drawings
 import quoted
@@ -151,7 +152,7 @@ TEXTS = {
         for name, draw in drawings.DRAWINGS.items()
     },
 }
-RECORDS = {"figures/demo.json": demo.record}
+RECORDS = {"figures/demo.json": demo.record, "figures/defences.json": defence_table.record}
 PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),

@@ -70,7 +70,7 @@ def interrupted(
 
 def parts(name: str) -> dict[str, Any]:
     """The commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
-    made = command_line().commands[name]
+    made = command_line().get_command(None, name)
     inner: dict[str, Any] = getattr(made, "commands", {})
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 

@@ -292,3 +292,11 @@ def binomial_tail(hits: int, drawn: int, chance: Fraction) -> Fraction:
         ),
         Fraction(0),
     )
+
+
+def privacy_loss(epsilon: float, noise: float) -> float:
+    """δ of Gaussian noise, in units of the sensitivity: ∫ max(0, p − e^ε q), on a fine grid."""
+    x = np.linspace(-12 * noise, 1 + 12 * noise, 400_001)
+    p, q = (np.exp(-(((x - centre) / noise) ** 2) / 2) for centre in (0, 1))
+    p, q = (each / (noise * np.sqrt(2 * np.pi)) for each in (p, q))
+    return float(np.maximum(0, p - np.exp(epsilon) * q).sum() * (x[1] - x[0]))

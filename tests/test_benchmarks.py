@@ -18,8 +18,7 @@ BENCHMARKS = sorted(
 )
 # More than five seconds even where it should be quick, of what other tests look at too.
 LONG = {
-    "defences", "endpoint_faults", "endpoint_mlserver", "inversion",
-    "text_recovery",
+    "defences", "endpoint_mlserver", "text_recovery",
 }  # fmt: skip
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
@@ -76,7 +75,7 @@ def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
     for name, content in {"sst2/dev.tsv": "sentence\tlabel\n", "dream/dev.json": "[]"}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
-    parts, file = "exact,time,precision,partial", tmp_path / "rows.json"
+    parts, file = "exact,precision", tmp_path / "rows.json"
     done = warm_process.finished(
         warm_process.script, "text_recovery.py", "--encoder", str(tmp_path / "encoder"), "--data",
         str(tmp_path), "--texts", "0", "--layers", "3,6", "--parts", parts, "--json", str(file),

@@ -27,18 +27,18 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import show
 import subjects
-from disrupt_certificates import least_in_layers
-from keyhole.data import encode, read_examples
+from keyhole.data import Batch, encode, read_examples
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
 from keyhole.lab.certificates import certify
-from keyhole.lab.written_out import embedded, written_out
+from keyhole.lab.written_out import Classifier, embedded, written_out
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER
 from show import Row
 
 PEER = "https://github.com/Verified-Intelligence/auto_LiRPA"
 COMMIT = "a050a3d"
+AT_ONCE = 128  # masks in one pass
 
 
 class Margins(nn.Module):
@@ -91,6 +91,41 @@ class Margins(nn.Module):
         centred = y - y.mean(-1, keepdim=True)
         size = ((centred * centred).mean(-1, keepdim=True) + norm.least).sqrt()
         return centred / size * norm.gain.float() + norm.shift.float()
+
+
+def least_in_layers(model: Any, batch: Batch, label: int, most: int) -> list[list[float]]:
+    """The margin that 1, 2, … `most` units of each layer leave, each the worst after the others."""
+    question = ask(model, batch, torch.tensor([label]))
+    units = survey(model, question)
+    free = torch.stack([units.at(units.free, place)[0, 0] for place in units.places])
+    types = batch.get("token_type_ids")
+    x = embedded(model, question.inputs["input_ids"][0], None if types is None else types[0])
+    classifier = written_out(model)
+    with torch.no_grad():
+        _, traces = classifier.passed(x)
+        return [
+            _one_by_one(classifier, trace.x, free[number], label, number, most)
+            for number, trace in enumerate(traces)
+        ]
+
+
+def _one_by_one(
+    classifier: Classifier, x: Tensor, free: Tensor, label: int, layer: int, most: int
+) -> list[float]:
+    cut, left = torch.zeros_like(free), list[float]()
+    for _ in range(most):
+        best: tuple[float, Tensor] = (torch.inf, cut)
+        for part in (free & ~cut).nonzero().split(AT_ONCE):
+            masks = cut.repeat(len(part), 1, 1, 1)
+            masks[torch.arange(len(part)), part[:, 0], part[:, 1], part[:, 2]] = True
+            logits, _ = classifier.passed(x, masks, layer)
+            lead = logits[:, label, None] - logits
+            lead[:, label] = torch.inf
+            margins = lead.amin(1)
+            best = min(best, (float(margins.min()), masks[margins.argmin()]), key=lambda b: b[0])
+        cut = best[1]
+        left.append(min([best[0], *left]))  # up to so many: fewer may do more
+    return left
 
 
 def run(

@@ -18,7 +18,7 @@ import tiny_classifiers
 from command_line import inside
 from keyhole import invert, oracle
 from keyhole.cli import bars as module
-from keyhole.cli import console
+from keyhole.cli import outputs
 from keyhole.cli.bars import bars
 
 # A name, a bar, what is done and of how much: a part that has not reported yet has no row.
@@ -71,7 +71,7 @@ def terminal(monkeypatch):
     try:
         with os.fdopen(slave, "w", encoding="utf-8") as file:
             assert file.isatty()
-            monkeypatch.setattr(console, "people", Console(file=file, width=160))
+            monkeypatch.setattr(outputs, "people", Console(file=file, width=160))
             yield screen
     finally:
         screen.close()
@@ -146,7 +146,7 @@ def test_an_answer_is_shown_above_the_bars(monkeypatch, capsys):
         overall = track("recover", 2)
         overall(1)
         with track.paused():
-            console.show("the first text")
+            outputs.show("the first text")
         overall(2)
     assert capsys.readouterr().out == "the first text\n"  # on stdout, whatever stderr is
     assert screen.rows()["recover"][-1] == (2, 2)
@@ -169,8 +169,8 @@ def test_what_fails_leaves_no_full_bar(monkeypatch):
 def log(monkeypatch):
     """Stderr is a file."""
     monkeypatch.delenv("KEYHOLE_NO_PROGRESS", raising=False)
-    monkeypatch.setattr(console, "people", Console(file=io.StringIO()))
-    return console.people.file
+    monkeypatch.setattr(outputs, "people", Console(file=io.StringIO()))
+    return outputs.people.file
 
 
 def test_a_log_has_a_line_for_every_part(log):
@@ -212,7 +212,7 @@ def test_a_wish_for_silence(log, monkeypatch):
 
 
 def test_colours_by_wish_make_no_terminal_of_a_file(log, monkeypatch):
-    monkeypatch.setattr(console, "people", Console(file=log, force_terminal=True))
+    monkeypatch.setattr(outputs, "people", Console(file=log, force_terminal=True))
     with bars("audit", "checks") as track:
         track("audit", 3)(1)
     assert "\x1b[?25l" not in log.getvalue()  # no cursor is hidden

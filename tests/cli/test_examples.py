@@ -15,7 +15,7 @@ from keyhole.cli.app import ORDER
 from tiny_classifiers import classifier
 
 SUCCEED = ("audit", "extract", "recover", "invert", "policy")  # what these attack is given away
-SLOW = ("keyhole audit demo", "keyhole harden", "keyhole disrupt demo")  # run before a release
+SLOW = ("keyhole audit demo", "keyhole harden", "keyhole disrupt demo", "keyhole lab defences")
 
 
 def code_of(line):

@@ -21,7 +21,7 @@ from command_line import KEYHOLE, finished, inside
 from keyhole import invert, oracle
 from keyhole.assess.severity import cost
 from keyhole.audit import audit
-from keyhole.cli import console
+from keyhole.cli import outputs
 from keyhole.core import Audit
 from keyhole.models import load_model
 from keyhole.report import words
@@ -135,8 +135,8 @@ def test_a_process_in_an_ascii_locale(place):
 def test_signs_have_a_form_in_ascii(monkeypatch):
     inner = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
-    console.write_in_any_locale()
-    console.show("d² + d – 4 → 日…")
+    outputs.write_in_any_locale()
+    outputs.show("d² + d – 4 → 日…")
     sys.stdout.flush()
     assert inner.getvalue() == b"d^2 + d - 4 -> \\u65e5...\n"
 
@@ -168,5 +168,5 @@ def test_a_reader_who_has_enough_is_no_error(place):
 
 
 def test_recovered_text_does_not_steer_a_terminal():
-    assert console.visible("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\n"
-    assert console.visible("né 日😀") == "né 日😀"
+    assert outputs.visible("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\n"
+    assert outputs.visible("né 日😀") == "né 日😀"

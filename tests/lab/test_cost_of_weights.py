@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,17 @@ from keyhole.lab import cost
 from keyhole.lab.cost import figures
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
+
+
+def test_what_was_measured_can_be_measured_again():
+    root = Path(__file__).parents[2]
+    text = Path(cost.__file__).with_name("measured.json").read_text("utf-8")
+    named = set(re.findall(r"(\w+)\.py", text))
+    files = {
+        path.stem for folder in ("benchmarks", "tests") for path in (root / folder).rglob("*.py")
+    }
+    assert named
+    assert named <= files
 
 
 class Meter:

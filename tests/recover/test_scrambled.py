@@ -14,7 +14,14 @@ from keyhole.recover import recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.defences import DEFENCES, own_texts, read_behind
 from keyhole.recover.leaks import HiddenStates, KeyValues
-from keyhole.recover.secrets import BLOCK, hidden_behind, matrices_of, unrotated, unscrambled
+from keyhole.recover.secrets import (
+    BLOCK,
+    SECRETS,
+    hidden_behind,
+    matrices_of,
+    unrotated,
+    unscrambled,
+)
 from keyhole.recover.simulate import degrade, leak_of
 
 TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
@@ -113,7 +120,19 @@ def test_mixed_tokens_stay_hidden(llama):
     assert tried.tokens < 0.3
 
 
-@pytest.mark.parametrize("defence", sorted({*DEFENCES} - {"rotated", "scrambled", "mixed"}))
+def test_a_permutation_of_numbers_is_undone_from_one_text(llama):
+    tried = read_behind(llama, TEXTS[:2], "kv:1", "shielded")
+    assert (tried.exact, tried.own) == (2, 1), tried.reason
+
+
+@pytest.mark.parametrize("form", ["rotated", "shielded"])
+@pytest.mark.parametrize(("family", "exposure"), [("bert", "kv:1"), ("llama", "kv:0")])
+def test_lengths_tell_the_tokens_where_no_text_is_known(family, exposure, form, request):
+    tried = read_behind(request.getfixturevalue(family), TEXTS[:2], exposure, form, own=0)
+    assert (tried.exact, tried.own) == (2, 0), tried.reason
+
+
+@pytest.mark.parametrize("defence", sorted({*DEFENCES} - {*SECRETS}))
 def test_other_defences(bert, defence):
     tried = read_behind(bert, TEXTS[:1], "hidden:1", defence)
     assert tried.status is Status.RECOVERED, tried.reason
@@ -121,7 +140,7 @@ def test_other_defences(bert, defence):
 
 
 def test_what_cannot_be_done(bert):
-    with pytest.raises(InputError, match="choose one of none, noise"):
+    with pytest.raises(InputError, match="choose one of none, permuted"):
         read_behind(bert, TEXTS[:1], "hidden:1", "hope")
     with pytest.raises(InputError, match="give one secret, not rotated and mixed"):
         degrade(leak(bert, "hidden:1"), forms=["mixed:1", "rotated:1"])

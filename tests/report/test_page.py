@@ -211,7 +211,7 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
         Policy(source="<i>keyhole.toml</i>", ignores=(risk,)),
         date(2026, 1, 1),
     )
-    page = report.render(found, judged)
+    page = report.render(judged)
     assert '<span class="badge plain">new</span>' in page
     assert '<span class="badge plain">same</span>' in page
     assert "a &lt;b&gt;known&lt;/b&gt; risk (until 2027-01-01)" in page

@@ -25,9 +25,8 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
-from keyhole.oracle.open_inference import FLOATS
+from keyhole.oracle.open_inference import FLOATS, Output, TextEndpoint
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.text_endpoint import Output, TextEndpoint
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave
 _SUM = 1e-3  # how far rounded probabilities may add up to other than 1

@@ -10,6 +10,7 @@ which `--debug` shows the traceback.
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import sys
@@ -23,8 +24,8 @@ import typer
 import typer.core
 import typer.main
 
-from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.options import with_options
+from keyhole.cli.outputs import say, write_in_any_locale
 from keyhole.core.errors import InputError, KeyholeError, missing_extra
 from keyhole.version import __version__
 
@@ -40,6 +41,8 @@ ORDER = (
     "audit", "extract", "recover", "invert", "disrupt", "harden", "report", "check-config",
     "policy", "lab",
 )  # fmt: skip
+_MODULES = {"lab": ("lab", "lab_targets")}  # of the others, the one of their name
+_COMMANDS: dict[str, typer.Typer] = {}
 
 
 class _PlainFlags:
@@ -88,8 +91,17 @@ class _Root(Group):
             failure = missing_extra(error) or error
             raise typer.Exit(report_failure(failure, debug=ctx.params["debug"])) from None
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(ORDER)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Loaded when it is asked for: nobody waits for the others."""
+        for name in (cmd_name,) if cmd_name in ORDER else ORDER:  # to one that is misspelt, all
+            if name not in self.commands:
+                for module in _MODULES.get(name, (name.replace("-", "_"),)):
+                    importlib.import_module(f"keyhole.cli.{module}")
+                self.commands[name] = typer.main.get_command(_COMMANDS[name])
+        return super().get_command(ctx, cmd_name)
 
 
 app = typer.Typer(
@@ -98,19 +110,41 @@ app = typer.Typer(
 
 
 def command(
-    *examples: str, name: str | None = None, group: typer.Typer = app
+    *examples: str, name: str | None = None, group: typer.Typer | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command, whose help ends with examples that run as they stand."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        registered = group.command(name, cls=Command, epilog=examples_of(*examples))
+        into = add(name or function.__name__.replace("_", "-")) if group is None else group
+        registered = into.command(name, cls=Command, epilog=examples_of(*examples))
         return registered(with_options(function))
 
     return register
 
 
+def add(name: str, **about: Any) -> typer.Typer:
+    """A command, or a group of them, at the top."""
+    made = typer.Typer(name=name, add_completion=False, rich_markup_mode="rich", **about)
+    _COMMANDS[name] = made
+    return made
+
+
 def examples_of(*lines: str) -> str:
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
+
+
+lab = add(
+    "lab",
+    cls=Group,
+    no_args_is_help=True,
+    help="Plant, capture, measure and prove: what researchers use.",
+    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
+)
+
+
+@lab.callback()
+def about_lab() -> None:
+    """Plant, capture, measure and prove: what researchers use."""
 
 
 class _Console(logging.Handler):
@@ -134,7 +168,7 @@ def main() -> None:
 
 @cache
 def command_line() -> Any:
-    """Every command, made of its options once: that takes as long as many a command."""
+    """Every command, each made of its options once: that takes as long as many a command."""
     return typer.main.get_command(app)
 
 

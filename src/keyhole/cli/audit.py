@@ -15,8 +15,7 @@ from keyhole.audit.options import AuditOptions, fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
-from keyhole.cli.console import answer, say
-from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
+from keyhole.cli.outputs import OutputFiles, Outputs, answer, expect_new, say
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
@@ -308,7 +307,7 @@ def _write(out: Path, member: Member, judge: Judge, audit: Audit) -> None:
 
     assessment = judge(audit)
     write_text(out / f"{member.stem}.json", json_form.render(assessment))
-    write_text(out / f"{member.stem}.html", report.render(audit, assessment))
+    write_text(out / f"{member.stem}.html", report.render(assessment))
 
 
 def _expect_folder(out: Path) -> None:

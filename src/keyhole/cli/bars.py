@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.cli import console
-from keyhole.cli.console import say, visible
+from keyhole.cli import outputs
+from keyhole.cli.outputs import say, visible
 from keyhole.core.progress import Progress, Standing
 
 EVERY = 30.0  # seconds between lines where there is no terminal and no part ends
@@ -30,7 +30,7 @@ def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
     `unit` is what the overall bar counts. `each` says that every step of it is worth a line:
     checks are, queries are not.
     """
-    people = console.people
+    people = outputs.people
     if os.environ.get("KEYHOLE_NO_PROGRESS"):
         shown = Bars(command, unit)
     elif people.is_interactive and people.file.isatty():  # FORCE_COLOR makes no terminal of a file
@@ -123,7 +123,7 @@ class _Screen(Bars):
 
     def _started(self) -> Live:
         live = Live(
-            get_renderable=self._drawn, console=console.people, transient=True,
+            get_renderable=self._drawn, console=outputs.people, transient=True,
             redirect_stdout=False,  # it is the answer's, wherever it goes
             refresh_per_second=10,
         )  # fmt: skip
@@ -131,7 +131,7 @@ class _Screen(Bars):
         return live
 
     def _drawn(self) -> Table:
-        wide = console.people.width >= 120
+        wide = outputs.people.width >= 120
         view = Table.grid(padding=(0, 1), expand=True)
         view.add_column(width=44 if wide else 22, no_wrap=True)
         for _ in ("bar", "count", "time"):

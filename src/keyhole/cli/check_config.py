@@ -9,8 +9,7 @@ import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.console import answer
-from keyhole.cli.outputs import OutputFiles, Outputs
+from keyhole.cli.outputs import OutputFiles, Outputs, answer
 from keyhole.core.options import CHECKS, OUTPUT
 
 if TYPE_CHECKING:

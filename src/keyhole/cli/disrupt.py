@@ -9,8 +9,7 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer
-from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
+from keyhole.cli.outputs import OutputFiles, Outputs, answer, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable

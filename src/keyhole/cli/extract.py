@@ -10,8 +10,7 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer, say
-from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.cli.outputs import and_tensors, answer, expect_new, say
 from keyhole.core import Status, exit_code
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError

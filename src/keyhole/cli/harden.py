@@ -10,8 +10,7 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import say, show
-from keyhole.cli.outputs import OutputFiles, Outputs
+from keyhole.cli.outputs import OutputFiles, Outputs, say, show
 from keyhole.core import dump
 from keyhole.core.errors import InputError
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings

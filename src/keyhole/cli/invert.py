@@ -10,20 +10,12 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import INTERRUPTED, command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer, say
-from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.cli.outputs import and_tensors, answer, expect_new, say
 from keyhole.core import Status, exit_code
 from keyhole.core.options import CHECKS
 
 if TYPE_CHECKING:
     from keyhole.core.progress import Progress
-
-ProblemFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PROBLEM", help="A .safetensors file with W, V, B (and maps, if they leaked)."
-    ),
-]
 
 
 @command(
@@ -31,7 +23,7 @@ ProblemFile = Annotated[
     "keyhole invert problem.safetensors --certify --out found.json",
 )
 def invert(
-    problem: ProblemFile,
+    problem: opt.ProblemFile,
     method: opt.Method = None,
     option: opt.MethodOptions = None,
     start: Annotated[

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyhole.cli import options as opt
-from keyhole.cli.app import Group, app, command, examples_of, interruptible
+from keyhole.cli.app import command, interruptible, lab
 from keyhole.cli.bars import bars
-from keyhole.cli.console import answer, say, show
-from keyhole.cli.invert import ProblemFile
-from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_folder, write_text
@@ -24,20 +22,7 @@ if TYPE_CHECKING:
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
-lab = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode="rich")
-app.add_typer(
-    lab,
-    name="lab",
-    help="Plant, capture, measure and prove: what researchers use.",
-    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
-)
-
 Columns = Annotated[str | None, opt.declared("column")]
-
-
-@lab.callback()
-def about_lab() -> None:
-    """Plant, capture, measure and prove: what researchers use."""
 
 
 @command(
@@ -163,7 +148,7 @@ def capture(
             "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
             "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
             "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
-            "May be repeated.",
+            "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
             CHECKS,
             metavar="FORM",
         ),
@@ -312,7 +297,7 @@ def corpus(
     group=lab,
 )
 def bounds(
-    problem: ProblemFile,
+    problem: opt.ProblemFile,
     at: Annotated[
         Path,
         typer.Argument(
@@ -433,6 +418,52 @@ def certify(
         proofs.to_dict(), f"{model}: {units} of attention cut\n{proofs.summary()}", as_json=as_json
     )
     raise typer.Exit(exit_code([proofs.outcome]))
+
+
+@command(
+    "keyhole lab defences",
+    "keyhole lab defences ./my-model --out defences.json",
+    group=lab,
+)
+def defences(
+    model: opt.ModelName = "demo",
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
+    out: opt.Out = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure every defence in one table, each attacked by somebody who knows it.
+
+    Caches, hidden states, embeddings, gradients and logits behind noise, rounding, secrets and
+    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing. With
+    --out every finished row is kept in FILE.journal, and the same command resumes.
+    """
+    from rich.table import Table
+
+    from keyhole.lab.defences import table
+
+    expect_new(out, force=force)
+    journal = None if out is None else out.with_name(f"{out.name}.journal")
+    kept = interruptible(lambda: "" if journal is None else _kept(journal, "rows"))
+    with kept, bars("defences", "rows") as track:
+        found = table(
+            model, device=device, allow_pickle=allow_pickle, seed=seed, journal=journal,
+            force=force, track=track, resuming=lambda done: say(f"resuming: {done} rows are done"),
+        )  # fmt: skip
+        if out is not None:
+            found.save(out)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
+    heads = ("guards", "defence", "attack", "attacker", "honest users lose", "time", "verdict")
+    shown = Table(*heads, caption=found.summary(), caption_justify="left")
+    for row in found.rows:
+        what = row.setting if row.defence == "none" else f"{row.defence}: {row.setting}"
+        verdict = f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict)
+        time = f"×{row.factor:.1f}"
+        shown.add_row(row.guards, what, row.attack, row.attacker, row.honest, time, verdict)
+    answer(found.to_dict(), shown, as_json=as_json)
 
 
 @command(

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyhole.cli import options as opt
-from keyhole.cli.app import command
-from keyhole.cli.console import answer, show
-from keyhole.cli.lab import lab
-from keyhole.cli.outputs import expect_new
+from keyhole.cli.app import command, lab
+from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import dump
 from keyhole.core.errors import InputError, MissingExtra, expect_count
 from keyhole.core.options import CHECKS, OUTPUT, TARGET, settings

@@ -116,6 +116,12 @@ _EXAMPLES = options_of(ExampleOptions)
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo.")
 ]
+ProblemFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROBLEM", help="A .safetensors file with W, V, B (and maps, if they leaked)."
+    ),
+]
 Data = Annotated[
     str | None,
     about(

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.console import answer
+from keyhole.cli.outputs import answer
 from keyhole.core import Audit
 from keyhole.core.errors import InputError
 from keyhole.core.options import OUTPUT

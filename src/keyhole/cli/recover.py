@@ -13,7 +13,7 @@ from rich.text import Text
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.console import say, show, visible
+from keyhole.cli.outputs import say, show, visible
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable

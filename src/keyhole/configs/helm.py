@@ -46,7 +46,6 @@ _KEYS = re.compile(
     re.IGNORECASE,
 )
 _FROM_ELSEWHERE = re.compile(r"(extra)?env(vars)?(from|secret|cm)", re.IGNORECASE)
-_ASKS = re.compile(r"auth-(type|url|secret|signin|tls)|middlewares|(white|allow)list")
 _NO = ("", "false", "no", "off", "null", "~", "{}", "[]")
 
 

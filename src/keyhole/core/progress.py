@@ -5,7 +5,7 @@ whoever has several parts takes `track` and asks it for a `progress` of each par
 say nothing. A command opens one track of its own name, which counts its parts: its overall bar.
 Where work goes on that an earlier run began, the first call says how much was done by then.
 
-`Standing` is what such calls add up to; on a terminal it is a bar, else a line (cli/console.py).
+`Standing` is what such calls add up to; on a terminal it is a bar, else a line (cli/outputs.py).
 """
 
 from __future__ import annotations

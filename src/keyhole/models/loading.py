@@ -227,6 +227,8 @@ def _expect_memory(
     if needed >= _LARGE:
         free = shown(available(device))
         _log.info("the weights of %s take %s of memory; %s free", name, shown(needed), free)
+        if torch.device(device).type == "cpu" and torch.cuda.is_available():
+            _log.info("this machine has a GPU, which is many times faster: --device cuda")
 
 
 def _parameters(where: Path, options: dict[str, Any]) -> int:

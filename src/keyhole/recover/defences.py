@@ -1,13 +1,13 @@
 """Leaks behind a defence, read by an attacker who knows which defence it is.
 
 The attacker does not know the defence's secret, but uses the server too: texts of the attacker's
-own leak under the same secret.
+own leak under the same secret, or none do, and what the defence keeps has to tell.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,30 +16,35 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
-from keyhole.recover.attack import Target
+from keyhole.recover.attack import Attack, Target
 from keyhole.recover.layers.inverse_map import random_texts
-from keyhole.recover.leaks import Leak
+from keyhole.recover.leaks import PRECISIONS, KeyValues, Leak, MixedCache
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.run import recover_texts
 from keyhole.recover.secrets import (
     BLOCK,
-    FORMS,
+    SECRETS,
     Pairs,
+    by_lengths,
     in_no_order,
     matrices_of,
+    undo_rotation,
     unrotated,
     unscrambled,
+    unshielded,
+    with_matrices,
 )
-from keyhole.recover.simulate import degrade, leak_of, with_noise
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
-DEFENCES = ("none", "noise", "permuted", *FORMS)
-NOISE = 0.1  # in standard deviations of the leak
+DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
 _KEY = 7
 _SOLVED = {
     "rotated": "rotation solved from rows of own texts",
     "scrambled": "map solved from sums of own texts",
     "mixed": "map solved from sums of own texts",
+    "shielded": "columns of own texts matched",
 }
+_BY_LENGTHS = "tokens by the lengths of rows, then the rotation from them"
 _LONG = 3 * BLOCK  # tokens of a text of the attacker's own
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _APART = 10_000  # keeps the seeds of the attacker's texts apart from the others'
@@ -53,7 +58,7 @@ class LeakTried:
     defence: str
     exposure: str
     texts: int
-    attack: str = "read as it is"
+    attack: str = ""
     status: Status = Status.UNSOLVED
     reason: str = ""
     exact: int = 0
@@ -63,36 +68,76 @@ class LeakTried:
 
 
 def read_behind(
-    loaded: Loaded, texts: Sequence[str], exposure: Exposure | str, defence: str, seed: int = 0
-) -> LeakTried:
-    """Hide what leaks of `texts` behind a defence, and read it all the same."""
-    if defence not in DEFENCES:
+    loaded: Loaded, texts: Sequence[str], exposure: Exposure | str, defence: str, seed: int = 0, *,
+    own: int | None = None, known: int | None = None,
+    hide: Callable[[Leak], Leak] | None = None, method: Attack | None = None,
+) -> LeakTried:  # fmt: skip
+    """Hide what leaks of `texts` behind a defence, and read it all the same.
+
+    `own` is how many texts the attacker sends, by default as many as it takes; `known` how many
+    tokens a cloaked cache is known to begin with. `hide` is a defence that is none of DEFENCES.
+    `method` reads what is left, by default what reads such leaks.
+    """
+    if hide is None and defence not in DEFENCES:
         raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     started = time.perf_counter()
     target = Target.of(loaded.model, loaded.tokenizer)
     plain = [leak_of(loaded.model, loaded.tokenizer, text, exposure) for text in texts]
+    longest = min(MAX_LENGTH, target.parts.max_length)
     truths = [
-        loaded.tokenizer(text, truncation=True, max_length=leak.length)["input_ids"]
-        for text, leak in zip(texts, plain, strict=True)
+        loaded.tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts
     ]
     tried = LeakTried(defence, str(exposure), len(texts))
     try:
-        leaks = [_defended(leak, defence, seed + number) for number, leak in enumerate(plain)]
-        if defence in FORMS:
-            known = own_texts(target, exposure, defence, seed)
-            tried = replace(tried, attack=_SOLVED[defence], own=len(known))
-            leaks = _undone(target, known, leaks, defence)
-        tried = _judged(tried, recover_texts(loaded.model, loaded.tokenizer, leaks), truths)
+        leaks = [
+            _defended(leak, defence, seed + number) if hide is None else hide(leak)
+            for number, leak in enumerate(plain)
+        ]
+        if defence == "cloaked" and known is not None:
+            leaks = [
+                _opened(leak, truth[:known]) for leak, truth in zip(leaks, truths, strict=True)
+            ]
+        if hide is None and defence in _SOLVED:
+            pairs, attack = _pairs(target, leaks, exposure, defence, seed, own)
+            tried = replace(tried, attack=attack, own=0 if own == 0 else len(pairs))
+            leaks = _undone(target, pairs, leaks, defence) if pairs else leaks
+        read = recover_texts(loaded.model, loaded.tokenizer, leaks, method=method)
+        tried = _judged(tried, read, truths)
     except Unsuccessful as end:
         tried = replace(tried, status=end.status, reason=end.reason)
     return replace(tried, seconds=time.perf_counter() - started)
 
 
+def _opened(leak: Leak, known: list[int]) -> Leak:
+    """A mixed cache of which the first tokens are known."""
+    if not isinstance(leak, KeyValues):
+        raise InputError(f"only a cache begins with known tokens here, not {leak.exposure}")
+    return MixedCache(leak.keys, leak.values, leak.layer + 1, known=known)
+
+
+def _pairs(
+    target: Target, leaks: Sequence[Leak], exposure: Exposure, form: str, seed: int, own: int | None
+) -> tuple[Pairs, str]:
+    """What the attacker knows of texts and their leaks, and how the secret is found from it."""
+    if own != 0:
+        return own_texts(target, exposure, form, seed, own), _SOLVED[form]
+    if exposure.kind == "kv" and form in ("rotated", "shielded"):
+        return by_lengths(target, leaks), _BY_LENGTHS
+    return [], ""
+
+
 def _undone(target: Target, known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
     """The leaks without the secret, as far as texts of the attacker's own show it."""
-    if form == "rotated":
+    if leaks[0].kind == "pooled":
+        rows = ([matrices_of(leak)[0] for leak in side] for side in zip(*known, strict=True))
+        alignment = undo_rotation(*(torch.cat(side) for side in rows))
+        undone = [alignment.undo(matrices_of(leak)[0].double()) for leak in leaks]
+        return [with_matrices(leak, [row]) for leak, row in zip(leaks, undone, strict=True)]
+    if form == "rotated" or (form == "shielded" and known[0][1] is leaks[0]):
         return unrotated(known, leaks)
+    if form == "shielded":
+        return unshielded(known, leaks)
     return [in_no_order(target, leak) for leak in unscrambled(known, leaks)]
 
 
@@ -108,16 +153,24 @@ def _judged(
         status = Status.RECOVERED
     elif exact or tokens >= _PARTLY:
         status = Status.INEXACT
-    return replace(tried, status=status, reason=recoveries[0].reason, exact=exact, tokens=tokens)
+    best = next((read for read in recoveries if read.verified), recoveries[0])
+    return replace(
+        tried, attack=tried.attack or best.method, status=status, reason=recoveries[0].reason,
+        exact=exact, tokens=tokens,
+    )  # fmt: skip
 
 
-def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs:
+def own_texts(
+    target: Target, exposure: Exposure, form: str, seed: int, count: int | None = None
+) -> Pairs:
     """Random texts of the attacker's own: what leaks of each, and how it is found with a secret."""
     stream = torch.Generator().manual_seed(seed)
     length = min(_LONG, target.parts.max_length)
-    width = max(m.shape[1] for m in matrices_of(_own(target, length, exposure, stream)))
-    each = length if form == "rotated" else -(-length // BLOCK)
-    count = -(-int(_SPARE * width) // each) + 1
+    if count is None:
+        width = max(m.shape[1] for m in matrices_of(_own(target, length, exposure, stream)))
+        rows = {"rotated": 1 if exposure.kind == "pooled" else length, "shielded": width * length}
+        each = rows.get(form, -(-length // BLOCK))
+        count = -(-int(_SPARE * width) // each) + (form != "shielded")
     plain = [_own(target, length, exposure, stream) for _ in range(count)]
     return [
         (leak, _defended(leak, form, seed + _APART + number)) for number, leak in enumerate(plain)
@@ -133,7 +186,7 @@ def _own(target: Target, length: int, exposure: Exposure, stream: torch.Generato
 def _defended(leak: Leak, defence: str, seed: int) -> Leak:
     if defence == "none":
         return leak
-    if defence == "noise":
-        return replace(with_noise(degrade(leak, noise=NOISE, seed=seed), NOISE), precision=None)
-    form = f"{defence}:{_KEY}" if defence in FORMS else defence
+    if defence in PRECISIONS:
+        return degrade(leak, defence)
+    form = f"{defence}:{_KEY}" if defence in SECRETS else defence
     return degrade(leak, seed=seed, forms=[form])

@@ -9,8 +9,13 @@ of a leak (hidden states have one, keys and values one for each head), with b = 
                                 of a block, anew for every block and text, all heads alike
     mixed        S P X M        S (b, b) invertible and secret besides: a row is of no one token
 
-*Shadow in the Cache* (arXiv 2508.09442) proposes the last for KV caches (KV-Cloak), with a secret
-matrix added to X besides and permutations of each head's own.
+    shielded     X Π            Π permutes the numbers of a row, secret, the same for all texts
+    cloaked      S P (X M + A)  M rotates in each rotary plane, A is one secret row of a block,
+                                P is each head's own; blocks are filled up
+
+The last two are of caches. *A First Look At Efficient And Secure On-Device LLM Inference Against KV
+Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield); *Shadow in the Cache* (arXiv
+2508.09442) `cloaked` (KV-Cloak), of which `mixed` is a stronger form.
 
 Whoever uses the server as well has texts that he knows, X, and their leaks Y. What follows:
 
@@ -26,7 +31,12 @@ Whoever uses the server as well has texts that he knows, X, and their leaks Y. W
   are rows in no order. Hidden states are read as such (layers/unordered.py). An encoder's keys and
   values give the hidden states below them by least squares (layers/key_values.py). A decoder's
   first layer is looked up: values tell the token; keys, which are rotated by position, its place.
-- With tokens mixed as well (S P X M) neither rows nor their sums are pairs.
+- With tokens mixed as well (S P X M) neither rows nor their sums are pairs. KV-Cloak's own M has so
+  few unknowns that the span of a block gives it away (layers/mixed.py).
+- A permutation of numbers is known from one known row, if no number is there twice: columns that
+  hold the same numbers are the same.
+- Rotations and permutations keep the length of each head's keys and values. In a first layer those
+  lengths tell the token (`by_lengths`), and tokens that are known are pairs: no other is needed.
 """
 
 from __future__ import annotations
@@ -46,12 +56,17 @@ from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 
 FORMS = ("rotated", "scrambled", "mixed")
+OF_CACHES = ("shielded", "cloaked")
+SECRETS = (*FORMS, *OF_CACHES)
 BLOCK = 16  # tokens
 _STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
 _OTHER_BLOCK = 1e30  # the cost of a place in another block
 _SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
 _OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
+_LARGE = (
+    2.84  # times the largest number of a cache: KV-Cloak's unit for what it adds and fills with
+)
 
 
 def matrices_of(leak: Leak) -> list[Tensor]:
@@ -82,26 +97,101 @@ def blocks(length: int) -> list[slice]:
 
 def hidden_behind(leak: Leak, form: str, key: int, stream: torch.Generator) -> Leak:
     """The leak as an attacker without `key` finds it; `stream` draws what is drawn anew."""
-    if form not in FORMS:
-        raise InputError(f"unknown form {form}: choose one of {', '.join(FORMS)}")
+    return hidden_by(secrets_of(leak, form, key, stream), leak)
+
+
+def hidden_by(secrets: Sequence[Secret], leak: Leak) -> Leak:
+    pairs = zip(secrets, matrices_of(leak), strict=True)
+    return with_matrices(leak, [secret.hide(matrix.double()) for secret, matrix in pairs])
+
+
+def shown_again(hidden: Leak, secrets: Sequence[Secret], like: Leak) -> Leak:
+    """What the owner of the secrets has of a hidden leak, as long as the plain one is."""
+    pairs = zip(secrets, matrices_of(hidden), strict=True)
+    rows = [secret.show(matrix.double())[: like.length] for secret, matrix in pairs]
+    return with_matrices(hidden, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Secret:
+    """What is done to one matrix of rows: Y = mix (X map + added), in each block of its own."""
+
+    mixes: Sequence[Tensor] | None  # (b, b) of each block; None: rows stay where they are
+    map: Tensor
+    added: Tensor | None = None  # (b, k)
+
+    def hide(self, rows: Tensor) -> Tensor:
+        rows = (rows if self.added is None else _filled(rows)) @ self.map
+        if self.mixes is None:
+            return rows
+        parts = rows.split(BLOCK)
+        if self.added is not None:
+            parts = [part + self.added for part in parts]
+        return torch.cat([mix @ part for mix, part in zip(self.mixes, parts, strict=True)])
+
+    def show(self, rows: Tensor) -> Tensor:
+        if self.mixes is not None:
+            pairs = zip(self.mixes, rows.split(BLOCK), strict=True)
+            parts = [torch.linalg.solve(mix, part) for mix, part in pairs]
+            rows = torch.cat(parts if self.added is None else [p - self.added for p in parts])
+        return rows @ torch.linalg.inv(self.map)
+
+
+def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list[Secret]:
+    """The secrets that hide a leak, one for each of its matrices."""
+    if form not in SECRETS:
+        raise InputError(f"unknown form {form}: choose one of {', '.join(SECRETS)}")
     if form != "rotated" and isinstance(leak, Pooled):
         raise InputError(f"only rows of several tokens can be {form}, not {leak.exposure}")
-    matrices = [matrix.double() for matrix in matrices_of(leak)]
-    if form != "rotated":
-        order = torch.cat([
-            part.start + torch.randperm(part.stop - part.start, generator=stream)
-            for part in blocks(len(matrices[0]))
-        ])  # fmt: skip
-        matrices = [matrix[order] for matrix in matrices]
-    secret = torch.Generator().manual_seed(key)
-    changed: list[Tensor] = []
+    if form in OF_CACHES and not isinstance(leak, KeyValues):
+        raise InputError(f"only keys and values can be {form}, not {leak.exposure}")
+    matrices, secret = matrices_of(leak), torch.Generator().manual_seed(key)
+    if form == "cloaked":
+        return [_cloak(matrix.double(), secret, stream) for matrix in matrices]
+    sizes = [part.stop - part.start for part in blocks(len(matrices[0]))]
+    orders = None
+    if form in ("scrambled", "mixed"):
+        orders = [torch.randperm(size, generator=stream) for size in sizes]
+    made: list[Secret] = []
     for matrix in matrices:
-        rows = matrix @ _map(matrix.shape[1], secret, orthogonal=form == "rotated")
-        if form == "mixed":
-            mix = _map(BLOCK, secret)
-            rows = torch.cat([mix[: len(part), : len(part)] @ part for part in rows.split(BLOCK)])
-        changed.append(rows)
-    return with_matrices(leak, changed)
+        width = matrix.shape[1]
+        if form == "shielded":
+            made.append(Secret(None, _permutation(torch.randperm(width, generator=secret))))
+            continue
+        drawn, mixes = _map(width, secret, orthogonal=form == "rotated"), None
+        if orders is not None:
+            mixes = [_permutation(order) for order in orders]
+            if form == "mixed":
+                mix = _map(BLOCK, secret)
+                mixes = [mix[: len(each), : len(each)] @ each for each in mixes]
+        made.append(Secret(mixes, drawn))
+    return made
+
+
+def _permutation(order: Tensor) -> Tensor:
+    """The matrix that takes rows in this order."""
+    return torch.eye(len(order), dtype=torch.float64)[order]
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Rows that fill whole blocks, those behind the text with one large number."""
+    large = 1.5 * _LARGE * float(rows.abs().max())
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK), value=large)
+
+
+def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Secret:
+    """KV-Cloak's secrets for one head's keys or values, with its usual settings."""
+    half = rows.shape[1] // 2
+    angles = 2 * torch.pi * torch.rand(half, generator=secret, dtype=torch.float64)
+    cos, sin = angles.cos().diag(), angles.sin().diag()
+    rotation = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])
+    mix = _map(BLOCK, secret, orthogonal=True)
+    added = torch.zeros(BLOCK, rows.shape[1], dtype=torch.float64)
+    place = int(torch.randint(BLOCK, (1,), generator=secret))
+    drawn = torch.rand(rows.shape[1], generator=secret, dtype=torch.float64)
+    added[place] = (3 + drawn) * _LARGE * rows.abs().max()
+    orders = [torch.randperm(BLOCK, generator=stream) for _ in blocks(len(rows))]
+    return Secret([mix @ _permutation(order) for order in orders], rotation, added)
 
 
 def _map(size: int, stream: torch.Generator, orthogonal: bool = False) -> Tensor:
@@ -165,6 +255,40 @@ def unrotated(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
     _expect_spanned([stored for _, stored in pairs], leaks, "rows")
     found = [undo_rotation(plain, stored) for plain, stored in pairs]
     return _multiplied(leaks, [alignment.stored @ alignment.own.T for alignment in found])
+
+
+def unshielded(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
+    """Leaks behind a permutation of the numbers of a row as they were."""
+    pairs = _rows(known, sums=False)
+    orders = [assigned(torch.cdist(stored.mT, plain.mT)) for plain, stored in pairs]
+    return _multiplied(leaks, [_permutation(order).mT for order in orders])
+
+
+@torch.no_grad()
+def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
+    """Pairs for a rotation of a first layer's cache: what it keeps, lengths, tells the tokens."""
+    first = KeyValues if leaks[0].exposure.block(target.parts) == 1 else ()
+    if not all(isinstance(leak, first) for leak in leaks):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "no text is known, and lengths tell tokens in first caches alone"
+        )
+    exposure = leaks[0].exposure
+    turned = bool(target.parts.rotary)  # then a row is as long at every position
+    pairs: list[tuple[Leak, Leak]] = []
+    for leak in leaks:
+        rows = torch.stack([matrix.norm(dim=1) for matrix in matrices_of(leak)], 1)
+
+        def misfit(tokens: Tensor, rows: Tensor = rows) -> Tensor:
+            ids = tokens[:, None].expand(-1, 1 if turned else len(rows))
+            given = capture(target.model, exposure, ids=ids)
+            lengths = torch.cat([given["keys"].norm(dim=-1), given["values"].norm(dim=-1)], 1)
+            return (lengths.permute(2, 0, 1) - rows[:, None].to(lengths)).norm(dim=-1)
+
+        ids = target.nearest_tokens(misfit, 1)[:, 0]
+        given = capture(target.model, exposure, ids=ids[None].to(target.parts.device))
+        found = {name: tensor[0].cpu() for name, tensor in given.items()}
+        pairs.append((replace(leak, **found), leak))
+    return pairs
 
 
 def unscrambled(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:

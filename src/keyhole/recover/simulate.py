@@ -28,13 +28,12 @@ from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
 from keyhole.recover.attack import expect_numbers
 from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled, load_leak
-from keyhole.recover.secrets import FORMS as SECRET_FORMS
-from keyhole.recover.secrets import hidden_behind
+from keyhole.recover.secrets import SECRETS, hidden_behind
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
     "truncated": "truncated:K", "log-probabilities": "log-probabilities",
-    **{name: f"{name}:KEY" for name in SECRET_FORMS},
+    **{name: f"{name}:KEY" for name in SECRETS},
 }  # fmt: skip
 MAX_LENGTH = 512  # tokens of a text that a leak is made of
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
@@ -99,12 +98,13 @@ def degrade(
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
     (rows in any order), of hidden states; the first two of a pooled embedding too; or
     `log-probabilities`, of logits. `rotated:KEY`, `scrambled:KEY` and `mixed:KEY` (secrets.py),
-    of hidden states or keys and values, come last, under a secret that is drawn from the whole
+    of hidden states or keys and values, and `shielded:KEY` and `cloaked:KEY`, of the latter alone,
+    come last, under a secret that is drawn from the whole
     number KEY: texts of one KEY share it. The others and the precision are written into the leak,
     as a server's documentation and a file's dtype would tell; secrets and the noise are not.
     """
     changes = parse_forms(forms)
-    secrets = {name: changes.pop(name) for name in SECRET_FORMS if name in changes}
+    secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
     if len(secrets) > 1:
         raise InputError(f"give one secret, not {' and '.join(secrets)}")
     expect_among("precision", precision, PRECISIONS)
@@ -135,7 +135,7 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
     parsed: dict[str, int | None] = {}
     for form in forms:
         name, colon, count = form.partition(":")
-        counted = name in ("subset", "truncated", *SECRET_FORMS)
+        counted = name in ("subset", "truncated", *SECRETS)
         whole = count.isascii() and count.isdecimal() and 0 < len(count) < 10 and int(count) > 0
         if name not in FORMS or bool(colon) != counted or (counted and not whole):
             raise InputError(f"unknown form {form}: choose one of {', '.join(FORMS.values())}")

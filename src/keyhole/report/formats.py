@@ -13,7 +13,7 @@ from keyhole.report import json_form, junit, markdown, sarif
 from keyhole.report.page import render
 
 FORMATS: dict[str, Callable[[Assessment], str]] = {
-    "html": lambda assessment: render(assessment.audit, assessment),
+    "html": render,
     "json": json_form.render,
     "sarif": sarif.render,
     "sarif-github": sarif.render_alerts,

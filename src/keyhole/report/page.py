@@ -27,19 +27,18 @@ from keyhole.report import readings, words
 _UNFOLDED = 3  # findings whose texts are seen without a click, the worst first
 
 
-def render(audit: Audit, assessment: Assessment | None = None) -> str:
-    """The page; everything that came from a target is escaped.
-
-    `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
+def render(audit: Audit | Assessment) -> str:
+    """The page of an audit, or of what `assess` made of it where a policy or a baseline had a say;
+    everything that came from a target is escaped.
     """
-    made = assess(audit) if assessment is None else assessment
+    made = audit if isinstance(audit, Assessment) else assess(audit)
 
     def measures(item: Item) -> list[Measure]:
         return measured(item, made.items)
 
     return fill(
         "page.html",
-        audit=audit,
+        audit=made.audit,
         assessment=made,
         sections=sections(made),
         controls=groups(made.controls),

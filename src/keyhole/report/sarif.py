@@ -241,7 +241,6 @@ class Places:
 
 # An audit.
 
-_NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")
 _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
     State.GONE: "absent", State.UNTRIED: "unchanged",
@@ -297,7 +296,8 @@ def needs_somebody(result: dict[str, Any]) -> bool:
 
 
 def _driver(assessment: Assessment) -> dict[str, Any]:
-    rules = [*(_rule(rule, assessment) for rule in RULES), _NOT_CHECKED]
+    untried = not_checked("What was not tried is neither given away nor kept.")
+    rules = [*(_rule(rule, assessment) for rule in RULES), untried]
     return driver(words.version(assessment.audit), rules)
 
 

@@ -5,11 +5,9 @@ places hardly disturb each other: for a set S of them
 
     v(text with all of S)  ≈  v(text) + g·Σ_{s ∈ S} Δ_s
 
-With all-MiniLM-L6-v2 and sentences of 17–24 tokens of which 2, 3, 5, 8 are wrong, the sum of the
-right single changes points where the goal is with a cosine of 0.97, 0.96, 0.89, 0.83
-(benchmarks/embedding_sums.py). So after one run of the encoder over single changes a text that is
-wrong in many places can be put right at once, by looking for the set whose sum is nearest to what
-is missing,
+the better, the fewer places are wrong. So after one run of the encoder over single changes a text
+that is wrong in many places can be put right at once, by looking for the set whose sum is nearest
+to what is missing,
 
     min over S of  ‖(goal − v) − g·Σ Δ_s‖²  −  μ·Σ (change of log p)
 

@@ -250,7 +250,8 @@ class Blocks:
         for side, each, given in zip(self.sides, self.maps, rows, strict=True):
             if each is None:
                 continue
-            q = each.misfits(side, given, number)
+            # Rounding that is coarser than thought in one side says nothing about the others.
+            q = each.misfits(side, given, number) * max(1.0, self.level) / max(1.0, each.level)
             misfits.append(q.expand(len(places), -1) if q.ndim == 1 else q)
             shown = inside != (-1 if each.hidden is None else each.hidden)
             free.append(shown * float(side.free[number]))

@@ -114,8 +114,8 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
             opened = True
             note = f"blocks of {blocks.size}, {len(ids)} first tokens known"
             best = max(best, (len(tokens), reader.whole(tokens), note))
-            if len(tokens) > len(ids):
-                break
+            if len(tokens) > len(ids) or len(ids) >= blocks.size:
+                break  # nor does a whole block that fits leave another size to be tried
     if not opened:
         for blocks in cut:
             found = guessed(Reader(table, blocks))

@@ -1,0 +1,61 @@
+"""What `keyhole lab defences` measures, as a record (docs/figures/defences.json) and as a table.
+
+`python docs/generate.py figures/defences.json` runs the command and writes both, the table into
+docs/defences.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import quoted
+from keyhole.lab.defences import DefenceTable, Row
+
+DOCS = Path(__file__).parent
+TABLE = re.compile(r"\| it guards \|.*?\n(?=\n)", re.DOTALL)
+
+
+def record(measured: Path | None = None) -> str:
+    """The record of a run that was saved, or of one that is made now."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    import show
+
+    with tempfile.TemporaryDirectory() as folder:
+        if measured is None:
+            measured = Path(folder) / "defences.json"
+            command = [sys.executable, "-m", "keyhole", "lab", "defences", "--out", str(measured)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = DefenceTable.load(measured)
+    page, rows = DOCS / "defences.md", [cells(row) for row in found.rows]
+    lines = [" | ".join(rows[0]), *(" | ".join(row.values()) for row in rows)]
+    head, *others = (f"| {line} |\n" for line in lines)
+    shown = "".join([head, "|---" * len(rows[0]) + "|\n", *others])
+    page.write_text(TABLE.sub(lambda _: shown, page.read_text("utf-8")), "utf-8")
+    data = {
+        "title": "Every defence, attacked by somebody who knows it",
+        "command": "keyhole lab defences",
+        "commit": show.commit(),
+        "machine": show.machine(),
+        "kept": quoted.WRITTEN,
+        "note": f"{len(rows)} rows in {found.seconds:.0f} s.",
+        "rows": rows,
+        "runs": [
+            {"row": f"{row.guards}: {row.defence}, {row.setting}", "items": [row.raw]}
+            for row in found.rows
+        ],
+    }
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "it guards": row.guards, "defence": row.defence, "parameters": row.setting,
+        "attack": row.attack, "attacker": row.attacker,
+        "honest users lose": row.honest, "time": f"×{row.factor:.1f}",
+        "verdict": f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict),
+    }  # fmt: skip

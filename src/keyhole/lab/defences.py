@@ -1,0 +1,685 @@
+"""`keyhole lab defences`: every defence in one table, attacked by somebody who knows it.
+
+A row is one defence with its parameters, in front of one thing: what the attack that knows it got,
+what honest users lose, what it costs in time, and whether anything is proved. All of it is measured
+here, on the model that is given; a cache and logits need a causal model, and where the model is
+none, a Llama of random weights stands in, with the model's tokenizer. Noise and its ε: gaussian.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from keyhole import oracle
+from keyhole.core import Result, Status, environment
+from keyhole.core.errors import MissingExtra, expect_seed
+from keyhole.core.journal import Journal
+from keyhole.core.progress import Track, untracked
+from keyhole.core.result import restored
+from keyhole.data import NO_LABEL, Example, encode
+from keyhole.disrupt import HackAttend
+from keyhole.extract.defences import HonestClient, Trial, trials, try_defence
+from keyhole.extract.output_layer import cliff
+from keyhole.harden import Smoothing
+from keyhole.harden.defences.sattend import SAttend
+from keyhole.harden.evaluate import attack as attacked
+from keyhole.harden.train import train
+from keyhole.lab.gaussian import gaussian, noise_for, stated
+from keyhole.models import demo
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import Exposure, capture
+from keyhole.models.demo import EXAMPLES, NAME, NOTES, TEXTS
+from keyhole.models.hooks import hooks
+from keyhole.models.loading import Loaded, head_of, identity, task_of, transformers
+from keyhole.models.next_token import unembedding
+from keyhole.recover.defences import LeakTried, read_behind
+from keyhole.recover.embeddings.counts import SHIPPED
+from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.gradients.recover_batch import recover_batch
+from keyhole.recover.gradients.update import Protocol, batch_of, update_of
+from keyhole.recover.leaks import HiddenStates, KeyValues, Leak
+from keyhole.recover.registry import ATTACKS
+from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again
+from keyhole.recover.simulate import degrade, leak_of
+
+LITTLE = 0.1  # noise, in standard deviations of what leaks
+PUBLIC = [example.text for example in EXAMPLES]
+_REPEATS = 3  # of a time, of which the least counts
+_DIM = 8  # of the head whose weights are sought
+_SENTENCES = 640  # that a defence is trained on, or that a store holds
+_KEEP = 0.05  # of the attention, by each mask that votes
+_NEAREST = 10
+_TAG = 16  # bytes that AES-GCM appends
+_NAMES = {
+    "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
+    "scrambled": "secret map, tokens permuted", "mixed": "secret map, tokens mixed",
+}  # fmt: skip
+
+
+class Verdict(StrEnum):
+    """What is known of a defence after its attack."""
+
+    BROKEN = "broken"
+    PARTLY = "partly broken"
+    HELD = "not read; no proof"
+    PROVED = "proved"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One defence. `factor` is the processor's time for honest use with it, over that without."""
+
+    guards: str
+    defence: str
+    setting: str
+    attack: str
+    attacker: str
+    honest: str
+    factor: float
+    verdict: Verdict
+    proof: str = ""
+    raw: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+Change = Callable[[Leak], Leak]
+Plans = Iterator[tuple[str, Callable[[], Row]]]
+Made = TypeVar("Made")
+Other = TypeVar("Other")
+
+
+@dataclass(frozen=True, repr=False)
+class DefenceTable(Result):
+    """All rows; `left_out` names those that could not be made here, each with a reason."""
+
+    model: str
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...] = ()
+    seed: int = 0
+    seconds: float = 0.0
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "table of defences"
+
+    def summary(self) -> str:
+        counts = {each: sum(row.verdict is each for row in self.rows) for each in Verdict}
+        shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        head = f"{self.model}: {len(self.rows)} rows, {shown} ({self.seconds:.0f} s)"
+        return "\n".join([head, *(f"left out: {reason}" for reason in self.left_out)])
+
+
+def table(
+    model: str = "demo", *, device: str = "cpu", allow_pickle: bool = False, seed: int = 0,
+    journal: str | Path | None = None, force: bool = False, track: Track = untracked,
+    resuming: Callable[[int], object] = int,
+) -> DefenceTable:  # fmt: skip
+    """Measure every row; those that `journal` holds are not measured again."""
+    expect_seed(seed)
+    started = time.perf_counter()
+    loaded = demo.open_model(
+        model, task=task_of(demo.folder_of(model)), device=device, allow_pickle=allow_pickle
+    )
+    planned = [
+        (f"{guards}: {name}", make)
+        for guards, plans in sections(loaded, seed).items()
+        for name, make in plans
+    ]
+    overall = track("defences", len(planned))
+    run = {"run": "defences", "model": identity(loaded.model, head=True), "seed": seed}
+    rows: list[Row] = []
+    left_out: list[str] = []
+    with Journal(journal, run, force=force) as kept:
+        if len(kept):
+            resuming(len(kept))
+        for number, (name, make) in enumerate(planned):
+            overall(number, note=name)
+            if name not in kept:
+                try:
+                    kept.add({name: asdict(make())})
+                except MissingExtra as error:
+                    left_out.append(f"{name}: {error}")
+                    continue
+            rows.append(kept.recall(name, partial(restored, Row)))
+        overall(len(planned))
+    seconds = time.perf_counter() - started
+    return DefenceTable(loaded.name, tuple(rows), tuple(left_out), seed, seconds)
+
+
+def sections(loaded: Loaded, seed: int) -> dict[str, Plans]:
+    """What is guarded, and its rows, each a name and what measures it."""
+    parts, task = anatomy(loaded.model), head_of(loaded.model)
+    causal = loaded if task == "causal" else stand_in(loaded)
+    middle, classifier = -(-parts.layers // 2), task == "classification"
+    return {
+        "cache": Leaks("cache", causal, Exposure("kv", 0), seed).plans(),
+        "states": Leaks("states", loaded, Exposure("hidden", middle), seed).plans(),
+        "embedding": iter(()) if parts.causal else Embeddings(loaded, seed).plans(),
+        "gradient": Gradients(loaded, seed).plans() if classifier else iter(()),
+        "logits": Logits(causal, seed).plans(),
+        "weights": ((each.name, partial(weights, each, seed)) for each in trials(_DIM, seed=seed)),
+        "predictions": Predictions(loaded, seed).plans() if classifier else iter(()),
+    }
+
+
+def stand_in(loaded: Loaded) -> Loaded:
+    """A Llama of random weights with another model's tokenizer."""
+    library = transformers()
+    config = library.LlamaConfig(
+        vocab_size=len(loaded.tokenizer), hidden_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        initializer_range=0.05,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = library.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return Loaded(model, loaded.tokenizer, identity(model), "a Llama of random weights")
+
+
+def verdict_of(read: float, proof: str) -> Verdict:
+    """By the share that was read."""
+    if read:
+        return Verdict.BROKEN if read == 1 else Verdict.PARTLY
+    return Verdict.PROVED if proof else Verdict.HELD
+
+
+def text_row(
+    guards: str, tried: LeakTried, setting: str, honest: str, factor: float, proof: str,
+    attack: str = "",
+) -> Row:  # fmt: skip
+    """A row whose attack reads texts."""
+    share = tried.exact / tried.texts or (0.5 if tried.status is Status.INEXACT else 0.0)
+    got = f"{tried.exact} of {tried.texts} texts" + (
+        f", {tried.tokens:.0%} of tokens" if share and not tried.exact else ""
+    )
+    return Row(
+        guards, _NAMES.get(tried.defence, tried.defence), setting, attack or tried.attack, got,
+        honest, factor,
+        verdict_of(share, proof), "" if share else proof, asdict(tried),
+    )  # fmt: skip
+
+
+def strengths(row: Callable[[float | None], Row]) -> Plans:
+    """Noise of a tenth of the spread, and of an ε that says something."""
+    yield "noise, 10%", partial(row, None)
+    yield "noise, ε = 8", partial(row, 8.0)
+
+
+# What honest users get, and how long that takes.
+
+
+@torch.no_grad()
+def answers(loaded: Loaded, exposure: Exposure, change: Change) -> Tensor:
+    """What the model says of public texts when what it exposes goes through `change` on the way.
+
+    Of a cache: the first half of each text is cached, in all layers, and the second half read with
+    it. Answers are classes, next tokens at each position, or of a model without a head its vectors.
+    """
+    model, parts = loaded.model, anatomy(loaded.model)
+    given: list[Tensor] = []
+
+    def state(_module: Any, _args: Any, output: Any) -> Any:
+        states = output if isinstance(output, Tensor) else output[0]
+        made = (
+            change(HiddenStates(states[0].cpu(), exposure.layer)).tensors["values"].to(states)[None]
+        )
+        return made if isinstance(output, Tensor) else (made, *output[1:])
+
+    for text in PUBLIC:
+        ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].to(parts.device)
+        if exposure.kind == "kv":
+            half = ids.shape[1] // 2
+            past = model(input_ids=ids[:, :half], use_cache=True).past_key_values
+            for number, layer in enumerate(past.layers):
+                made = change(KeyValues(layer.keys[0].cpu(), layer.values[0].cpu(), number)).tensors
+                layer.keys, layer.values = (each.to(layer.keys)[None] for each in made.values())
+            output = model(input_ids=ids[:, half:], past_key_values=past)
+        else:
+            with hooks((parts.blocks[exposure.layer - 1].register_forward_hook, state)):
+                output = model(input_ids=ids)
+        logits = getattr(output, "logits", None)
+        given.append(output[0].mean(1).flatten() if logits is None else logits.argmax(-1).flatten())
+    return torch.cat(given).cpu()
+
+
+@torch.no_grad()
+def predicted(loaded: Loaded, examples: Sequence[Example]) -> Tensor:
+    """The classes that a model gives."""
+    given: list[Tensor] = []
+    for start in range(0, len(examples), 32):
+        batch, _ = encode(loaded.tokenizer, examples[start : start + 32], max_length=128)
+        batch = {name: tensor.to(loaded.model.device) for name, tensor in batch.items()}
+        given.append(loaded.model(**batch).logits.argmax(-1).cpu())
+    return torch.cat(given)
+
+
+def compared(plain: Callable[[], Made], defended: Callable[[], Other]) -> tuple[Made, Other, float]:
+    """What both give, and how many times as long the second takes, by turns; the least counts."""
+    turns = [(timed(plain), timed(defended)) for _ in range(_REPEATS)]
+    without, with_it = (min(seconds for _, seconds in side) for side in zip(*turns, strict=True))
+    (first, _), (second, _) = turns[-1]
+    return first, second, with_it / without
+
+
+def timed(use: Callable[[], Made]) -> tuple[Made, float]:
+    started = time.process_time()  # what else runs on the machine does not count
+    return use(), time.process_time() - started
+
+
+def lost(clean: Tensor, changed: Tensor) -> str:
+    """What a defence did to answers, in words."""
+    if clean.is_floating_point():
+        error = float((changed - clean).norm() / clean.norm())
+        return f"off by {error:.1e}" if error else "nothing"
+    different = int((clean != changed).sum())
+    return f"{different} of {len(clean)} answers changed" if different else "nothing"
+
+
+# What is hidden, and how it comes back for those who have the key.
+
+
+def owner(form: str) -> Change:
+    drawn: dict[tuple[Exposure, int | None], list[Secret]] = {}
+
+    def change(leak: Leak) -> Leak:
+        place = (leak.exposure, leak.length)
+        if place not in drawn:  # the first of several times, which does not count
+            drawn[place] = secrets_of(leak, form, 7, torch.Generator().manual_seed(0))
+        return shown_again(hidden_by(drawn[place], leak), drawn[place], leak)
+
+    return change
+
+
+def rounded(leak: Leak) -> Leak:
+    made = {name: tensor.round(decimals=1) for name, tensor in leak.tensors.items()}
+    return replace(leak, **made, precision=None)
+
+
+def same(leak: Leak) -> Leak:
+    return leak
+
+
+def _bytes(leak: Leak) -> bytes:
+    return torch.stack(list(leak.tensors.values())).cpu().numpy().tobytes()
+
+
+def _numbers(leak: Leak, data: bytes) -> Leak:
+    """Bytes as the numbers of such a leak; what is none, as 0."""
+    flat = torch.frombuffer(bytearray(data), dtype=torch.float32)
+    numbers = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
+    shape = (len(leak.tensors), *next(iter(leak.tensors.values())).shape)
+    return replace(leak, **dict(zip(leak.tensors, numbers.reshape(shape), strict=True)))
+
+
+# The rows.
+
+
+@dataclass(frozen=True, eq=False)
+class Leaks:
+    """Rows of one exposure of a model: texts are read behind each defence."""
+
+    guards: str
+    loaded: Loaded
+    exposure: Exposure
+    seed: int
+
+    def plans(self) -> Plans:
+        row, cache_ = self.row, self.guards == "cache"
+        yield "none", partial(row, "none", f"{self.loaded.name}, {self.exposure}", same)
+        for name, bits in (("int8", 8), ("int4", 4)):
+            change = partial(degrade, precision=name)
+            yield name, partial(row, name, f"{bits} bits, a scale for each row", change)
+        yield "one decimal", partial(row, "rounding", "to one decimal", rounded, hide=rounded)
+        yield from strengths(self.noise)
+        forms = [("rotated", own) for own in ((0,) if cache_ else (0, 1, 10))]
+        forms += [("shielded", own) for own in (0, 1) if cache_]
+        for form, own in forms:
+            name, setting = f"{_NAMES[form]}, {own}", f"known texts: {own}"
+            yield name, partial(row, form, setting, owner(form), own=own)
+        for form in ("scrambled", "mixed"):
+            yield form, partial(row, form, "blocks of 16", owner(form))
+        if not cache_:
+            yield "permuted", partial(row, "permuted", "rows in no order", same)
+            return
+        for known in (0, 4):
+            name, setting = f"KV-Cloak, {known}", f"known first tokens: {known}"
+            yield name, partial(row, "cloaked", setting, owner("cloaked"), known=known or None)
+        for twice in (False, True):
+            yield f"AES-GCM, {'one nonce' if twice else 'nonces'}", partial(self.sealed, twice)
+
+    def row(
+        self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
+        proof: str = "", attack: str = "", **how: Any,
+    ) -> Row:  # fmt: skip
+        """`change` is what comes back for honest users, `hide` what the attacker sees, if new."""
+        tried = read_behind(self.loaded, TEXTS, self.exposure, defence, self.seed, hide=hide, **how)
+        plain, changed, factor = compared(
+            partial(answers, self.loaded, self.exposure, same),
+            partial(answers, self.loaded, self.exposure, change),
+        )
+        return text_row(self.guards, tried, setting, lost(plain, changed), factor, proof, attack)
+
+    def noise(self, epsilon: float | None) -> Row:
+        """Of all layers of a cache, of the one layer of states."""
+        parts, at = anatomy(self.loaded.model), self.exposure
+        layers = range(parts.layers) if at.kind == "kv" else [at.layer]
+        clips: dict[int, float] = {}
+        sigmas: dict[int, float] = {}
+        mu, length = 0.0, 0
+        leaked = partial(leak_of, self.loaded.model, self.loaded.tokenizer)
+        for layer in layers:
+            leaks = [leaked(text, replace(at, layer=layer)) for text in PUBLIC]
+            rows = torch.cat([leak.rows(leak.tensors) for leak in leaks])
+            clips[layer], length = float(rows.norm(dim=-1).max()), max(k.length or 1 for k in leaks)
+            apart = 2 * clips[layer] * length**0.5
+            sigmas[layer] = LITTLE * float(rows.std())
+            if epsilon is not None:
+                sigmas[layer] = noise_for(epsilon) * apart * len(layers) ** 0.5
+            mu = math.hypot(mu, apart / sigmas[layer])
+        stream = torch.Generator().manual_seed(self.seed)
+
+        def change(leak: Leak) -> Leak:
+            layer = leak.exposure.layer
+            return gaussian(leak, clips[layer], sigmas[layer], stream)
+
+        setting, proof = stated(1 / mu, sigmas[layers[0]], length, len(parts.table))
+        return self.row("Gaussian noise", setting, change, hide=change, proof=proof)
+
+    def sealed(self, twice: bool) -> Row:
+        """AES-GCM; of a nonce that is used twice, a text of one's own gives the keystream."""
+        try:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise MissingExtra("AES-GCM needs the package cryptography", "stores") from error
+        box, count = AESGCM(AESGCM.generate_key(256)), iter(range(1 << 32))
+        stream = torch.Generator().manual_seed(self.seed)
+        model = self.loaded.model
+        ids = torch.randint(len(anatomy(model).table), (64,), generator=stream).tolist()
+        own, first = _bytes(leak_of(model, None, ids, self.exposure)), bytes(12)
+
+        def nonce() -> bytes:
+            return first if twice else (1 + next(count)).to_bytes(12, "big")
+
+        def hide(leak: Leak) -> Leak:
+            """What the attacker makes of the ciphertext, without the key."""
+            seen = box.encrypt(nonce(), _bytes(leak), None)[:-_TAG]
+            if twice:
+                stream = zip(seen, box.encrypt(first, own, None), own, strict=False)
+                seen = bytes(a ^ b ^ c for a, b, c in stream)
+            return _numbers(leak, seen)
+
+        def change(leak: Leak) -> Leak:
+            with_it = nonce()
+            sealed = box.encrypt(with_it, _bytes(leak), None)
+            return _numbers(leak, box.decrypt(with_it, sealed, None))
+
+        if twice:
+            return self.row("AES-GCM", "one nonce for all texts", change, hide=hide,
+                            attack="keystream of one own text")  # fmt: skip
+        return self.row(
+            "AES-GCM", "a key of 256 bits, a nonce for each text", change, hide=hide,
+            attack="ciphertext read as numbers",
+            proof="no better than AES told from a random permutation (McGrew and Viega, 2004)",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Rows of pooled embeddings: short texts are read, and others looked up."""
+
+    loaded: Loaded
+    seed: int
+
+    def plans(self) -> Plans:
+        row, width = self.row, anatomy(self.loaded.model).table.shape[1]
+        yield "none", partial(row, "none", f"{self.loaded.name}, the mean", same)
+        for name, bits in (("int8", "8 bits"), ("binary", "signs alone")):
+            change = partial(degrade, precision=name)
+            yield name, partial(row, "rounding", bits, change, hide=change)
+        yield from strengths(self.noise)
+        for own in (0, 1, 10, 2 * width):
+            setting = f"known texts: {own}"
+            yield f"rotated, {own}", partial(row, "rotated", setting, owner("rotated"), own=own)
+
+    def row(
+        self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
+        proof: str = "", own: int | None = None,
+    ) -> Row:  # fmt: skip
+        method = ATTACKS.make("counted-reader", search=SumSearch(passes=2_000))
+        tried = read_behind(
+            self.loaded, NOTES[:2], Exposure("pooled"), defence, self.seed, own=own, method=method,
+            hide=hide,
+        )  # fmt: skip
+        texts = _sentences()[: _SENTENCES // 4]
+
+        def stored(change: Change) -> Tensor:
+            model, tokenizer = self.loaded.model, self.loaded.tokenizer
+            leaks = (change(leak_of(model, tokenizer, text, Exposure("pooled"))) for text in texts)
+            return torch.stack([leak.tensors["values"] for leak in leaks])
+
+        plain, changed, factor = compared(partial(stored, same), partial(stored, change))
+        near = [(plain @ each.T).fill_diagonal_(-torch.inf).topk(_NEAREST).indices
+                for each in (plain, changed)]  # fmt: skip
+        hits = float((near[0][:, :, None] == near[1][:, None]).any(-1).float().mean())
+        honest = f"recall@{_NEAREST} {hits:.2f} of {len(texts)}" if hits < 1 else "nothing"
+        return text_row("embedding", tried, setting, honest, factor, proof)
+
+    def noise(self, epsilon: float | None) -> Row:
+        table, stream = anatomy(self.loaded.model).table, torch.Generator().manual_seed(self.seed)
+        sigma = LITTLE * table.shape[1] ** -0.5 if epsilon is None else 2 * noise_for(epsilon)
+        length = max(len(self.loaded.tokenizer(text)["input_ids"]) for text in NOTES)
+        setting, proof = stated(sigma / 2, sigma, length, len(table))
+        change = partial(gaussian, clip=1.0, sigma=sigma, stream=stream)
+        return self.row("Gaussian noise", setting, change, hide=change, proof=proof)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Rows of a classifier's gradient of two texts."""
+
+    loaded: Loaded
+    seed: int
+
+    def plans(self) -> Plans:
+        yield "none", partial(self.row, "none", f"{self.loaded.name}, a batch of 2 texts")
+        yield "bfloat16", partial(self.row, "rounding", "bfloat16", precision="bfloat16")
+        clipped = partial(self.row, "clipping", "each text to a norm of 1", protocol=Protocol(1.0))
+        yield "clipped", clipped
+        for name, noise in (("little", 1e-5), ("ε = 8", noise_for(8.0))):
+            yield f"noise, {name}", partial(self.noise, noise)
+
+    def row(
+        self, defence: str, setting: str, proof: str = "", precision: str = "float32",
+        protocol: Protocol | None = None,
+    ) -> Row:  # fmt: skip
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        batch = batch_of(model, tokenizer, [Example(t, NO_LABEL, t) for t in TEXTS[:2]], 128)
+        made = partial(update_of, model, batch, seed=self.seed)
+        plain, update, factor = compared(made, partial(made, protocol, precision=precision))
+        found = recover_batch(model, tokenizer, update)
+        exact = sum(text.verified and tuple(text.ids) in batch.texts for text in found.texts)
+        flat = [torch.cat([tensor.float().flatten() for tensor in each.values.values()])
+                for each in (plain, update)]  # fmt: skip
+        tried = LeakTried(
+            defence, "gradient", len(batch.texts), found.method, found.status, found.reason, exact,
+            seconds=found.seconds,
+        )  # fmt: skip
+        return text_row("gradient", tried, setting, lost(*flat), factor, proof)
+
+    def noise(self, noise: float) -> Row:
+        """In units of Δ: two texts of norm 1 at most differ by 2."""
+        tokens = len(self.loaded.tokenizer(TEXTS[0])["input_ids"])
+        vocabulary = len(anatomy(self.loaded.model).table)
+        setting, proof = stated(noise, 2 * noise, tokens, vocabulary)
+        rules = Protocol(clip=1.0, noise=2 * noise)
+        return self.row("Gaussian noise", f"{setting}, clipped to 1", proof, protocol=rules)
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Rows of a causal model's logits: their span is that of the last layer's matrix.
+
+    The attacker knows how large the errors are, and takes the directions that stand out of them
+    (extract/output_layer.py) in twice as many answers as the model is wide.
+    """
+
+    loaded: Loaded
+    seed: int
+
+    def plans(self) -> Plans:
+        yield "none", partial(self.row, "none", self.loaded.name, torch.clone)
+        change = partial(torch.round, decimals=2)
+        yield "two decimals", partial(self.row, "rounding", "to two decimals", change, 0.01)
+        yield from strengths(self.noise)
+
+    @torch.no_grad()
+    def asked(self, ids: Tensor) -> Tensor:
+        given = capture(self.loaded.model, Exposure("logits"), ids=ids)["values"]
+        return given[:, 0].double().cpu()
+
+    def prompts(self) -> Tensor:
+        """What the model says of public texts."""
+        encode_, device = self.loaded.tokenizer, anatomy(self.loaded.model).device
+        ids = [encode_(text, return_tensors="pt")["input_ids"].to(device) for text in PUBLIC]
+        return torch.cat([self.asked(each) for each in ids])
+
+    def row(
+        self, defence: str, setting: str, change: Callable[[Tensor], Tensor],
+        step: float | None = None,
+    ) -> Row:  # fmt: skip
+        parts, stream = anatomy(self.loaded.model), torch.Generator().manual_seed(self.seed)
+        vocabulary, width = parts.table.shape
+        count = 2 * width
+        ids = torch.randint(vocabulary, (count, 4), generator=stream)
+        rows = torch.cat([change(self.asked(each.to(parts.device))) for each in ids.split(64)])
+        some = torch.randperm(vocabulary, generator=stream)[: 4 * count]
+        found = cliff(rows[:, some], 8, step)
+        true = unembedding(self.loaded.model).weight.detach().double().cpu()[some]
+        basis = torch.linalg.svd(rows[:, some], full_matrices=False).Vh[: min(found.rank, width)]
+        off = float((true - basis.T @ (basis @ true)).norm() / true.norm())
+        plain, changed, factor = compared(self.prompts, lambda: change(self.prompts()))
+        known = found.seen and found.rank == width
+        read = 0.0 if not known else 1.0 if off < 0.1 else 0.5
+        return Row(
+            "logits", defence, setting, f"singular values above the errors, {count:,} queries",
+            f"width {found.rank if found.seen else 'unknown'} of {width}, matrix off by {off:.1e}",
+            lost(plain.argmax(-1), changed.argmax(-1)), factor, verdict_of(read, ""), "",
+            asdict(found),
+        )  # fmt: skip
+
+    def noise(self, epsilon: float | None) -> Row:
+        given = self.prompts()
+        clip, stream = float(given.norm(dim=-1).max()), torch.Generator().manual_seed(self.seed)
+        sigma = LITTLE * float(given.std()) if epsilon is None else 2 * clip * noise_for(epsilon)
+
+        def change(answers: Tensor) -> Tensor:
+            scale = (clip / answers.norm(dim=-1, keepdim=True)).clamp(max=1)
+            return answers * scale + sigma * torch.randn(answers.shape, generator=stream)
+
+        setting, _ = stated(sigma / (2 * clip), sigma, 1, len(anatomy(self.loaded.model).table))
+        return self.row("Gaussian noise", f"{setting}, each answer", change, sigma * 12**0.5)
+
+
+def weights(trial: Trial, seed: int) -> Row:
+    """A defence of a server, in front of one head with random weights."""
+    target = oracle.plant(dim=_DIM, seed=seed)
+    client = HonestClient.of(target, seed=seed)
+    tried = try_defence(trial, target, client, seed)
+    _, _, factor = compared(
+        lambda: client.served(target), lambda: client.served(trial.change.applied(target))
+    )
+    error, budget, unknowns = tried.attacker_error, trial.queries(_DIM), _DIM * _DIM + _DIM
+    honest = f"answers off by {tried.honest_error:.1e}" if tried.honest_error else "nothing"
+    refused = f", {tried.refused:.0%} refused" if tried.refused else ""
+    proof = f"{budget} numbers do not settle {unknowns} unknowns, of one client"
+    proof = "" if budget is None else proof
+    read = {Status.RECOVERED: 1.0, Status.INEXACT: 0.5}.get(tried.status, 0.0)
+    return Row(
+        "weights", tried.defence, f"{tried.setting}, d = {_DIM}",
+        f"{tried.attack}, {tried.queries:,} queries",
+        "nothing" if error is None else f"copy off by {error:.1e}", honest + refused, factor,
+        verdict_of(read, proof), proof, asdict(tried),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Rows of a classifier whose attention is cut; its own answers may count."""
+
+    loaded: Loaded
+    seed: int
+
+    @property
+    def examples(self) -> list[Example]:
+        if self.loaded.name == NAME:
+            return list(EXAMPLES)
+        own = predicted(self.loaded, EXAMPLES).tolist()
+        return [replace(each, label=label) for each, label in zip(EXAMPLES, own, strict=True)]
+
+    def plans(self) -> Plans:
+        yield "none", partial(self.row, "none", self.loaded.name, lambda: self.loaded)
+        yield "S-Attend", partial(
+            self.row, "S-Attend", f"rate 0.2, on {_SENTENCES} sentences with its own answers",
+            lambda: self.trained(SAttend(rate=0.2, seed=self.seed)),
+        )  # fmt: skip
+        if self.loaded.name == NAME and demo.has_hardened():
+            hardened = partial(demo.load_demo, "classification", hardened=True)
+            yield "attack masks", partial(self.row, "AttackMasks", "as it ships", hardened)
+        yield "smoothing", self.smoothed
+
+    def row(self, defence: str, setting: str, make: Callable[[], Loaded]) -> Row:
+        other, examples = make(), self.examples
+        found = attacked(other.model, other.tokenizer, examples, HackAttend.strongest())
+        plain, changed, factor = compared(
+            partial(predicted, self.loaded, examples), partial(predicted, other, examples)
+        )
+        tried = len(found.attacked)
+        return Row(
+            "predictions", defence, setting, "HackAttend, strongest, 1% cut",
+            f"{found.flips} of {tried} flipped", lost(plain, changed), factor,
+            verdict_of(found.flips / max(1, tried), ""), "",
+            {"flipped": [each.id for each in found.attacked if each.flipped], "attacked": tried},
+        )  # fmt: skip
+
+    def smoothed(self) -> Row:
+        other = self.trained(SAttend(1 - _KEEP, seed=self.seed, emptied=True))
+        examples = self.examples
+        way = Smoothing(keep=_KEEP, kind="partition", seed=self.seed)
+        plain, votes, factor = compared(
+            partial(predicted, self.loaded, examples),
+            partial(way.certify, other.model, other.tokenizer, examples),
+        )
+        held = [round(votes.certified(k) * len(examples)) for k in (1, 4)]
+        given = torch.tensor([ballot.answer for ballot in votes.ballots])
+        return Row(
+            "predictions", "smoothing over masks",
+            f"{way.masks} masks that keep {_KEEP:.0%}, after S-Attend at {1 - _KEEP:g}",
+            "any cut", f"{held[0]} of {len(examples)} stand against 1 unit, {held[1]} against 4",
+            lost(plain, given), factor, Verdict.PROVED if held[0] else Verdict.HELD,
+            "certificate by a partition" if held[0] else "", asdict(votes),
+        )  # fmt: skip
+
+    def trained(self, defence: SAttend) -> Loaded:
+        """The model after one epoch with a defence, on sentences that it answered itself."""
+        examples = [Example(str(n), NO_LABEL, text) for n, text in enumerate(_sentences())]
+        own = predicted(self.loaded, examples).tolist()
+        examples = [replace(each, label=label) for each, label in zip(examples, own, strict=True)]
+        model = copy.deepcopy(self.loaded.model).requires_grad_(True)
+        train(model, self.loaded.tokenizer, examples, defence, epochs=1, rate=2e-4, seed=self.seed,
+              device=model.device)  # fmt: skip
+        return replace(self.loaded, model=model.requires_grad_(False))
+
+
+@cache
+def _sentences() -> list[str]:
+    return SHIPPED.read_text("utf-8").splitlines()[:_SENTENCES]
