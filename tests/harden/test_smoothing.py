@@ -68,14 +68,15 @@ def test_no_cut_within_the_radius_changes_the_smoothed_answer(classes, keep):
     assert max(radii) > 1, "some of it is worth something"
 
 
-@pytest.mark.parametrize("parts", [3, 5, 6])
-def test_no_cut_within_the_radius_changes_the_vote_of_a_partition(parts):
+@pytest.mark.parametrize(("parts", "divisions"), [(3, 1), (5, 1), (6, 1), (3, 3), (5, 2)])
+def test_no_cut_within_the_radius_changes_the_vote_of_a_partition(parts, divisions):
     radii = []
     for seed in range(12):
         classify, units = head(seed)
-        own = np.random.default_rng(seed).permutation(len(units)) % parts
+        rng = np.random.default_rng(seed)
+        owners = [rng.permutation(len(units)) % parts for _ in range(divisions)]
         masks = [frozenset(u for u, n in zip(units, own, strict=True) if n == p)
-                 for p in range(parts)]  # fmt: skip
+                 for own in owners for p in range(parts)]  # fmt: skip
 
         def votes(cut, classify=classify, masks=masks):
             answers = [classify(kept - cut) for kept in masks]
@@ -83,7 +84,9 @@ def test_no_cut_within_the_radius_changes_the_vote_of_a_partition(parts):
 
         before = votes(frozenset())
         answer = before.index(max(before))
-        radius = Smoothing(1 / parts, "partition").radius(before, answer)
+        way = Smoothing(1 / parts, "partition", divisions=divisions)
+        assert way.masks == len(masks)
+        radius = way.radius(before, answer)
         least = reference.least_flip(lambda cut: votes(cut).index(max(votes(cut))), units)
         assert radius < least
         radii.append(radius)
@@ -174,6 +177,11 @@ def test_masks_keep_the_rate_and_what_is_spared():
     own = torch.cat(list(parts.drawn(units, 1, 0, parts.stream(question))))
     assert torch.equal(own.sum(0), torch.ones(units.total).long()), "each unit in one of the parts"
     assert len(own) == 5
+    several = replace(parts, divisions=3)
+    more = torch.cat(list(several.drawn(units, 1, 0, several.stream(question))))
+    assert torch.equal(more[:5], own)
+    assert torch.equal(more.sum(0), torch.full((units.total,), 3)), "in one part of each division"
+    assert not torch.equal(more[5:10], own)
 
 
 @pytest.mark.parametrize("kind", ["random", "partition"])
@@ -242,7 +250,13 @@ def test_the_attack_on_the_vote_lowers_it_and_keeps_its_budget():
 
 
 def test_wrong_settings_are_said():
-    for wrong in ({"keep": 1.5}, {"kind": "all"}, {"spare": "words"}, {"samples": 3}):
+    for wrong in (
+        {"keep": 1.5},
+        {"kind": "all"},
+        {"spare": "words"},
+        {"samples": 3},
+        {"divisions": 0},
+    ):
         with pytest.raises(InputError, match=next(iter(wrong))):
             Smoothing(**wrong)
     with pytest.raises(InputError, match="one text of a classifier"):

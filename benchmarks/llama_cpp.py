@@ -1,0 +1,204 @@
+"""llama.cpp's own numbers of a quantised model against ours, and texts read from them.
+
+`--models FILE.gguf`: xllamacpp serves it on this machine. Turns of DREAM's dialogues of 8 to 40
+tokens are sent as token ids; back come the last states (pooling none) and a saved slot, the keys
+and values of all layers. `parts`:
+
+- `apart`: how far its last states and its values of every layer are from ours in float32, from ours
+  with what goes into every matrix rounded as ggml rounds it, and from its own without flash
+  attention, which is what rounding in another order does to llama.cpp itself;
+- `texts`: `--texts` turns, read from the last states and from the caches of the first, the middle
+  and the last layer, within the error that is measured of such rounding on other texts, the model
+  rounding alike. Verified must mean right. The ids in the slots are not looked at;
+- `float32`: the same from the last states in float32, within the same error, `--plain` of them.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+import show
+import subjects
+from keyhole.models import Loaded, anatomy, load_model
+from keyhole.models.capture import EIGHT_BITS, eight_bit_activations
+from keyhole.recover import HiddenStates, KeyValues, recover_text
+from keyhole.recover.attack import Target
+from keyhole.recover.files.arrays import arrays_of_slot, read_slot
+from keyhole.recover.files.contents import as_served, with_served_noise
+from keyhole.recover.files.readings import readings_of
+from keyhole.recover.leaks import Leak
+from last_layer import served
+from show import Row
+
+PARTS = ["apart", "texts", "float32"]
+FEW = 10  # texts whose numbers are compared
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Of one text: its ids, the last states (n, d), and the cache of each layer by its number."""
+
+    ids: list[int]
+    states: Tensor
+    caches: dict[int, dict[str, Tensor]]
+
+
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    models: list[Path] = [],  # noqa: B006 - read, never changed
+    parts: list[str] = PARTS,
+    texts: int = 50,
+    plain: int = 5,
+) -> Iterator[Row]:
+    if quick:  # no server: our own rounding stands in for it
+        loaded = subjects.tiny("llama")
+        ids = [each.tolist() for each in subjects.tiny_texts(2, 8, framed=False)]
+        yield from read("random llama", loaded, [own(loaded, each, rounded=True) for each in ids])
+        return
+    for path in models:
+        loaded = load_model(path)
+        lines = subjects.turns(data, "dev")
+        random.Random(0).shuffle(lines)
+        ids = [each.tolist() for each in subjects.encoded(loaded, lines[: 20 * texts])]
+        ids = [each for each in ids if 8 <= len(each) <= 40][:texts]
+        given = answers(path, loaded, ids)
+        if "apart" in parts:
+            yield from apart(path, loaded, given[:FEW])
+        if "texts" in parts:
+            yield from read(path.stem, loaded, given)
+        if "float32" in parts:
+            yield from in_float32(path.stem, loaded, given[:plain])
+
+
+def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) -> list[Given]:
+    """What llama.cpp's server gives for texts."""
+    parts, caches, states = anatomy(loaded.model), list[Any](), list[Tensor]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(path, f"slots={folder}/", *settings) as url,
+        httpx.Client(base_url=url, timeout=600) as client,
+    ):
+        for text in ids:
+            asked = {"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False}
+            client.post("/completion", json=asked).raise_for_status()
+            saved = client.post("/slots/0?action=save", json={"filename": "slot.bin"})
+            saved.raise_for_status()
+            slot = read_slot(Path(folder) / "slot.bin")
+            (sections,) = readings_of(arrays_of_slot(slot), parts, None)[0]
+            caches.append({
+                section.layer: {
+                    name: rows[0, :, : len(text)].float() for name, rows in section.tensors.items()
+                }
+                for section in sections
+            })  # fmt: skip
+    with (
+        served(path, "pooling=NONE", *settings) as url,
+        httpx.Client(base_url=url, timeout=600) as client,
+    ):
+        for text in ids:
+            answer = client.post("/embeddings", json={"content": text}).json()
+            states.append(torch.tensor(answer[0]["embedding"]))
+    return [Given(*each) for each in zip(ids, states, caches, strict=True)]
+
+
+def apart(path: Path, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
+    sides = {
+        "float32": [own(loaded, each.ids) for each in given],
+        "the same rounding": [own(loaded, each.ids, rounded=True) for each in given],
+        "llama.cpp without flash attention": answers(
+            path, loaded, [each.ids for each in given], "flash=0"
+        ),
+    }
+    for name, others in sides.items():
+        pairs = list(zip(given, others, strict=True))
+        states = mean(off(a.states, b.states) for a, b in pairs)
+        layers = {
+            layer: mean(off(a.caches[layer]["values"], b.caches[layer]["values"]) for a, b in pairs)
+            for layer in sorted(given[0].caches)
+        }
+        shown = ", ".join(f"{layer}: {layers[layer]:.1e}" for layer in list(layers)[:4])
+        row = Row(
+            f"{path.stem}, llama.cpp against {name}",
+            f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
+            details=f"values of layers {shown}; relative, mean of {len(given)} texts",
+        )
+        yield show.itemised(row, [{"states": states, "values": list(layers.values())}])
+
+
+@torch.no_grad()
+def own(loaded: Loaded, ids: list[int], *, rounded: bool = False) -> Given:
+    parts = anatomy(loaded.model)
+    with eight_bit_activations(loaded.model) if rounded else nullcontext():
+        out = parts.base(input_ids=torch.tensor([ids]), use_cache=True)
+    caches = {
+        number: {"keys": layer.keys[0], "values": layer.values[0]}
+        for number, layer in enumerate(out.past_key_values.layers)
+    }
+    return Given(ids, out.last_hidden_state[0], caches)
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def mean(numbers: Iterator[float]) -> float:
+    each = list(numbers)
+    return sum(each) / len(each)
+
+
+def read(name: str, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
+    layers = sorted(given[0].caches)
+    states = anatomy(loaded.model).layers
+    wanted = {"last states": [HiddenStates(each.states, states) for each in given]}
+    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+        caches = [KeyValues(**each.caches[layer], layer=layer) for each in given]
+        wanted[f"cache of layer {layer}"] = caches
+    target = Target.of(loaded.model, loaded.tokenizer)
+    for what, leaks in wanted.items():
+        leaks = with_served_noise(target, leaks)
+        with as_served(target, leaks[0].exposure, EIGHT_BITS):
+            yield found(f"{name}, {what}", loaded, leaks, given)
+
+
+def in_float32(name: str, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
+    layers = anatomy(loaded.model).layers
+    target = Target.of(loaded.model, loaded.tokenizer)
+    leaks = with_served_noise(target, [HiddenStates(each.states, layers) for each in given])
+    row = found(f"{name}, last states, in float32", loaded, leaks, given)
+    yield replace(row, target="", met=None)
+
+
+def found(what: str, loaded: Loaded, leaks: list[Leak], given: list[Given]) -> Row:
+    def read_each() -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = []
+        for leak, each in zip(leaks, given, strict=True):
+            result = recover_text(loaded.model, loaded.tokenizer, leak)
+            items.append({"tokens": len(each.ids), "exact": result.ids == each.ids,
+                          "verified": result.verified, "tested": result.tested})  # fmt: skip
+        return items
+
+    items, seconds = show.timed(read_each)
+    exact = sum(item["exact"] and item["verified"] for item in items)
+    false = sum(item["verified"] and not item["exact"] for item in items)
+    row = Row(
+        what, f"{exact} of {len(items)} exact and verified, {false} falsely", ">= 98%, 0 falsely",
+        exact >= 0.98 * len(items) and not false,
+        f"{seconds / len(items):.1f} s a text; {sum(item['exact'] for item in items)} exact",
+        promise=False,
+    )  # fmt: skip
+    return show.itemised(row, items)
+
+
+if __name__ == "__main__":
+    show.main(run)
