@@ -43,6 +43,9 @@ for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
         p.slot_save_path, p.swa_full = value, True
     elif name == "flash":
         p.flash_attn_type = int(value)
+    elif name == "draft":
+        p.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        p.speculative.ngram_simple.size_n, p.speculative.ngram_simple.size_m = 2, int(value)
     elif name == "cache":
         p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
     else:
@@ -154,7 +157,7 @@ def error(result: Extraction, W: Tensor) -> tuple[float, float]:
 
 @contextmanager
 def served(file: Path, *settings: str) -> Generator[str]:
-    """llama.cpp's server; `settings` are pooling=MEAN, or slots=FOLDER/ to save prompts in."""
+    """llama.cpp's server; `settings` are what SERVER reads of them, such as slots=FOLDER."""
     port = free_port()
     command = [sys.executable, "-c", SERVER, str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -5,6 +5,8 @@
     int4, int2  a scale for each token of a head (quanto, axis 0) …
     … KIVI      … for each channel of keys over 32 tokens, for each token of values (axis -1)
     … hqq       hqq's groups, whose zero is optimised
+    KIVI 4, 2   the paper's groups (arXiv 2402.02750), with no package: a channel of keys over 32
+                tokens, 32 numbers of a token's values, each from its least to its largest number
 
 The library fills the caches in one pass over the text (`QuantizedCache`; quanto and hqq have to be
 installed, and are left out where they are not). `--models`: folders or .gguf files of causal
@@ -42,6 +44,8 @@ KINDS: dict[str, tuple[str, str, dict[str, int]]] = {  # the backend, its packag
     "int2": ("quanto", QUANTO, {"nbits": 2, "q_group_size": LENGTH}),
     "int2 KIVI": ("quanto", QUANTO, {"nbits": 2, **KIVI}),
     "int2 hqq": ("hqq", HQQ, {"nbits": 2, **ROWS}),
+    "KIVI 4": ("", "", {"nbits": 4}),
+    "KIVI 2": ("", "", {"nbits": 2}),
 }
 
 
@@ -56,7 +60,7 @@ def run(
     chosen = tuple(kinds)
     if quick or not models:
         loaded = subjects.tiny("llama")
-        chosen = ("fp8 e4m3", "fp8 e5m2") if quick else chosen
+        chosen = ("fp8 e4m3", "fp8 e5m2", "KIVI 4") if quick else chosen
         ids = subjects.tiny_texts(1 if quick else texts, LENGTH, framed=False)
         yield from of_model("random llama", loaded, ids, chosen)
     for name in models:
@@ -68,16 +72,18 @@ def run(
 
 def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:
     layers = anatomy(loaded.model).layers
-    for kind in kinds:
-        package = KINDS[kind][1].partition(".")[0]
-        if package and importlib.util.find_spec(package) is None:
-            continue
-        for layer in sorted({0, layers // 4, layers // 2}):
+    there = [kind for kind in kinds if installed(KINDS[kind][1].partition(".")[0])]
+    for layer in sorted({0, layers // 4, layers // 2}):
+        for kind in there:
             leaks = [leaked(loaded, text, kind, layer) for text in ids]
             made = show.timed(lambda leaks=leaks: recover_texts(
                 loaded.model, loaded.tokenizer, leaks
             ))  # fmt: skip
             yield row(f"{name}, {kind}, kv:{layer} of {layers}", ids, *made)
+
+
+def installed(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
 
 
 @torch.no_grad()
@@ -87,17 +93,31 @@ def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
 
     backend, _, settings = KINDS[kind]
     base = anatomy(loaded.model).base
+    text = text.to(anatomy(loaded.model).device)
     if not backend:
         kept = transformers.DynamicCache()
         base(input_ids=text[None], past_key_values=kept)
-        both = (kept.layers[layer].keys, kept.layers[layer].values)
-        return KeyValues(*(each.to(torch.float8_e5m2) for each in both), layer=layer)
+        keys, values = (each.cpu() for each in (kept.layers[layer].keys, kept.layers[layer].values))
+        if settings:
+            bits = settings["nbits"]
+            by_channel = grouped(keys.transpose(-1, -2), bits).transpose(-1, -2)
+            return KeyValues(by_channel, grouped(values, bits), layer=layer)
+        stored = (each.to(torch.float8_e5m2) for each in (keys, values))
+        return KeyValues(*stored, layer=layer)
     cache = transformers.QuantizedCache(backend, base.config, **settings)
     base(input_ids=text[None], past_key_values=cache)
     width = anatomy(loaded.model).head_dim
     more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
     keys, values = cache.update(more, more, layer)  # all that is kept, and this
-    return KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=layer)
+    return KeyValues(keys[:, :, :-1].cpu(), values[:, :, :-1].cpu(), layer=layer)
+
+
+def grouped(numbers: Tensor, bits: int) -> Tensor:
+    """Groups of 32 along the last axis, rounded to even steps between their ends."""
+    groups = numbers.unflatten(-1, (-1, min(LENGTH, numbers.shape[-1])))
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = ((most - least) / (2**bits - 1)).clamp(min=1e-12)
+    return (((groups - least) / step).round() * step + least).flatten(-2)
 
 
 def row(what: str, ids: list[Tensor], found: Any, seconds: float) -> Row:

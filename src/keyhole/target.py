@@ -93,8 +93,8 @@ def _is_leak(name: str) -> bool:
     """A saved slot, a leak that Keyhole wrote, or a file of another program's."""
     if not is_file(name):
         return False
-    if name.endswith((".pt", ".pth")):
-        return True
+    if name.endswith((".pt", ".pth")) or ("@" in Path(name).name and name.endswith(".data")):
+        return True  # the latter as LMCache names its files
     with suppress(OSError, SafetensorError):
         with Path(name).open("rb") as file:
             if file.read(len(SLOT_MAGIC)) == SLOT_MAGIC:

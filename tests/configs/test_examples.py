@@ -61,6 +61,8 @@ def test_examples_cover_every_kind_and_nearly_every_rule():
     tested_in_other_files = {  # test_programs.py, test_leaked_files.py
         "KH-CONFIG-LLAMA-EMBEDDINGS", "KH-CONFIG-VLLM-KV-CACHE", "KH-CONFIG-SERVED-MAPS",
         "KH-CONFIG-FILE-LEAK", "KH-CONFIG-FILE-SLOT", "KH-CONFIG-FILE-STATES",
+        "KH-CONFIG-LMCACHE-PLAIN", "KH-CONFIG-LMCACHE-REMOTE", "KH-CONFIG-LMCACHE-ONE-KEY",
+        "KH-CONFIG-VLLM-PREFIX-CACHE",
     }  # fmt: skip
     assert set(RULES) == seen | tested_in_other_files
     files = [EXAMPLES / name for name in EXPECTED] + [WILD / "open" / name for name in OPEN]

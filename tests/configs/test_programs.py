@@ -58,6 +58,29 @@ def rules(tmp_path, text, name="run.sh"):
             "--kv-transfer-config.kv_connector ExampleHiddenStatesConnector",
             {"VLLM-HIDDEN-STATES"},
         ),
+        ("vllm serve m --host localhost --enable-prefix-caching", {"VLLM-PREFIX-CACHE"}),
+        ("vllm serve m --host localhost --no-enable-prefix-caching", set()),
+        ("vllm serve m --host localhost --enable-prompt-tokens-details", {"VLLM-PREFIX-CACHE"}),
+        ("LMCACHE_REMOTE_URL=redis://cache:6379 vllm serve m --host localhost", {"LMCACHE-REMOTE"}),
+        ("LMCACHE_REMOTE_URL=rediss://cache:6379 vllm serve m --host localhost", set()),
+        ("LMCACHE_LOCAL_DISK=/kv vllm serve m --host localhost", {"LMCACHE-PLAIN"}),
+        ("LMCACHE_LOCAL_DISK=False vllm serve m --host localhost", set()),
+        ("lmcache server --l1-size-gb 60", set()),
+        (
+            """lmcache server --l2-adapter '{"type": "fs", "base_path": "/kv"}'""",
+            {"LMCACHE-PLAIN"},
+        ),
+        (
+            """lmcache server --l2-adapter '{"type": "fs", "serde": {"type": "fp8"}}' """
+            """--l2-adapter '{"type": "resp", "host": "cache", "port": 6379}'""",
+            {"LMCACHE-PLAIN", "LMCACHE-REMOTE"},
+        ),
+        (
+            """lmcache server --l2-adapter '{"type": "fs", "base_path": "/kv", "serde": """
+            """{"type": "aesgcm", "master_key_path": "/run/secrets/key"}}'""",
+            {"LMCACHE-ONE-KEY"},
+        ),
+        ("pip install lmcache vllm", set()),
         ("vllm serve m ${EXTRA_ARGS}", set()),
         ("vllm serve $MODEL", {"VLLM-OPEN"}),
         ("sglang serve --model-path m --host 0.0.0.0", {"SGLANG-OPEN"}),
@@ -107,6 +130,21 @@ def test_a_line(tmp_path, line, expected):
             "    environment: {common.security.authorizationEnabled: '${AUTH:-true}'}\n",
             set(),
         ),
+        (
+            "lmcache.yaml",
+            "chunk_size: 256\nlocal_cpu: true\nlocal_disk: file:///kv/\nmax_local_disk_size: 10\n"
+            "remote_url: lm://10.0.0.7:65432\nremote_serde: naive\n",
+            {"LMCACHE-PLAIN", "LMCACHE-REMOTE"},
+        ),
+        (
+            "lmcache.yaml",
+            "chunk_size: 256\nlocal_disk: null\nremote_url: redis://localhost:6379\n"
+            "max_local_cpu_size: 5\n",
+            set(),
+        ),
+        ("harmless.yaml", "remote_url: redis://cache:6379\nname: lmcache\n", set()),
+        ("hostile.yaml", "remote_url: {a: b}\nlocal_disk:\nremote_serde: naive\n", set()),
+        ("kv.env", "LMCACHE_REMOTE_URL=lm://cache:65432\n", {"LMCACHE-REMOTE"}),
         ("Dockerfile", "FROM vllm/vllm-tpu:v0.21.0\nENV X=1\nRUN pip install ray\n", set()),
         ("Dockerfile", "FROM vllm/vllm-openai\nCMD [\"--model\", \"m\"]\n", {"VLLM-OPEN"}),
         (

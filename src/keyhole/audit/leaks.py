@@ -20,7 +20,7 @@ from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.recover import recover_text
 from keyhole.recover.attack import Attack
-from keyhole.recover.files.sources import Opened, WrittenIds
+from keyhole.recover.files.sources import Opened, Sealed, WrittenIds
 from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.leaks import Leak
 from keyhole.recover.registry import ATTACKS
@@ -60,7 +60,8 @@ class LeakTarget(Part):
                 add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
             leaking = opened.leak.exposure
             layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
-            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened)
+            sealed = Sealed(opened.sealed) if opened.sealed else None
+            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened, sealed)
         return made
 
 
@@ -78,7 +79,7 @@ def _check(
         attack=recovery.method,
         status=recovery.status,
         reason=recovery.reason,
-        remedy=_IDS if attack else _remedy(leak, recovery.method),
+        remedy=_IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method),
         error=None,
         queries=0,
         seconds=time.perf_counter() - started,

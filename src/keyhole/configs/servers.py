@@ -15,6 +15,7 @@ from keyhole.configs.command import Options, Program, Word, reached_from_outside
 from keyhole.configs.containers import Mapping, Node, Scalar, walk
 from keyhole.configs.finding import Hit, Known, Level, Rule
 from keyhole.configs.helm import in_cluster_only, inside
+from keyhole.configs.lmcache import LMCACHE, lmcache_settings, look_at_lmcache_variables
 from keyhole.core import standards
 
 _ANYWHERE = "0.0.0.0"  # noqa: S104
@@ -185,6 +186,15 @@ VLLM_KV_FILES = Rule(
     "keyhole recover MODEL FILE",
     standards.TEXTS_STORED,
 )  # fmt: skip
+VLLM_PREFIX_CACHE = Rule(
+    "KH-CONFIG-VLLM-PREFIX-CACHE", "Cached prompts are shared between clients", Level.LOW,
+    "a prompt that somebody else sent is answered sooner: whoever guesses it sees that it was "
+    "sent, by time, or by cached_tokens where answers have it",
+    "let a proxy set a cache_salt for each tenant, which vLLM takes with a request, or start it "
+    "with --no-enable-prefix-caching; leave --enable-prompt-tokens-details out",
+    _VLLM_AUDIT,
+    standards.COUNTS_SHOWN,
+)  # fmt: skip
 VLLM_OPEN = Rule(
     "KH-CONFIG-VLLM-OPEN", "A server without a key listens beyond this machine", Level.HIGH,
     "whoever reaches the address may ask for log-probabilities, embeddings and token states",
@@ -208,6 +218,10 @@ def _look_at_vllm(options: Options) -> Iterator[Hit]:
         connector = "a connector" if name is None else name[0]
         rule = VLLM_HIDDEN_STATES if "HiddenStates" in connector else VLLM_KV_FILES
         yield Hit(rule, transfer.line, f"--kv-transfer-config {connector}")
+    yield from look_at_lmcache_variables(options)
+    for flag in ("--enable-prefix-caching", "--enable-prompt-tokens-details"):
+        if given := options.has(flag):
+            yield Hit(VLLM_PREFIX_CACHE, given.line, flag)
     host, listens = options.option("--host"), "it listens at all addresses"
     key = options.option("--api-key", env="VLLM_API_KEY")
     if key is None:
@@ -248,7 +262,7 @@ VLLM = Program(
     re.compile(r"vllm/vllm-\w+|(^|/)vllm(-(openai|cpu|gpu|rocm|tpu|xpu|neuron|gaudi|hpu|arc)[\w-]*)?(:|@|$)"),
     (
         VLLM_LOGPROBS, VLLM_PROMPT_EMBEDS, VLLM_TOKEN_STATES, VLLM_HIDDEN_STATES, VLLM_KV_FILES,
-        VLLM_OPEN, VLLM_KEY_FOR_SOME,
+        VLLM_PREFIX_CACHE, VLLM_OPEN, VLLM_KEY_FOR_SOME,
     ),
     _look_at_vllm,
 )  # fmt: skip
@@ -533,6 +547,7 @@ def look_at_settings(roots: list[Node]) -> Iterator[Known]:
     for root in roots:
         if isinstance(root, Mapping):
             yield from _own_settings(root)
+            yield from lmcache_settings(root)
         for node in walk(root):
             if isinstance(node, Mapping):
                 yield from _weaviate_settings(node)
@@ -616,10 +631,12 @@ MILVUS = Program(
     (MILVUS_OPEN,),
     _look_at_milvus,
 )
-PROGRAMS = (LLAMA_CPP, VLLM, SGLANG, OLLAMA, TEI, TGI, CHROMA, QDRANT, WEAVIATE, MILVUS)
+PROGRAMS = (LLAMA_CPP, VLLM, LMCACHE, SGLANG, OLLAMA, TEI, TGI, CHROMA, QDRANT, WEAVIATE, MILVUS)
 # Variables that tell which program a file of variables is for.
 VARIABLES: dict[str, tuple[Program, Callable[[Options], Iterator[Hit]]]] = {
     "OLLAMA_HOST": (OLLAMA, _look_at_ollama_variables),
     "OLLAMA_ORIGINS": (OLLAMA, _look_at_ollama_variables),
     _ANONYMOUS: (WEAVIATE, _look_at_weaviate_variables),
+    "LMCACHE_LOCAL_DISK": (LMCACHE, look_at_lmcache_variables),
+    "LMCACHE_REMOTE_URL": (LMCACHE, look_at_lmcache_variables),
 }

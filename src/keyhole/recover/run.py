@@ -31,7 +31,7 @@ from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvabl
 from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
-from keyhole.recover.files.sources import Opened, Source, WrittenIds, read_sources
+from keyhole.recover.files.sources import Opened, Sealed, Source, WrittenIds, read_sources
 from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
@@ -144,6 +144,10 @@ def run(
             if file.leak.digest in journal:
                 recovery = journal.recall(file.leak.digest, TextRecovery.from_dict)
                 finish(number, recovery, before=True)
+        for number, file in enumerate(opened):
+            if file.sealed:
+                ((_, recovery),) = _recovering(target, [texts[number]], Sealed(file.sealed))
+                finish(number, recovery)
         overall(len(done))
         if attack is None and all(file.ids is not None for file in opened):
             attack = WrittenIds([file.ids or () for n, file in enumerate(opened) if n not in done])

@@ -24,8 +24,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import SLOT_MAGIC, expect_file, read_tensors, unreadable
 from keyhole.core.machine import expect_memory
 
-SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin")
-_WHAT = "a leak file (.safetensors, .npy, .npz, .pt or a saved slot of llama.cpp)"
+SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".data")
+_WHAT = "a leak file (.safetensors, .npy, .npz, .pt, a saved slot of llama.cpp or LMCache's file)"
 _DEEPEST = 8  # lists in lists
 
 
@@ -34,18 +34,21 @@ class Dump:
     """Arrays by name that another program wrote; `name` is the file's.
 
     `served`: they come from a server of quantised weights, whose arithmetic is coarser than ours;
-    `error`: what rounding them to a few bits took away.
+    `error`: what rounding them to a few bits took away; `sealed`: how they are encrypted.
     """
 
     name: str
     arrays: Mapping[str, Tensor]
     served: bool = False
     error: float = 0.0
+    sealed: str = ""
 
 
 def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     """The arrays of a file, and the metadata that only .safetensors files have."""
     expect_file(path, _WHAT)
+    if named := _OF_LMCACHE.search(Path(path).name):
+        return {}, _read_lmcache(path, named["dtype"], named["layer"])
     try:
         with Path(path).open("rb") as file:
             start = file.read(9)
@@ -63,6 +66,9 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     if start[8:] != b"{":  # where the header of .safetensors begins
         raise InputError(f"{path} is not {_WHAT}")
     metadata, tensors = read_tensors(path, _WHAT)
+    layer = _OF_VLLM.search(Path(path).name)
+    if layer and set(tensors) == {"kv_cache"}:  # (2, tokens, heads · numbers)
+        tensors = {f"chunk.{layer[1]}": tensors["kv_cache"].flatten()}
     return metadata, Dump(str(path), tensors)
 
 
@@ -171,6 +177,63 @@ def read_pickled(path: str | Path) -> Any:
 def _broken(what: str, path: str | Path, error: Exception) -> Exception:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return unreadable(what, path, error if isinstance(error, OSError) else ValueError(first))
+
+
+# A chunk of a cache that LMCache 0.5.6 wrote, as its own code has it. The file has no magic: its
+# name tells, `model@world size@worker@hash@type` with the layer's number where layers are apart
+# (.pt of its disk backend, .data of its file system connector), or `model@0xrank@group@hash` and
+# perhaps the tenant's salt (.data of its multiprocess server). Its bytes are
+#
+#     the connector's alone: length, format, type, four sizes, as 32-bit words
+#     keys and values (2, layers, tokens, heads · numbers), or of one layer (tokens, 2, …), (2, …)
+#
+# The server's may be 8-bit floats, or encrypted: version 1, twelve bytes of nonce, AES-GCM's
+# ciphertext and sixteen bytes of tag. Which of these, the file does not say.
+
+# vLLM's connector to a shared folder keeps a layer in a file, `model.layers.0.self_attn.attn
+# .safetensors`, as its code has it; not tried on vLLM itself.
+
+_OF_VLLM = re.compile(r"\.layers\.(\d+)\..*\.safetensors$")
+_OF_LMCACHE = re.compile(
+    r".@(?:\d+@\d+@-?[0-9a-f]+@(?P<dtype>half|bfloat16|float|fp8_e4m3fn|fp8_e5m2)"
+    r"(?:@(?P<layer>\d+))?(?:@[^@%]+%[^@]*)*\.(?:pt|data)|0x[0-9a-f]{8}@[0-9a-f]+@[0-9a-f]+(?:@[^@]+)?\.data)$"
+)
+_WORDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
+          "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
+_NUMBERS = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 7: "fp8_e4m3fn", 8: "fp8_e5m2"}
+_FRAME = (13, 16)  # bytes before and after the ciphertext
+_EVEN = 400.0  # χ² of 255 degrees of freedom: six deviations above what even bytes have
+SEALED = "encrypted, AES-GCM as LMCache frames it"
+
+
+def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dump:
+    try:
+        expect_memory(2 * Path(path).stat().st_size, f"the file {path}")
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise unreadable("a cache of LMCache", path, error) from error
+    if not content:
+        raise InputError(f"{path} is empty: LMCache wrote nothing there")
+    sealed = ""
+    words = np.frombuffer(content[:28].ljust(28, b"\0"), "<i4").tolist()
+    if words[0] == len(content) - 28 and words[2] in _NUMBERS:
+        dtype, content = _NUMBERS[words[2]], content[28:]
+    elif dtype is None and content[0] == 1 and _bytes_are_even(content[_FRAME[0] :]):
+        sealed, content = SEALED, content[_FRAME[0] : -_FRAME[1]]
+    array = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if dtype is not None:
+        if len(array) % _WORDS[dtype].itemsize:
+            raise InputError(f"{path} is cut off: {len(array)} bytes are no numbers of {dtype}")
+        array = array.view(_WORDS[dtype])
+    name = "sealed" if sealed else layer
+    return Dump(str(path), {f"chunk.{name}" if name else "chunk": array}, sealed=sealed)
+
+
+def _bytes_are_even(content: bytes) -> bool:
+    """Does every byte come as often as any other? Exponents of numbers do not."""
+    counts = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
+    mean = len(content) / 256
+    return mean >= 1 and float(np.square(counts - mean).sum() / mean) < _EVEN
 
 
 # A slot that llama.cpp's server saved (`POST /slots/0?action=save`): ids, then keys and values.

@@ -75,7 +75,10 @@ def opened_by(
         except InputError as error:
             raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
         leaks = _as_stored(target, source, [text.leak for text in texts])
-        texts = [replace(text, leak=leak) for text, leak in zip(texts, leaks, strict=True)]
+        texts = [
+            replace(text, leak=leak, sealed=source.sealed)
+            for text, leak in zip(texts, leaks, strict=True)
+        ]
         name = source.name or f"leak {len(opened) + 1}"
         for number, text in enumerate(texts):
             opened.append(replace(text, name=name if len(texts) == 1 else f"{name} [{number}]"))
@@ -188,7 +191,7 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
     cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
     if section.kind == "maps":
         cut = {name: tensor[..., inside] for name, tensor in cut.items()}
-    return make(**cut, layer=section.layer)
+    return make(**cut, layer=section.layer, noise=section.noise)
 
 
 def _samples(

@@ -47,11 +47,15 @@ _LENS = r"(?:^|\.)blocks\.(\d+)\."
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Tensors (texts, …) under the names that leaks use; `layer` is None where it is not known."""
+    """Tensors (texts, …) under the names that leaks use; `layer` is None where it is not known.
+
+    `noise` is the size of their error, where their numbers do not show how they were rounded.
+    """
 
     kind: str
     layer: int | None
     tensors: Mapping[str, Tensor]
+    noise: float | None = None
 
     @property
     def texts(self) -> int:
@@ -69,7 +73,7 @@ def readings_of(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> tuple[list[Reading], Tensor | None]:
     """Every way to read the arrays, and a mask where they are texts of several lengths."""
-    readings = _of_vllm(arrays, parts, expose)
+    readings = _of_vllm(arrays, parts, expose) or _of_chunk(arrays, parts, expose)
     if readings:
         return readings, None
     sections = sections_by_name(arrays, parts)
@@ -272,6 +276,114 @@ def _of_vllm(
     if expose is None:
         return readings + whole
     return whole if expose.layer == parts.layers else readings
+
+
+# What LMCache's server may have stored, which its files do not tell.
+_STORED = (
+    torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32,
+)  # fmt: skip
+
+
+_CHUNK = 256  # tokens of a chunk, unless LMCache is told another number
+
+
+def _of_chunk(
+    arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
+) -> list[Reading]:
+    """A chunk of LMCache's or vLLM's (arrays.py), flat: of all layers, or of one that it names.
+
+    Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
+    the model's where one worker served it. Bytes are read as every type that gives finite numbers
+    and a whole number of tokens. Of what is encrypted the bytes stand for the numbers, as many as
+    16-bit numbers would be: that is its length, and no more.
+
+    The first layer's keys of a chunk from the middle of a text are turned back by the position that
+    it begins at: there nothing but the rotation depends on what stands before.
+    """
+    name, array = next(iter(arrays.items()))
+    if not re.fullmatch(r"chunk(\.(sealed|\d+))?", name):
+        return []
+    _, _, which = name.partition(".")
+    sealed, alone = which == "sealed", which.isdecimal()
+    layers, layer = (1, 0) if alone else (parts.layers, expose.layer if expose else 0)
+    each, size = parts.key_heads * parts.head_dim, array.numel() * array.element_size()
+    readings: list[Reading] = []
+    unknown = _STORED[:1] if sealed else _STORED
+    for dtype in unknown if array.dtype == torch.uint8 else (array.dtype,):
+        tokens, left = divmod(size, 2 * layers * each * dtype.itemsize)
+        if left or not 0 < tokens <= parts.max_length or not layer < layers:
+            continue
+        flat = array[: len(array) // 2].float() if sealed else array.view(dtype)
+        orders = [flat.view(2, layers, tokens, each)[:, layer]]
+        if alone:
+            orders.append(flat.view(tokens, 2, each).transpose(0, 1))
+        for both in orders:
+            if bool(both.float().isfinite().all()):
+                parted = zip(("keys", "values"), both, strict=True)
+                tensors = {
+                    part: _batched("kv", numbers, parts, positions_first=True)
+                    for part, numbers in parted
+                }
+                number = int(which) if alone else layer
+                start = 0 if sealed or number else _start_of(tensors, parts)
+                section = Section("kv", number, tensors)
+                readings.append((_turned_back(section, start, parts) if start else section,))
+    if not readings:
+        raise InputError(
+            f"expected {2 * layers * each} numbers for each token of this model's cache, got "
+            f"{size} bytes: is it another model's, or of one of several workers?"
+        )
+    return sorted(readings, key=_magnitudes)
+
+
+def _magnitudes(reading: Reading) -> float:
+    """How far the sizes of numbers are apart: far, where bytes are read as another type."""
+    numbers = torch.cat([part.float().flatten() for part in reading[0].tensors.values()])
+    return float(numbers[numbers != 0].abs().log2().std())
+
+
+@torch.no_grad()
+def _start_of(tensors: Mapping[str, Tensor], parts: Anatomy) -> int:
+    """The position of a chunk's first token in its text, from the first layer.
+
+    Its values tell the tokens, wherever they stand: the nearest of x W_V + b_V, with x a token's
+    own input. Turned on by every number of whole chunks, the keys of these tokens are nearest to
+    the chunk's where it begins.
+    """
+    if not parts.rotary or parts.attention(1).projections is None:
+        return 0
+    keys, values = (tensors[part][:, :, :_LOOKED].float() for part in ("keys", "values"))
+    every = torch.arange(len(parts.table), device=parts.device)[:, None]
+    given = capture(parts.base, Exposure("hidden", 0), ids=every)["values"][:, 0]
+    norm, to_values = parts.first_norm, parts.attention(1).apart[2]
+    x = given if norm is None else norm(given.to(parts.tokens.weight.dtype)).to(given)
+    bias = None if to_values.bias is None else to_values.bias.to(x)
+    table = nn.functional.linear(x, to_values.weight.to(x), bias).cpu()
+    names = torch.cdist(values[0].transpose(0, 1).flatten(1), table).argmin(-1)
+    own = capture(parts.base, Exposure("kv", 0), ids=names[None].to(parts.device))["keys"].cpu()
+    tokens = tensors["keys"].shape[-2]
+    last = min(parts.max_length, 2**16) - tokens
+    starts = sorted({*range(0, last + 1, tokens), *range(0, last + 1, _CHUNK)})
+    return min(starts, key=lambda start: float((_turned_on(own, start, parts) - keys).norm()))
+
+
+def _turned_back(section: Section, start: int, parts: Anatomy) -> Section:
+    """The same chunk as if its text began with it.
+
+    Numbers that were rounded and then turned are on no grid any more: the error of the position
+    that has the largest is stated, with steps of at most ε of a number, evenly spread.
+    """
+    keys, values = (section.tensors[part].float() for part in ("keys", "values"))
+    step = torch.finfo(section.tensors["keys"].dtype).eps
+    error = (torch.cat([keys, values], -1) * step).square().mean((1, 3)).max() / 12
+    tensors = {"keys": _turned_on(keys, -start, parts), "values": values}
+    return replace(section, tensors=tensors, noise=float(error.sqrt()))
+
+
+def _turned_on(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
+    """The first layer's keys as they are so many positions later."""
+    positions = torch.full((1, keys.shape[-2]), by, device=parts.device)
+    return parts.rotated(0, keys.to(parts.device), positions).cpu()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.files import is_folder
 from keyhole.recover.attack import Proposal, Target
@@ -22,11 +23,15 @@ Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, l
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A leak by the name of its file, with the token ids that the file holds too, if any."""
+    """A leak by the name of its file, with the token ids that the file holds too, if any.
+
+    `sealed` says how it is encrypted: then the leak has its length, and nothing to attack.
+    """
 
     name: str
     leak: Leak
     ids: Sequence[int] | None = None
+    sealed: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,19 @@ class WrittenIds:
         for number in range(len(leaks)):
             known = [token for token in self.ids[number] if 0 <= token < target.vocabulary]
             yield number, Proposal(known, note="the token ids stand in the file")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Nothing that could be attacked: says how the file is encrypted, and how long it is."""
+
+    how: str
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:  # noqa: ARG002
+        reason = (
+            f"{self.how}: not read without the key; its size is that of {leaks[0].length} tokens"
+        )
+        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
 
 
 def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:

@@ -1,0 +1,314 @@
+"""Files that LMCache's own code writes, and the prompts read from them with `keyhole recover`.
+
+LMCache 0.5.6 is not part of this repository. No GPU is needed to write its files:
+
+    pip install --no-deps --target PEER lmcache==0.5.6 msgspec pyzmq nvtx numba llvmlite blake3 \\
+        py-cpuinfo cachetools aiofile caio
+    python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data DATA
+
+`disk`: its LocalDiskBackend; `fs`: its FSConnector, which puts sizes in front; `server`: the files
+of its multiprocess server (FSL2Adapter), `later` those of each text's second chunk, and `fp8` and
+`encrypted` through its serdes, the latter AES-GCM with keys derived from one master key and the
+tenant's salt. The caches are
+SmolLM2's, computed in float32 and stored as `--precisions` say; texts are `--tokens` tokens of
+DREAM's dialogues, LMCache's chunk by default. `encrypted` counts the files that are said to be, and
+not read. `names`: files are named by LMCache's hash of the tokens, with no key in it: `--texts`
+prompts among as many times a hundred are looked for by the names of their encrypted files, and a
+number of four digits that a known prompt ends with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import show
+import subjects
+from keyhole import recover
+from keyhole.models import Loaded, anatomy
+from show import Row
+
+PEER = "lmcache 0.5.6"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+PARTS = ["disk", "fs", "server", "later", "fp8", "encrypted", "names"]
+MASTER = b"a master key of thirty-two bytes"
+
+
+def run(
+    quick: bool,
+    packages: Path | None = None,
+    data: Path = subjects.DATA,
+    model: Path | None = None,
+    parts: list[str] = PARTS,
+    precisions: list[str] = list(DTYPES),  # noqa: B006 - read, never changed
+    texts: int = 10,
+    tokens: int = 256,
+) -> Iterator[Row]:
+    if packages is None:
+        raise SystemExit(f"install {PEER} into a folder, and give that as --packages")
+    sys.path.append(str(packages))
+    loaded = subjects.smollm2(model, "cpu")
+    words = torch.cat(subjects.encoded(loaded, subjects.turns(data, "dev"))).tolist()
+    count = 1 if quick else texts
+    ids = [words[start : start + tokens] for start in range(0, count * tokens, tokens)]
+    for part in (part for part in parts if part in WAYS):
+        for precision in precisions:
+            before = words[-tokens:] if part == "later" else []
+            items = [one(loaded, before, text, part, DTYPES[precision]) for text in ids]
+            yield read_row(f"{part}, {precision}", items)
+    if "encrypted" in parts:
+        yield from encrypted(loaded, ids, precisions)
+    if "names" in parts:
+        yield from by_name(loaded, words, ids, tokens)
+
+
+@torch.no_grad()
+def chunk(loaded: Loaded, ids: list[int], dtype: torch.dtype) -> Tensor:
+    """Keys and values (2, layers, tokens, heads · numbers) as LMCache keeps them."""
+    given = torch.tensor([ids])
+    kept = anatomy(loaded.model).base(input_ids=given, use_cache=True).past_key_values
+    both = [
+        torch.stack([getattr(layer, side)[0] for layer in kept.layers])
+        for side in ("keys", "values")
+    ]
+    return torch.stack(both).transpose(2, 3).flatten(3).to(dtype).contiguous()
+
+
+def memory(numbers: Tensor) -> Any:
+    """LMCache's own object around such an array."""
+    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+    from lmcache.v1.memory_management import MemoryFormat
+
+    made = AdHocMemoryAllocator("cpu").allocate(numbers.shape, numbers.dtype, MemoryFormat.KV_2LTD)
+    made.tensor.copy_(numbers)
+    return made
+
+
+@cache
+def hasher(tokens: int) -> Any:
+    """LMCache's own, for chunks of so many tokens."""
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+    return TokenHasher(chunk_size=tokens)
+
+
+def hashed(ids: list[int]) -> bytes:
+    """Of one chunk."""
+    return hasher(len(ids)).compute_chunk_hashes(ids)[0]
+
+
+def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any, Any]:
+    """Settings, a host's backend, metadata and a key, as an engine has them."""
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+    config = LMCacheEngineConfig.from_defaults(
+        chunk_size=len(ids), local_disk=str(folder), max_local_disk_size=1.0
+    )
+    _, layers, _, width = numbers.shape
+    about = LMCacheMetadata(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", 1, 1, 0, 0, numbers.dtype,
+        (layers, 2, len(ids), 1, width), chunk_size=len(ids),
+    )  # fmt: skip
+    host = LocalCPUBackend(config, about, "cpu", memory_allocator=AdHocMemoryAllocator("cpu"))
+    number = int.from_bytes(hashed(ids)[:8], "big")
+    return config, host, about, CacheEngineKey(about.model_name, 1, 0, number, numbers.dtype)
+
+
+def on_disk(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
+    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+
+    config, host, about, key = engine(folder, numbers, ids)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    disk = LocalDiskBackend(config, loop, host, "cpu", metadata=about)
+    done = threading.Event()
+    disk.submit_put_task(key, memory(numbers), on_complete_callback=lambda _: done.set())
+    if not done.wait(60):
+        raise SystemExit("LMCache wrote nothing")
+    disk.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    return only_file(folder)
+
+
+def by_connector(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
+    from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
+
+    config, host, _, key = engine(folder, numbers, ids)
+
+    async def put() -> None:
+        loop = asyncio.get_running_loop()
+        await FSConnector(loop, host, config, base_paths_str=str(folder)).put(key, memory(numbers))
+
+    asyncio.run(put())
+    return only_file(folder)
+
+
+def by_server(
+    folder: Path, numbers: Tensor, ids: list[int], serde: str = "", salt: str = ""
+) -> Path:
+    """The file of its server's adapter, behind a serde and for a tenant where they are named."""
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
+    from lmcache.v1.distributed.serde import aesgcm, fp8
+    from lmcache.v1.distributed.serde.key_provider import HkdfKeyProvider
+
+    key = ObjectKey(
+        hashed(ids), "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ObjectKey.ComputeKVRank(1, 0, 1, 0), cache_salt=salt,
+    )  # fmt: skip
+    stored = memory(numbers)
+    if serde:
+        keys = HkdfKeyProvider(MASTER, 16, aesgcm._HKDF_INFO_PREFIX)
+        writer = {
+            "fp8": fp8.Fp8QuantizationSerializer,
+            "aesgcm": lambda: aesgcm.AesGcmSerializer(keys),
+        }[serde]()
+        layout = MemoryLayoutDesc([numbers.shape], [numbers.dtype])
+        size = writer.estimate_serialized_size(layout)
+        framed = memory(torch.zeros(size, dtype=torch.uint8))
+        writer.serialize(stored, framed, key)
+        stored = framed
+    adapter = FSL2Adapter(FSL2AdapterConfig(str(folder)))
+    task, started = adapter.submit_store_task([key], [stored]), time.monotonic()
+    while task not in adapter.pop_completed_store_tasks() and time.monotonic() < started + 60:
+        time.sleep(0.01)
+    adapter.close()
+    return only_file(folder)
+
+
+def only_file(folder: Path) -> Path:
+    (file,) = (file for file in folder.iterdir() if file.suffix in (".pt", ".data"))
+    return file
+
+
+WAYS: dict[str, Callable[[Path, Tensor, list[int]], Path]] = {
+    "disk": on_disk,
+    "fs": by_connector,
+    "server": by_server,
+    "later": by_server,
+    "fp8": lambda folder, numbers, ids: by_server(folder, numbers, ids, "fp8"),
+}
+
+
+def one(
+    loaded: Loaded, before: list[int], ids: list[int], part: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The file of the tokens `ids` that stand behind others, read as it lies there."""
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = chunk(loaded, [*before, *ids], dtype)[:, :, len(before) :].contiguous()
+        file = WAYS[part](Path(folder), numbers, ids)
+        ((read,), seconds) = show.timed(lambda: recover.run(loaded, str(file)))
+        size = file.stat().st_size
+    return {
+        "tokens": len(ids), "bytes": size, "exact": list(read.ids) == ids,
+        "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
+        "verified": read.verified, "status": str(read.status), "seconds": round(seconds, 2),
+    }  # fmt: skip
+
+
+def read_row(what: str, items: list[dict[str, Any]]) -> Row:
+    exact = sum(item["exact"] and item["verified"] for item in items)
+    false = sum(item["verified"] and not item["exact"] for item in items)
+    right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
+    seconds = sum(item["seconds"] for item in items) / len(items)
+    row = Row(
+        what, f"{exact} of {len(items)} files exact and verified, {false} falsely",
+        "all, 0 falsely", exact == len(items) and not false,
+        f"{right} of {tokens} tokens right; {seconds:.1f} s a file",
+    )  # fmt: skip
+    return show.itemised(row, items)
+
+
+def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> Iterator[Row]:
+    """Files of two tenants: said to be encrypted, with their reason, and plain ones are not."""
+    for precision in precisions:
+        items: list[dict[str, Any]] = []
+        for text in ids:
+            for salt in ("tenant-a", "tenant-b"):
+                with tempfile.TemporaryDirectory() as folder:
+                    numbers = chunk(loaded, text, DTYPES[precision])
+                    file = by_server(Path(folder), numbers, text, "aesgcm", salt)
+                    (read,) = recover.run(loaded, str(file))
+                    items.append({"salt": salt, "status": str(read.status), "reason": read.reason,
+                                  "tokens": len(read.ids), "named": salt in file.name})  # fmt: skip
+        said = sum(
+            item["status"] == "not applicable" and "encrypted" in item["reason"] for item in items
+        )
+        read_any = sum(item["tokens"] > 0 for item in items)
+        row = Row(
+            f"AES-GCM, {precision}, two tenants",
+            f"{said} of {len(items)} said to be encrypted, {read_any} read",
+            "all, 0 read", said == len(items) and not read_any,
+            f"{sum(item['named'] for item in items)} names have the tenant's salt; "
+            f"{items[0]['reason']}",
+        )  # fmt: skip
+        yield show.itemised(row, items)
+
+
+def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int) -> Iterator[Row]:
+    """Whose prompt an encrypted file is of, from the name alone."""
+    count = len(ids)
+    starts = range(0, min(len(words) - tokens, 100 * count * 40), 40)
+    others = [words[start : start + tokens] for start in starts][: 100 * count]
+    candidates = {hashed(text).hex(): text for text in [*ids, *others]}
+    found: list[bool] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, text in enumerate(ids):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            file = by_server(place, torch.randn(2, 1, 1, 8), text, "aesgcm", f"tenant-{number}")
+            found.append(candidates.get(file.name.split("@")[3]) == text)
+    yield Row(
+        f"which of {len(candidates)} prompts an encrypted file is of, by its name",
+        f"{sum(found)} of {count}", "all", all(found), "blake3 of the tokens, no key or salt in it",
+        run={"items": [{"found": each} for each in found]},
+    )  # fmt: skip
+    draw, secrets = random.Random(0), list[dict[str, Any]]()
+    for text in ids:
+        pin = f"{draw.randrange(10_000):04d}"
+        known = text[: tokens - 4]
+        wanted = hashed(known + digits(loaded, pin))
+        started, tried = time.perf_counter(), 0
+        guess = ""
+        for number in range(10_000):
+            tried, guess = tried + 1, f"{number:04d}"
+            if hashed(known + digits(loaded, guess)) == wanted:
+                break
+        secrets.append(
+            {"found": guess == pin, "tried": tried, "seconds": time.perf_counter() - started}
+        )
+    right = sum(item["found"] for item in secrets)
+    seconds = sum(item["seconds"] for item in secrets) / count
+    yield Row(
+        "four digits behind a known prompt, by the name of the encrypted file",
+        f"{right} of {count}", "all", right == count, f"{seconds:.2f} s each",
+        run={"items": secrets},
+    )  # fmt: skip
+
+
+def digits(loaded: Loaded, number: str) -> list[int]:
+    """A token for each digit, as SmolLM2 has them."""
+    return [loaded.tokenizer.convert_tokens_to_ids(digit) for digit in number]
+
+
+if __name__ == "__main__":
+    show.main(run)

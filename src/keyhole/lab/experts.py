@@ -1,0 +1,125 @@
+"""Text from the experts that a mixture-of-experts model chose for each of its tokens.
+
+*Expert Selections In MoE Models Reveal (Almost) As Much As Text* (Nuriyev and Kulp, arXiv
+2602.04105) trains a decoder on 100 million tokens, which recovers 91.2% of the tokens of texts of
+32. Here nothing is trained: whoever has the weights runs the router. The choices at position i,
+
+    S_ℓ(x_1 … x_i) = the k experts of layer ℓ with the largest logits,
+
+depend on the tokens up to i alone. So the text is read left to right: every token of the vocabulary
+is put behind every prefix that still fits, and those stay whose choices are the leaked ones at all
+layers. A text that alone stays, where nothing that fits was dropped, is the only one with these
+choices: that is the proof, and `verified`. Where several stay, the one is given that the model
+itself finds likeliest.
+
+`probabilities` of the routers, where they leaked as well, have to agree within `error`. A choice
+counts as the same within a margin of the logits, since sums in another order are not the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError
+
+_MARGIN = 1e-4  # of the logits' spread: what arithmetic in another order may move
+
+
+@dataclass(frozen=True)
+class ExpertsRead:
+    """`ids`, the likeliest text that has the choices; `left` texts fit, `dropped` was one that did.
+
+    `certain` counts the first tokens in which all texts that fit agree, before any was dropped;
+    `tested` the tokens that were tried.
+    """
+
+    ids: list[int]
+    verified: bool
+    certain: int
+    left: int
+    dropped: bool
+    tested: int
+
+
+@torch.no_grad()
+def router_logits(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Logits (texts, tokens, layers, experts) of every router, and the model's output."""
+    out = model(input_ids=ids, output_router_logits=True, **options)
+    logits = getattr(out, "router_logits", None)
+    if not logits:
+        raise InputError("the model has no routers: expected a mixture of experts")
+    return torch.stack([each.view(*ids.shape, -1) for each in logits], 2), out
+
+
+def choices_of(logits: Tensor, experts: int) -> Tensor:
+    """The `experts` largest of each router, (…, layers, experts), in no order."""
+    return logits.topk(experts, -1).indices
+
+
+@torch.no_grad()
+def read_choices(
+    model: Any,
+    choices: Tensor,
+    *,
+    probabilities: Tensor | None = None,
+    error: float = 1e-4,
+    most: int = 16,
+    batch_size: int = 4096,
+) -> ExpertsRead:
+    """The text of choices (tokens, layers, experts); of prefixes that fit, `most` are kept."""
+    vocabulary = torch.arange(model.config.vocab_size, device=model.device)
+    prefixes: list[tuple[float, list[int]]] = [(0.0, [])]
+    certain, dropped, tested = 0, False, 0
+    for at, chosen in enumerate(choices.to(model.device)):
+        known = None if probabilities is None else probabilities[at].to(model.device)
+        longer: list[tuple[float, list[int]]] = []
+        for likelihood, prefix in prefixes:
+            for tokens in vocabulary.split(batch_size):
+                logits, scores = _behind(model, prefix, tokens)
+                tested += len(tokens)
+                fits = _fits(logits, chosen)
+                if known is not None:
+                    fits &= ((logits.softmax(-1) - known).abs() <= error).flatten(1).all(1)
+                longer += [
+                    (likelihood + float(scores[token]), [*prefix, token])
+                    for token in tokens[fits].tolist()
+                ]
+        if not longer:
+            break
+        longer.sort(reverse=True)
+        dropped |= len(longer) > most
+        prefixes = longer[:most]
+        if not dropped:
+            certain = next(
+                (n for n in range(at + 1) if len({text[n] for _, text in prefixes}) > 1), at + 1
+            )
+    ids = prefixes[0][1]
+    whole = len(ids) == len(choices)
+    verified = whole and len(prefixes) == 1 and not dropped
+    return ExpertsRead(ids, verified, certain, len(prefixes) if whole else 0, dropped, tested)
+
+
+def _behind(model: Any, prefix: list[int], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Router logits (tokens, layers, experts) of each token behind a prefix, and the
+    log-probabilities (vocabulary,) that the model gives them there."""
+    if not prefix:
+        logits, _ = router_logits(model, tokens[:, None])
+        return logits[:, 0], logits.new_zeros(model.config.vocab_size)
+    before = model(input_ids=tokens.new_tensor([prefix]), use_cache=True)
+    cache = before.past_key_values
+    cache.batch_repeat_interleave(len(tokens))
+    logits, _ = router_logits(model, tokens[:, None], past_key_values=cache)
+    return logits[:, 0], before.logits[0, -1].log_softmax(-1)
+
+
+def _fits(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Which candidates (candidates, layers, experts) chose those of (layers, k) at every layer."""
+    inside = torch.zeros_like(logits[0], dtype=torch.bool).scatter_(-1, chosen, True)
+    least = logits.masked_fill(~inside, torch.inf).amin(-1)
+    most = logits.masked_fill(inside, -torch.inf).amax(-1)
+    margin = _MARGIN * (logits.amax(-1) - logits.amin(-1))
+    return (least >= most - margin).all(-1)
