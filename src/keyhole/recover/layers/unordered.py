@@ -72,7 +72,7 @@ class UnorderedStates:
         max_length = max(len(leak.values) for leak in rows)
         positions = fit_positions(target, rows[0].exposure, max_length, samples, self.seed)
         texts = [_Text(number, leak, positions) for number, leak in enumerate(rows)]
-        forward_only = replace(self.states, rounds=0, sweeps=0)
+        forward_only = replace(self.states, rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
             target.count.begin(text.number for text in texts)
             _try(target, forward_only, texts)
