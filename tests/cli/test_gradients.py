@@ -50,7 +50,7 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--noise", "1"), "--noise needs --clip"),
+        (("--noise", "1"), "need clip"),
         (("-o", "hide=heads"), "--hide must be embeddings, not 'heads'"),
         (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
         (("--degrade", "permuted"), "--degrade permuted cannot be done to a gradient"),

@@ -51,7 +51,7 @@ def router_logits(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Any]
     out = model(input_ids=ids, output_router_logits=True, **options)
     logits = getattr(out, "router_logits", None)
     if not logits:
-        raise InputError("the model has no routers: expected a mixture of experts")
+        raise InputError("the model has no routers: give a mixture of experts")
     return torch.stack([each.view(*ids.shape, -1) for each in logits], 2), out
 
 

@@ -64,9 +64,7 @@ _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two fl
 _OTHER_BLOCK = 1e30  # the cost of a place in another block
 _SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
 _OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
-_LARGE = (
-    2.84  # times the largest number of a cache: KV-Cloak's unit for what it adds and fills with
-)
+_LARGE = 2.84  # KV-Cloak's unit for what it adds, times the largest number of a cache
 
 
 def matrices_of(leak: Leak) -> list[Tensor]:

@@ -131,12 +131,12 @@ def test_it_comes_back_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"noise": 1.0}, "--noise needs --clip"),
+        ({"noise": 1.0}, "need clip"),
         ({"clip": 0.0}, "--clip must be above 0"),
         ({"steps": 0}, "--local-steps must be 1 or more"),
         ({"rate": -1.0}, "--rate must be above 0"),
-        ({"epsilon": 8.0}, "--noise needs --clip"),
-        ({"epsilon": 8.0, "noise": 1.0, "clip": 1.0}, "--noise or epsilon"),
+        ({"epsilon": 8.0}, "need clip"),
+        ({"epsilon": 8.0, "noise": 1.0, "clip": 1.0}, "noise or epsilon"),
         ({"lora": 0}, "lora must be 1 or more"),
         ({"lora": 8, "steps": 2}, "one step"),
     ],

@@ -71,11 +71,11 @@ class Protocol:
         expect_number("epsilon", self.epsilon, above=0)
         expect_count("lora", self.lora)
         if self.noise and self.epsilon is not None:
-            raise InputError("give --noise or epsilon: one follows from the other")
+            raise InputError("give noise or epsilon, not both: one follows from the other")
         if (self.noise or self.epsilon is not None) and self.clip is None:
-            raise InputError("--noise needs --clip: it is measured in the length clipped to")
+            raise InputError("noise and epsilon need clip: both are measured by what is clipped to")
         if self.lora is not None and self.steps > 1:
-            raise InputError("adapters are made with one step: leave out steps, or lora")
+            raise InputError("lora works with one step only: leave out steps, or lora")
 
     @property
     def multiplier(self) -> float:
