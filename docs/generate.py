@@ -159,11 +159,9 @@ PICTURES = {
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(partial(benchmark_figure, "error_against_queries"), 560),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
-    "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
     "disrupt-shares.png": Picture(
         partial(benchmark_figure, "disrupt_ablations", "disrupt-ablations-minilm.json"), 460
     ),
-    "defences.png": Picture(partial(benchmark_figure, "defences"), 530),
 }
 
 

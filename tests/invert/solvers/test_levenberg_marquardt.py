@@ -210,3 +210,16 @@ def test_a_start_of_the_wrong_shape_is_one_clear_line():
     problem, _ = invert.plant(4, 3)
     with pytest.raises(InputError, match=r"expected starts of shape n×d = 4×3, got 3×4"):
         invert.LevenbergMarquardt()(problem, start=torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5])
+def test_from_a_label_missed_by_r_the_minimum_is_off_by_the_pseudo_inverse_of_r(size):
+    """Inversion of a label instead of the output: the training input is no minimum."""
+    problem, X = invert.plant(4, 4, seed=3, symmetric=True)
+    r = size * torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).double()
+    labelled = replace(problem, B=problem.B - r)
+    found = invert.LevenbergMarquardt(steps=200)(labelled, start=X).X
+    J = invert.jacobian(problem, X)
+    shift = -torch.linalg.lstsq(J, r.flatten()[:, None]).solution.reshape(X.shape)
+    assert float((found - X - shift).norm()) < 30 * float(shift.norm()) ** 2
+    assert float(shift.norm()) > size
