@@ -40,10 +40,6 @@ REGISTRIES = {  # title: the registry of a package, and the drawing of the famil
         "disrupt",
     ),
     "Training against it: `keyhole harden --method`": ("harden.defences:DEFENCES", "harden"),
-    "What no cut can change: `keyhole lab certify --method`": (
-        "lab.certificates:METHODS",
-        "harden",
-    ),
 }
 
 

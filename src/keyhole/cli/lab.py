@@ -63,13 +63,12 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.extract.registry import METHODS as EXTRACTIONS
     from keyhole.harden.defences import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
-    from keyhole.lab.certificates import METHODS as CERTIFICATES
     from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
 
     return {
         "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
-        "disrupt": ATTACKERS, "harden": DEFENCES, "lab certify": CERTIFICATES,
+        "disrupt": ATTACKERS, "harden": DEFENCES,
     }  # fmt: skip
 
 
@@ -383,9 +382,8 @@ def stacks(
 
 
 @command(
-    "keyhole lab certify ./my-classifier 1 --data dev.tsv --examples 2",
-    "keyhole lab certify ./my-classifier 4 --method smoothing -o keep=0.02 -o kind=partition "
-    "--data dev.tsv --examples 2",
+    "keyhole lab certify ./my-classifier 4 -o keep=0.02 -o kind=partition --data dev.tsv "
+    "--examples 2",
     group=lab,
 )
 def certify(
@@ -393,7 +391,6 @@ def certify(
     k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
     data: opt.Data = None,
     *,
-    method: opt.Method = None,
     option: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     out: opt.Out = None,
@@ -403,19 +400,18 @@ def certify(
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
-    bounds (the default): of a BERT classifier as it is, exactly for 1 unit, by a bound for more.
-    smoothing: of any classifier or multiple choice that votes over random masks of its attention,
-    as keyhole harden --method sattend -o emptied=true trains them.
+    Of any classifier or multiple choice that votes over masks of its attention, as keyhole harden
+    --method sattend -o emptied=true trains them. -o sets keep (the share of units that a mask
+    keeps, 0.05), kind (random, or partition for a proof), samples (of random masks, 1000),
+    confidence (0.999) and spare (what is never cut: padding, special or "first token").
     """
-    from keyhole.lab.certificates import METHODS, certify_all
+    from keyhole.harden.smoothing import Smoothing, certify_all
 
     expect_new(out, force=force)
-    name = method or "bounds"
-    options = opt.method_options(METHODS, name, option)
+    options = settings(option or (), types_of(Smoothing, hidden=("seed",)), "smoothing")
+    way = Smoothing(**options, seed=seed)
     with interruptible(), bars("disrupt", "examples") as track:
-        proofs = certify_all(
-            model, data, k, method=name, **options, **examples.keywords(), seed=seed, track=track
-        )
+        proofs = certify_all(model, data, k, way, **examples.keywords(), track=track)
         if out is not None:
             proofs.save(out)
     units = "one unit" if k == 1 else f"up to {k} units"

@@ -28,7 +28,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,10 +37,12 @@ from torch import Tensor
 
 from keyhole.core import Outcome, Result, environment
 from keyhole.core.errors import InputError, expect_among, expect_count
-from keyhole.core.progress import Progress, silent
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Batch, Example, encode
 from keyhole.disrupt.hack_attend import Spare
+from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.models.anatomy import fitting
@@ -274,3 +277,22 @@ class Smoothed(Result):
 
     def contents(self) -> dict[str, Any]:
         return {**asdict(self), "accuracy": self.accuracy, "certified": self.curve()}
+
+
+def certify_all(
+    model: str | Path, data: str | Path | None = None, k: int = 1,
+    smoothing: Smoothing | None = None,
+    *, text: Sequence[str] = (), label: str | None = None, classes: Sequence[str] = (),
+    examples: int | None = None, max_length: int = 128, device: str = "cpu",
+    allow_pickle: bool = False, track: Track = untracked,
+) -> Smoothed:  # fmt: skip
+    """Which answers stand, whichever k units are cut; arguments as of `keyhole.disrupt.run`."""
+    expect_count("K", k)
+    expect_count("--max-length", max_length)
+    expect_device(device)
+    source = source_of(str(model), None, device, max_length, allow_pickle)
+    chosen = examples_of(source, data, text, label, classes, examples)
+    loaded, tokenizer = source.load()
+    progress = track("disrupt", len(chosen))
+    found = (smoothing or Smoothing()).certify(loaded, tokenizer, chosen, k, max_length, progress)
+    return replace(found, model=str(model), data=SHIPPED if data is None else str(data))
