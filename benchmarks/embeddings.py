@@ -4,9 +4,8 @@ Sentences of SST-2's development set (none that is a line of the corpus) are sea
 vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
 `--tokens` (special ones not counted). Exact means the very same tokens.
 
-The order of tokens is from the same domain (SST-2's training set; on a GPU with
-HellaSwag and DREAM besides), from another one (HellaSwag and DREAM alone), and from the corpus that
-ships; with `--drawn FILE` from what `keyhole lab corpus` drew from a language model. `--rows 1,3`
+The order of tokens is from the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
+besides), from another one (HellaSwag and DREAM alone), and from the corpus that ships; `--rows 1,3`
 takes some. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
 GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
 model.
@@ -56,7 +55,6 @@ def run(
     texts: int = 100,
     passes: int | None = None,
     rows: list[int] = [1, 2, 3],  # noqa: B006 - read, never changed
-    drawn: Path | None = None,
     tokens: str = "4-9,10-16,17-24,25-32",
 ) -> Iterator[Row]:
     if quick:
@@ -78,8 +76,6 @@ def run(
         Case("the corpus that ships", read_texts(SHIPPED)),
     ]
     cases = [case for row, case in enumerate(cases, 1) if row in rows]
-    if drawn:
-        cases.append(Case("drawn from a language model", read_texts(drawn)))
     yield from searched(loaded, cases, secrets, *shape, max_length, texts)
 
 

@@ -30,10 +30,6 @@ import quoted
 REGISTRIES = {  # title: the registry of a package, and the drawing of the family
     "Weights from answers: `keyhole extract --method`": ("extract.registry:METHODS", "extract"),
     "The input of one layer: `keyhole invert --method`": ("invert.registry:METHODS", "invert"),
-    "The input of several layers: `keyhole lab stacks --method`": (
-        "lab.stacks:METHODS",
-        "layers",
-    ),
     "Text from a leak: `keyhole recover --method`": ("recover.registry:ATTACKS", "recover"),
     "Flips by cutting attention: `keyhole disrupt --method`": (
         "disrupt.registry:ATTACKERS",

@@ -14,7 +14,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.files import is_folder, write_text
+from keyhole.core.files import is_folder
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
@@ -63,11 +63,10 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.extract.registry import METHODS as EXTRACTIONS
     from keyhole.harden.defences import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
-    from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
 
     return {
-        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
+        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS,
         "disrupt": ATTACKERS, "harden": DEFENCES,
     }  # fmt: skip
 
@@ -250,51 +249,6 @@ def _kept(journal: Path, what: str, where: Path | None = None) -> str:
 
 
 @command(
-    "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
-    'keyhole lab corpus ./language-model --text "The film" --text "This movie" --texts 20 '
-    "--out reviews.txt",
-    group=lab,
-)
-def corpus(
-    model: opt.ModelName,
-    texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
-    text: Annotated[
-        list[str] | None,
-        opt.about(
-            "Words that sentences begin with; may be repeated. By default the first words of "
-            "sentences of the corpus that ships with Keyhole.",
-            CHECKS,
-            metavar="WORDS",
-        ),
-    ] = None,
-    max_length: Annotated[int, opt.about("The most tokens of a sentence.", CHECKS)] = 40,
-    out: Annotated[
-        Path, opt.about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
-    ] = Path("corpus.txt"),
-    force: opt.Force = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    allow_pickle: opt.AllowPickle = False,
-) -> None:
-    """Draw sentences from a language model, to read embeddings with as a --corpus."""
-    from keyhole.recover.embeddings.drawn import draw_texts
-
-    expect_count("--texts", texts)
-    expect_count("--max-length", max_length)
-    journal = out.with_name(f"{out.name}.journal")
-    expect_new(out, force=force)
-    with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
-        lines = draw_texts(
-            model, texts, begins=text or (), max_length=max_length, device=device,
-            allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
-        )  # fmt: skip
-        write_text(out, "".join(f"{line}\n" for line in lines))
-    journal.unlink(missing_ok=True)
-    short = "" if len(lines) == texts else f" (of {texts:,}: nothing new came after those)"
-    show(f"{out}: {len(lines):,} sentences{short}")
-
-
-@command(
     "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
     "keyhole invert layer.safetensors -o starts=32 --out input.json",
     "keyhole lab bounds layer.safetensors input.safetensors",
@@ -341,7 +295,6 @@ def stacks(
             help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
         ),
     ],
-    method: opt.Method = None,
     option: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -351,17 +304,14 @@ def stacks(
 ) -> None:
     """Read the input of several layers back from their weights and the last output.
 
-    With --out every finished search is kept in FILE.journal until the result is saved, and the
-    same command resumes.
+    -o sets the search at each layer: starts (64), solutions (inputs looked for, 4), seconds, and
+    branches (candidates that are carried down, 8).
     """
-    from keyhole.lab.stacks import METHODS, Stack, run
+    from keyhole.lab.stacks import Stack, run
 
     expect_new(*and_tensors(out), force=force)
-    name = method or "peel"
-    options = opt.method_options(METHODS, name, option)
-    journal = None if out is None else out.with_name(f"{out.name}.journal")
-    kept = interruptible(lambda: "" if journal is None else _kept(journal, "finished searches"))
-    with kept, bars("invert layers", each=False) as track:
+    options = settings(option or (), types_of(run, hidden=("device", "seed")), "stacks")
+    with interruptible(), bars("invert layers", each=False) as track:
         asked = Stack.load(stack)
 
         def begun(name: str, total: int | None = None) -> Progress:
@@ -369,14 +319,9 @@ def stacks(
             say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
             return track(name, total)
 
-        result = run(
-            asked, name, **options, device=device, seed=seed, journal=journal, force=force,
-            track=begun, resuming=lambda done: say(f"resuming: {done} searches are done"),
-        )  # fmt: skip
+        result = run(asked, **options, device=device, seed=seed, track=begun)
         if out is not None:
             result.save(out)
-    if journal is not None:
-        journal.unlink(missing_ok=True)
     answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
 
@@ -465,30 +410,3 @@ def defences(
         time = f"×{row.factor:.1f}"
         shown.add_row(row.guards, what, row.attack, row.attacker, row.honest, time, verdict)
     answer(found.to_dict(), shown, as_json=as_json)
-
-
-@command(
-    "keyhole lab cost head -o width=64 -o rank=8 -o exposure=scores -o rate=50 -o price=0.01",
-    "keyhole lab cost layer -o width=576 -o exposure=log-probabilities -o vocabulary=49152",
-    "keyhole lab cost text -o tokens=12 -o texts=100000 -o price=2.5",
-    group=lab,
-)
-def cost(
-    what: Annotated[
-        str, typer.Argument(metavar="[head|layer|text]", help="What the attack would take.")
-    ],
-    option: opt.MethodOptions = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Tell what an attack would cost: queries, tokens, hours and money.
-
-    head takes width, rank, exposure (scores, rounded, signs, vectors) and accuracy; layer width,
-    heads, exposure (vectors, checkpoint, log-probabilities), vocabulary and top; both the prices
-    rate (queries a second, 10), price (of a query), token_price (of a million tokens) and daily (a
-    client's budget of queries, 1000). text takes tokens, exposure, processor (gpu or cpu), texts,
-    price (of an hour) and seconds (for a thousand passes, if not as measured).
-    """
-    from keyhole.lab import cost as costs
-
-    bill = costs.bill(what, option or ())
-    answer(bill.to_dict(), bill.summary(), as_json=as_json)

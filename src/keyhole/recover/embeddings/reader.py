@@ -1,13 +1,13 @@
 """Text from one vector, by token statistics of a corpus and a search (ours).
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
-its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
+its next-token logits give away (short_prompt.py). The encoder is run once over a corpus that the
 attacker has; without one, over the corpus that ships. That gives the odds of each token for a
 vector, n-grams and the nearest lines (counts.py). They guide a search that changes several tokens
 at once, each chosen by what it does alone (sum_search.py). No model is trained. On a GPU all
-vectors are searched at once; on a CPU one by one, with fewer tries each, which reads 31 of 50
-texts of 10 to 16 tokens (lab/measured.json). A last state says most about how a text ends, and a
-prompt may end anywhere: so for last states, beginnings of lines are counted as well as whole lines.
+vectors are searched at once; on a CPU one by one, with fewer tries each. A last state says most
+about how a text ends, and a prompt may end anywhere: so for last states, beginnings of lines are
+counted as well as whole lines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
-from keyhole.recover.embeddings.final_state import vectors_of
 from keyhole.recover.embeddings.judge import may_be
+from keyhole.recover.embeddings.short_prompt import vectors_of
 from keyhole.recover.embeddings.sum_search import MayBe, Notify, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 
