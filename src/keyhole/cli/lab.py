@@ -14,7 +14,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.files import is_folder
+from keyhole.core.files import is_folder, write_text
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
@@ -246,6 +246,51 @@ def _kept(journal: Path, what: str, where: Path | None = None) -> str:
     return (
         f"{records} {what} are in {where or journal}: the same command resumes" if records else ""
     )
+
+
+@command(
+    "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
+    'keyhole lab corpus ./language-model --text "The film" --text "This movie" --texts 20 '
+    "--out reviews.txt",
+    group=lab,
+)
+def corpus(
+    model: opt.ModelName,
+    texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
+    text: Annotated[
+        list[str] | None,
+        opt.about(
+            "Words that sentences begin with; may be repeated. By default the first words of "
+            "sentences of the corpus that ships with Keyhole.",
+            CHECKS,
+            metavar="WORDS",
+        ),
+    ] = None,
+    max_length: Annotated[int, opt.about("The most tokens of a sentence.", CHECKS)] = 40,
+    out: Annotated[
+        Path, opt.about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
+    ] = Path("corpus.txt"),
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    allow_pickle: opt.AllowPickle = False,
+) -> None:
+    """Draw sentences from a language model, to read embeddings with as a --corpus."""
+    from keyhole.recover.embeddings.drawn import draw_texts
+
+    expect_count("--texts", texts)
+    expect_count("--max-length", max_length)
+    journal = out.with_name(f"{out.name}.journal")
+    expect_new(out, force=force)
+    with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
+        lines = draw_texts(
+            model, texts, begins=text or (), max_length=max_length, device=device,
+            allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
+        )  # fmt: skip
+        write_text(out, "".join(f"{line}\n" for line in lines))
+    journal.unlink(missing_ok=True)
+    short = "" if len(lines) == texts else f" (of {texts:,}: nothing new came after those)"
+    show(f"{out}: {len(lines):,} sentences{short}")
 
 
 @command(
