@@ -226,9 +226,9 @@ def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
 # follows many others is likely after a new one. Before the first token and behind the last one
 # stands a mark of its own, V. Of no lines at all, every token is as likely everywhere.
 #
-# Names, numbers and passwords are pieces that no corpus has side by side. What kind of token follows
-# what kind, it does say: the beginning of a word or a later piece of one; letters, digits or signs.
-# So q depends on the kinds of both, q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
+# Names, numbers and passwords are pieces that no corpus has side by side. What kind of token
+# follows what kind it does say: a word's beginning or a later piece; letters, digits or signs. So q
+# depends on the kinds of both: q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
 
 _DISCOUNT = 0.75
 _NGRAMS_SEEN = 0.05  # pairs that a token which ends none counts as
@@ -274,7 +274,11 @@ class NGrams:
 
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """log p(b | a), for tokens or marks a and b of one shape."""
-        p = self.left[first] * self.ends[second] * self.ratios[self.kinds[first], self.kinds[second]]
+        p = (
+            self.left[first]
+            * self.ends[second]
+            * self.ratios[self.kinds[first], self.kinds[second]]
+        )
         if len(self.keys):
             wanted = first * len(self.ends) + second
             place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)

@@ -138,7 +138,9 @@ class SumSearch:
                 self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
 
-    def _widen(self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int) -> None:
+    def _widen(
+        self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+    ) -> None:
         """Try so many tokens at each place of the nearest text of each vector, if passes allow."""
         most = self.passes or _PASSES[vectors.device.type]
         tokens = min(tokens, len(found.encoder.table))
