@@ -50,8 +50,9 @@ MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
-_WIDER = {4: 256, 9: 2_048, 16: 1 << 20}  # tokens tried at each place of a text that stood so long
+_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
+_SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
 # Attention without the kernels that are planned anew for each shape: here every call has its own.
@@ -144,7 +145,7 @@ class SumSearch:
         """Try so many tokens at each place of the nearest text of each vector, if passes allow."""
         most = self.passes or _PASSES[vectors.device.type]
         tokens = min(tokens, len(found.encoder.table))
-        shares = Shares(tokens, 0, tokens // _CHOICE)
+        shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             parents = found.parents(rows, by_turn=False)
