@@ -6,7 +6,8 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 
 The order of tokens is from the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
 besides), from another one (HellaSwag and DREAM alone), and from the corpus that ships; `--rows 1,3`
-takes some. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
+takes some. Row 4 are the two secrets of OWASP's lab for embedding inversion, which recovers
+neither, with the corpus that ships and the judge. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
 GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
 model.
 """
@@ -17,15 +18,17 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 import show
 import subjects
 from keyhole.data import read_texts
-from keyhole.models import Loaded
+from keyhole.models import Exposure, Loaded
+from keyhole.recover import Pooled, leak_of, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
@@ -35,6 +38,7 @@ from show import Row
 
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
 ON_CPU = {(4, 9): 80}  # … and on two cores
+SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
 
 
@@ -54,7 +58,7 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     passes: int | None = None,
-    rows: list[int] = [1, 2, 3],  # noqa: B006 - read, never changed
+    rows: list[int] = [1, 2, 3, 4],  # noqa: B006 - read, never changed
     tokens: str = "4-9,10-16,17-24,25-32",
 ) -> Iterator[Row]:
     if quick:
@@ -77,6 +81,24 @@ def run(
     ]
     cases = [case for row, case in enumerate(cases, 1) if row in rows]
     yield from searched(loaded, cases, secrets, *shape, max_length, texts)
+    if 4 in rows:
+        yield from labelled(loaded, shape[1])
+
+
+def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
+    """The secrets of OWASP's lab, from the leak to the judge, one by one."""
+    for text in SECRETS:
+        leak = cast("Pooled", leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")))
+        reader, clock = CountedReader(search=search), _Clock()
+        (made,) = recover_texts(
+            loaded.model, loaded.tokenizer, [replace(leak, tokens=None)], method=reader
+        )
+        exact = made.ids == loaded.tokenizer(text)["input_ids"]
+        words = f"{'exact' if exact else 'not read'}, {'' if made.verified else 'not '}verified"
+        yield Row(
+            f"{Path(loaded.name).name}: {text}", words, "exact, verified",
+            exact and made.verified, f"{made.passes:,} passes, {clock.words()}",
+        )  # fmt: skip
 
 
 def of_lengths(
