@@ -31,6 +31,7 @@ from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
+_BLUR = 0.03  # of a row's length: a distance from the span that other rows reach
 _CLEAR = 0.7  # of a token's share: it stands there
 _OFF = 0.15  # that a share may differ from 1 and be clear
 _ELSEWHERE = 0.35  # the largest share of a clear token at another position
@@ -80,7 +81,8 @@ class EncoderTexts:
 
     def __post_init__(self) -> None:
         known, count = self.places.tokens, len(self.tokens)
-        self._exact = self.span.tolerance**2  # the misfit of a text that is right
+        # The misfit of a text that is right; where errors blur the span, others reach that as well.
+        self._exact = min(self.span.tolerance, _BLUR) ** 2
         self._numbers = {int(id_): number for number, id_ in enumerate(known)}
         before, after = self.target.frame()
         self._before = [self._numbers[id_] for id_ in before if id_ in self._numbers]
@@ -107,7 +109,8 @@ class EncoderTexts:
         """Each text once; those that do not fit come last, the nearest ones first."""
         read: set[tuple[int, ...]] = set()
         others: dict[tuple[int, ...], Read] = {}
-        for sweeps in (0, self.search.sweeps):  # texts that are easy to read clear up the others
+        # Texts that are easy to read clear up the others; where all seem to fit, none is easy.
+        for sweeps in (0, self.search.sweeps)[not self.span.sharp :]:
             failed = 0
             for number, place in self._starts():
                 if failed >= self.search.starts * (self.texts - len(read)):
