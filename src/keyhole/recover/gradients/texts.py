@@ -31,7 +31,6 @@ from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
-_BLUR = 0.03  # of a row's length: a distance from the span that other rows reach
 _CLEAR = 0.7  # of a token's share: it stands there
 _OFF = 0.15  # that a share may differ from 1 and be clear
 _ELSEWHERE = 0.35  # the largest share of a clear token at another position
@@ -81,8 +80,7 @@ class EncoderTexts:
 
     def __post_init__(self) -> None:
         known, count = self.places.tokens, len(self.tokens)
-        # The misfit of a text that is right; where errors blur the span, others reach that as well.
-        self._exact = min(self.span.tolerance, _BLUR) ** 2
+        self._exact = self.span.tolerance**2  # the misfit of a text that is right
         self._numbers = {int(id_): number for number, id_ in enumerate(known)}
         before, after = self.target.frame()
         self._before = [self._numbers[id_] for id_ in before if id_ in self._numbers]
@@ -141,7 +139,7 @@ class EncoderTexts:
     def _read(self, number: int, place: int, sweeps: int) -> Read:
         """The nearest text to the span that begins its search with a token at a place."""
         text, misfit, clear = self._solved(number, place)
-        if sweeps and not misfit < self._exact:
+        if sweeps and not (misfit < self._exact and self.span.sharp):  # else others reach that, too
             text, misfit = self._swept(text, misfit, clear)
         ids = self.places.tokens[text].tolist()
         read = Read(ids, misfit < math.inf and self._fits(ids), misfit)
