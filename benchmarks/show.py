@@ -111,7 +111,8 @@ def relative(found: Tensor, truth: Tensor) -> float:
 def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     """Run a benchmark from the command line: its options are the parameters of `run`.
 
-    Each row is shown as soon as it is known. A failure, Ctrl-C or SIGTERM keeps the rows before it.
+    Each row is shown and written as soon as it is known: a failure, Ctrl-C or SIGTERM keeps the
+    rows before it.
     """
     title = title or sys.modules["__main__"].__doc__ or ""
     parser = argparse.ArgumentParser(
@@ -138,6 +139,8 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
         for row in run(quick, **given):
             rows.append(row)
             print(row.what, row.measured, row.details, sep=" | ", file=sys.stderr, flush=True)
+            if file:
+                _write(file, title, quick, time.perf_counter() - started, rows)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
     seconds = time.perf_counter() - started
@@ -145,29 +148,32 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):
         print(f"promises not met: {'; '.join(missed)}")
-    if file:
-        versions = environment()
-        data = {
-            "title": title.splitlines()[0],
-            "command": command(sys.argv),
-            "commit": commit(),
-            "machine": machine(),
-            "kept": "as the command wrote it",
-            "quick": quick,
-            "seconds": seconds,
-            "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
-            "rows": [
-                {name: value for name, value in vars(row).items() if name != "run"} for row in rows
-            ],
-        }
-        text = json.dumps(data, indent=2, ensure_ascii=False)
-        if runs := [json.dumps(row.run, ensure_ascii=False) for row in rows if row.run]:
-            lines = ",\n".join(f"    {run}" for run in runs)
-            text = text.removesuffix("\n}") + f',\n  "runs": [\n{lines}\n  ]\n}}'
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n", "utf-8")
     if failure is not None:
         raise failure
+
+
+def _write(file: Path, title: str, quick: bool, seconds: float, rows: list[Row]) -> None:
+    """The record of what is known so far: a machine may go away at any time."""
+    versions = environment()
+    data = {
+        "title": title.splitlines()[0],
+        "command": command(sys.argv),
+        "commit": commit(),
+        "machine": machine(),
+        "kept": "as the command wrote it",
+        "quick": quick,
+        "seconds": seconds,
+        "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
+        "rows": [
+            {name: value for name, value in vars(row).items() if name != "run"} for row in rows
+        ],
+    }
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    if runs := [json.dumps(row.run, ensure_ascii=False) for row in rows if row.run]:
+        lines = ",\n".join(f"    {run}" for run in runs)
+        text = text.removesuffix("\n}") + f',\n  "runs": [\n{lines}\n  ]\n}}'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n", "utf-8")
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any) -> None:

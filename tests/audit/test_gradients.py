@@ -36,6 +36,18 @@ def test_the_texts_come_back():
             assert all(reading.exact for reading in cell.readings if reading.verified)
 
 
+def test_tokens_are_given_away_where_texts_are_not():
+    narrow = target(
+        "bert", "AutoModelForSequenceClassification", hidden_size=8, intermediate_size=8
+    )
+    (check,) = gradients.checks("", narrow, 0)
+    (finding,) = check.run(untracked).findings
+    assert finding.status is Status.INEXACT
+    assert finding.exposed
+    assert finding.reason.startswith("0 of 2 texts")
+    assert "100% of the batch's tokens known, in no order" in finding.reason
+
+
 def test_what_has_no_loss_is_said():
     (check,) = gradients.checks("", target("bert", "AutoModel"), 0)
     (skip,) = check.run(untracked).skips

@@ -38,6 +38,7 @@ REMEDY = (
 )
 _PRECISIONS = ("float32", "bfloat16")
 _LARGEST = 1 << 28  # weights whose gradient an audit makes
+_MOST = 0.5  # of the tokens: they are given away
 _WEIGHT = 55  # how long a check takes, in passes of 512 tokens, as measured on the demo
 
 
@@ -73,6 +74,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
     notes: list[str] = []
+    bags: list[float] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
@@ -86,9 +88,13 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")
+        bags.append(0.0 if recovery.texts else _occurring(originals, recovery))
         progress(number)
     status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
+    if bags and bags[0] >= _MOST:
+        status = Status.INEXACT
+        notes[-1] += f"; {percent(bags[0])} of the batch's tokens known, in no order"
     finding = Finding(
         exposure=exposure,
         attack="GradientSpans" if results else "",
@@ -111,6 +117,12 @@ def _nearest(original: Original, recovery: BatchRecovery) -> TextRecovery:
     return max([none, *recovery.texts], key=lambda text: _shared(original.ids, text.ids))
 
 
+def _occurring(originals: Sequence[Original], recovery: BatchRecovery) -> float:
+    """How much the tokens that the update shows by itself have in common with the batch's."""
+    truth = {id_ for original in originals for id_ in original.ids}
+    return len(truth & set(recovery.tokens)) / max(1, len(truth | set(recovery.tokens)))
+
+
 def _shared(truth: Sequence[int], ids: Sequence[int]) -> float:
     same = sum(map(eq, truth, ids))
     return 2 * same / max(1, len(truth) + len(ids))
@@ -121,5 +133,5 @@ def _status(results: Sequence[Readings]) -> Status:
         return Status.NOT_APPLICABLE
     if results[0].exact == len(results[0].readings):
         return Status.RECOVERED
-    partly = results[0].exact or results[0].known >= 0.5 or not explained(results[0])
+    partly = results[0].exact or results[0].known >= _MOST or not explained(results[0])
     return Status.INEXACT if partly else Status.UNSOLVED

@@ -108,3 +108,29 @@ def test_contexts_are_the_attention_s_own_and_changes_are_whole_texts():
             target.model(input_ids=tokens[other][None])
         far = float((taken[-1].double() @ directions).square().sum(-1).mean())
         assert float(changed[number]) == pytest.approx(ratio * far, rel=1e-3)
+
+
+def test_masses_put_all_tokens_of_a_text_in_their_places():
+    target, text = target_of("bert"), tiny.ids(1, 9)[0]
+    parts, tokens = target.parts, text.unique()
+    taken = []
+
+    def take(_module, args):
+        taken.append(args[0][0].double())
+
+    with hooks((parts.attentions[0].output.register_forward_pre_hook, take)):
+        target.model(input_ids=text[None])
+    span = span_of(taken[0], torch.zeros_like(taken[0]))
+    contexts = contexts_of(parts, first_inputs(parts, 9), tokens, 9, span.rest)
+    truth = torch.searchsorted(tokens, text)
+    guess = truth[[0, 2, 3, 1, 4, 5, 6, 7, 8]]  # rows of three positions have another's token
+    right = (guess == truth).nonzero()[:, 0]
+    may = torch.ones(len(tokens), 9, dtype=torch.bool)
+    may[:, 0] = False  # it is known
+    for _ in range(2):
+        given = torch.zeros(may.shape)
+        masses = contexts.masses(guess, right, torch.ones(len(right)), 1, may, given)
+        guess[1:] = masses.argmax(0)[1:]
+    assert guess.tolist() == truth.tolist()
+    assert masses[truth, torch.arange(9)][1:].min() > 0.5
+    assert float(contexts.misfit(guess)) < 1e-9

@@ -61,7 +61,7 @@ from keyhole.recover.simulate import MAX_LENGTH
 _NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
 _SWEEPS = 3  # over the tokens of a batch that is made likelier
 _TRIALS = 300  # other batches tried for that
-_DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
+_DIRECTIONS = 64  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
 METHOD = "GradientSpans"
 

@@ -2,14 +2,14 @@
 
 Which tokens stand together in a text does not show in what the first attention receives. What it
 gives for a text lies in the span of its output map's gradient at every position if all tokens of
-the text are right, and is the nearer to it the more of them are. So a text is searched by changing
-one token after the other, at each position to the one that brings all rows nearest to the span; it
-is read once what the second attention receives lies in the span of that one's gradient, too.
+the text are right. So a text starts from one token whose place is clear, and from those at the
+other positions that resemble it by their gradients (`Places`); least squares over all tokens at all
+positions put right what is wrong (`Contexts`), and where they do not, tokens are changed one by one
+for what is nearest to the span. A text is read once what the second attention receives lies in the
+span of that one's gradient, too. What texts that are read had of a token is no longer looked for.
 
 DAGER combines all tokens that may stand at each position, which grows with the power of a text's
-length. Here a text starts from one token whose place is clear, and from those at the other
-positions that resemble it by their gradients (`Places`); `Contexts` makes a change cheap. What
-texts that are read had of a token is no longer looked for.
+length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -33,6 +32,13 @@ from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
 _CLEAR = 0.7  # of a token's share: it stands there
+_OFF = 0.15  # that a share may differ from 1 and be clear
+_ELSEWHERE = 0.35  # the largest share of a clear token at another position
+_RIDGE = 1e-3  # of the mean square: how much a prior weighs
+_ROWS = 16  # that masses are taken from
+_RELIABLE = 0.3  # of a token's mass: its row says something
+_KEPT = 24  # tokens that may stand at a position after the first step
+_ENDS = 3  # tried at each step
 _ALIKE = 0.65  # how much a token resembles a text's others, at least
 _RANK = 1e-9  # of the largest singular value: what counts as dependent
 _WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
@@ -41,14 +47,13 @@ _GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step
 
 @dataclass(frozen=True)
 class Search:
-    """So many `lengths` are tried of a text, `sweeps` over each, and `starts` a text; `few` tokens
-    are tried at a position first, and `kicks` of them where no single change helps."""
+    """So many `starts` a text fail before the search ends, each after `steps` of least squares and,
+    where those do not do, `sweeps` over its tokens; `few` are tried at a position first."""
 
-    lengths: int = 5
-    sweeps: int = 8
     starts: int = 6
+    steps: int = 8
+    sweeps: int = 8
     few: int = 32
-    kicks: int = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +91,9 @@ class EncoderTexts:
             for place in range(len(before), count - len(self._after) + 1)
             if all(self._may[id_, place + off] for off, id_ in enumerate(self._after))
         ]
+        self._closing = torch.zeros_like(self._may)
+        for id_ in self._after[:1]:
+            self._closing[id_, self._ends] = True
         special = torch.tensor([*before, *after, *self.target.pads()], device=known.device)
         self._may &= ~torch.isin(known, special)[:, None]
         order = self.places.shares.argsort(0, descending=True)
@@ -99,23 +107,28 @@ class EncoderTexts:
         """Each text once; those that do not fit come last, the nearest ones first."""
         read: set[tuple[int, ...]] = set()
         others: dict[tuple[int, ...], Read] = {}
-        for number, place in self._starts():
-            text = self._read(number, place)
-            key = tuple(text.ids)
-            if text.fits and key not in read:
-                read.add(key)
-                yield text
-            elif not text.fits:
-                others[key] = text
-            if len(read) == self.texts:
-                return
+        # Texts that are easy to read clear up the others; where all seem to fit, none is easy.
+        for sweeps in (0, self.search.sweeps)[not self.span.sharp :]:
+            failed = 0
+            for number, place in self._starts():
+                if failed >= self.search.starts * (self.texts - len(read)):
+                    break
+                text = self._read(number, place, sweeps)
+                key = tuple(text.ids)
+                failed += 1
+                if text.fits and key not in read:
+                    failed = 0
+                    read.add(key)
+                    yield text
+                elif not text.fits:
+                    others[key] = text
         nearest = sorted(others.values(), key=lambda text: text.misfit)
         yield from nearest[: self.texts - len(read)]
 
     def _starts(self) -> Iterator[tuple[int, int]]:
         """Tokens whose places are clear and in no text that is read, the clearest first."""
         tried = torch.zeros_like(self._left, dtype=torch.bool)
-        for _ in range(self.search.starts * self.texts):
+        while True:
             clear = (1 - (1 - self._left).abs()).masked_fill(tried, 0)  # a share of 1: all of it
             number, place = divmod(int(clear.argmax()), clear.shape[1])
             if float(clear[number, place]) <= 0:
@@ -123,52 +136,76 @@ class EncoderTexts:
             tried[number, place] = True
             yield number, place
 
-    def _read(self, number: int, place: int) -> Read:
+    def _read(self, number: int, place: int, sweeps: int) -> Read:
         """The nearest text to the span that begins its search with a token at a place."""
-        guess, clear = self._guess(number, place)
-        last = int(clear.nonzero().max())
-        best, misfit = self._ended(guess, last + 1), math.inf
-        tried: set[int] = set()
-        for _ in range(self.search.lengths):
-            ends = [end for end in self._ends if end > last and end not in tried]
-            if not ends or misfit < self._exact:
-                break
-            misfits = [float(self.contexts.misfit(self._ended(guess, end))) for end in ends]
-            end = ends[min(range(len(ends)), key=misfits.__getitem__)]
-            tried.add(end)
-            text, reached = self._swept(self._ended(guess, end), min(misfits), clear)
-            if reached < misfit:
-                best, misfit = text, reached
-                guess = torch.cat([text[:end], guess[end:]])
-        for _ in range(self.search.sweeps):
-            if not self._exact < misfit < _NEAR:
-                break
-            text, reached = self._kicked(best, misfit, clear)
-            if not reached < misfit:
-                break
-            best, misfit = self._swept(text, reached, clear)
-        ids = self.places.tokens[best].tolist()
+        text, misfit, clear = self._solved(number, place)
+        if sweeps and not (misfit < self._exact and self.span.sharp):  # else others reach that, too
+            text, misfit = self._swept(text, misfit, clear)
+        ids = self.places.tokens[text].tolist()
         read = Read(ids, misfit < math.inf and self._fits(ids), misfit)
         if read.fits:
-            for at, each in enumerate(best.tolist()):
+            for at, each in enumerate(text.tolist()):
                 whole = self.places.shares[each, at] > _CLEAR  # then it stands nowhere else
                 self._left[each, slice(None) if whole else at] = 0
         return read
 
-    def _guess(self, number: int, place: int) -> tuple[Tensor, Tensor]:
-        """At each position the likeliest token of the start's text, and where (n,) it is clear."""
+    def _guess(self, number: int, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """How likely (t, n) tokens stand in the start's text, at each position the likeliest one,
+        and where (n,) that is clear: all of it stands there, and none of it elsewhere."""
         alike = self.places.resemblance(number)[:, None].clamp(min=0)
-        score = self._left * alike.square() + self._may * 1e-9
-        guess = score.argmax(0)
+        prior = self._left * alike.square()
+        guess = (prior + self._may * 1e-9).argmax(0)
         guess[place] = number
-        at = torch.arange(len(guess), device=guess.device)
-        clear = (self._left[guess, at] > _CLEAR) & (alike[guess, 0] > _ALIKE)
-        clear[place] = True
         guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
-        return guess, clear
+        at = torch.arange(len(guess), device=guess.device)
+        elsewhere = self._left[guess].masked_fill(at[:, None] == at, 0).amax(1)
+        off = (1 - self._left[guess, at]).abs()
+        clear = (off < _OFF) & (elsewhere < _ELSEWHERE) & (alike[guess, 0] > _ALIKE)
+        clear[place] = True
+        clear[: len(self._before)] = True
+        return prior.clamp(max=1), guess, clear
 
-    def _ended(self, guess: Tensor, end: int) -> Tensor:
-        return torch.cat([guess[:end], torch.tensor(self._after, device=guess.device).long()])
+    def _solved(self, number: int, place: int) -> tuple[Tensor, float, Tensor]:
+        """The best text that `Contexts.masses` lead to, its misfit, and what was clear before."""
+        prior, guess, clear = self._guess(number, place)
+        last, fixed = int(clear.nonzero().max()), len(self._before)
+        may = self._may | self._closing
+        text, misfit = self._ended(guess, [end for end in self._ends if end > last])
+        weights = clear[: len(text)].float()
+        best, seen = (text, misfit), set[tuple[int, ...]]()
+        while not misfit < self._exact and tuple(text.tolist()) not in seen:
+            seen.add(tuple(text.tolist()))
+            rows = weights.argsort(descending=True, stable=True)[:_ROWS]
+            rows = rows[weights[rows] > _RELIABLE]
+            masses = self.contexts.masses(text, rows, weights[rows], fixed, may, prior)
+            least = masses.masked_fill(~may, -math.inf).topk(min(_KEPT, len(may)), 0).values[-1]
+            may &= (masses >= least) | self._closing
+            guess = masses.masked_fill(~self._may, -math.inf).argmax(0)
+            guess[place], guess[:fixed] = number, text[:fixed]
+            text, misfit = self._ended(guess, self._likely_ends(masses, place))
+            weights = masses[text, torch.arange(len(text), device=text.device)].clamp(0, 1)
+            weights[:fixed] = weights[place] = 1
+            best = min(best, (text, misfit), key=lambda each: each[1])
+            if len(seen) == self.search.steps:
+                break
+        return *best, clear
+
+    def _likely_ends(self, masses: Tensor, place: int) -> list[int]:
+        """Ends behind a place, those first where the closing token has most mass."""
+        most = torch.cat([masses.amax(0), torch.zeros(1).to(masses)])
+        mass = masses[self._after[0]] if self._after else most.roll(1) - most
+        ends = [end for end in self._ends if end > place]
+        return sorted(ends, key=lambda end: -float(mass[end]))[:_ENDS]
+
+    def _ended(self, guess: Tensor, ends: Sequence[int]) -> tuple[Tensor, float]:
+        """The nearest text to the span that ends at one of some positions."""
+        after = torch.tensor(self._after, device=guess.device).long()
+        texts = [torch.cat([guess[:end], after]) for end in ends]
+        misfits = [float(self.contexts.misfit(text)) for text in texts]
+        if not texts:
+            return guess, math.inf
+        best = min(range(len(texts)), key=misfits.__getitem__)
+        return texts[best], misfits[best]
 
     def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
         """One token after the other changed for the better, first where none is clear."""
@@ -186,27 +223,6 @@ class EncoderTexts:
                 if few == len(self._may) or misfit > _NEAR:
                     break
                 free, few = inside, len(self._may)
-        return text, misfit
-
-    def _kicked(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
-        """Two tokens changed at once, where one alone does not help: exchanged, or both others."""
-        inside = self._inside(text)
-        for left, right in combinations(inside, 2):
-            exchanged = _with(_with(text, left, int(text[right])), right, int(text[left]))
-            if self._may[text[right], left] and self._may[text[left], right]:
-                reached = float(self.contexts.misfit(exchanged))
-                if reached < misfit:
-                    return exchanged, reached
-        free = [at for at in inside if not clear[at]]
-        for at in free:
-            numbers = self._likeliest[at][: self.search.few]
-            misfits = self.contexts.changed(text, at, numbers)
-            for number in numbers[misfits.argsort()[: self.search.kicks]].tolist():
-                changed = _with(text, at, number)
-                for other in free:
-                    best, reached = self._best(changed, other, self.search.few)
-                    if reached < misfit:
-                        return _with(changed, other, best), reached
         return text, misfit
 
     def _inside(self, text: Tensor) -> list[int]:
@@ -245,6 +261,15 @@ def _with(text: Tensor, place: int, number: int) -> Tensor:
 # the span of that map's gradient, so only their products with directions R of the span's complement
 # matter: v_j R takes the place of v_j. A token that changes at one position takes one term out of
 # both sums and puts another in, at all other positions: a thousand times cheaper than the layer.
+#
+# All tokens of a text are found at once by least squares. With a mass z_vp of every token at every
+# position, Σ_j runs over all pairs (v, p), and near a text c_i is linear in z:
+#
+#     c_i(z) R = c_i R + Σ_vp z_vp e_i,vp (v_vp − c_i) R / Σ_j e_ij.
+#
+# A row whose own token is right gives an equation c_i(z) R = 0 for each direction, and a few such
+# rows more than there are tokens in the text. The heaviest token at each position makes the next
+# text, their masses say which of its rows to trust, and light tokens are dropped.
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +291,39 @@ class Contexts:
     def _of(self, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         places = torch.arange(len(text), device=text.device)
         return self.queries[text, places], self.keys[text, places], self.values[text, places]
+
+    def masses(
+        self, text: Tensor, rows: Tensor, weights: Tensor, fixed: int, may: Tensor, prior: Tensor
+    ) -> Tensor:
+        """How much (t, n) of each token that `may` stand at a position does, from some rows.
+
+        Ridge regression towards `prior`, near a text whose first `fixed` tokens are known.
+        """
+        queries, keys, values = self._of(text)
+        queries = queries[rows]
+        scores = torch.einsum("ihk,jhk->hij", queries, keys)
+        total = scores.logsumexp(-1, keepdim=True)
+        own = torch.einsum("hij,jhr->ihr", scores.softmax(-1), values)
+
+        def columns(tokens: Tensor, places: Tensor) -> Tensor:
+            share = torch.einsum("ihk,chk->hic", queries, self.keys[tokens, places]) - total
+            share = share.clamp(max=0).exp()
+            given = torch.einsum("hic,chr->irc", share, self.values[tokens, places])
+            given -= torch.einsum("hic,ihr->irc", share, own)
+            return (given * weights[:, None, None]).flatten(0, 1)
+
+        tokens, places = may.nonzero().unbind(1)
+        given, before = columns(tokens, places), prior[tokens, places].to(values)
+        left = -(own.sum(1) * weights[:, None]).flatten() - given @ before
+        left -= columns(text[:fixed], torch.arange(fixed, device=text.device)).sum(1)
+        products = (given @ given.mT).double()
+        ridge = _RIDGE * products.diagonal().mean().clamp(min=1e-30)
+        solved = torch.linalg.solve(
+            products + ridge * torch.eye(len(products)).to(products), left.double()
+        )
+        masses = torch.zeros_like(prior, dtype=values.dtype)
+        masses[tokens, places] = before + given.mT @ solved.to(values)
+        return masses
 
     def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
         """The same (c,) of the text with each of some tokens in turn at one position."""
