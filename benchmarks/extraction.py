@@ -3,7 +3,9 @@
 Targets are planted; errors are relative to the largest entry or, on 100 fresh sequences of each
 length, to the largest answer. `--parts` takes one: `many-heads` counts queries next to the
 unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r; `one-layer` has Transformers of one
-layer and ReLU networks. The full run takes minutes, most of them the oracle's own.
+layer and ReLU networks; `bound` compares the queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of
+any rank, with the bound that docs/mathematics.md proves; `floor` counts queries of d = 8 … 768 next
+to the unknowns. The full run takes minutes, most of them the oracle's own.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from keyhole.oracle import OneLayer, ReluFfn
 from planted import fresh_error, worst_error
 from show import Row
 
-PARTS = ["many-heads", "one-layer"]
+PARTS = ["many-heads", "one-layer", "bound", "floor"]
 Runs = list[tuple[Extraction, Any]]  # each with the target as it was planted
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
+    makers = {"many-heads": many_heads, "one-layer": one_layer, "bound": bound, "floor": floor}
     for part in parts:
-        yield from {"many-heads": many_heads, "one-layer": one_layer}[part](quick)
+        yield from makers[part](quick)
 
 
 def attacked(
@@ -142,6 +145,62 @@ def relative_of(
     factors = {"equal": 1, "opposite": -1, "zero": 0, "proportional": factor,
                "anti-proportional": -factor}  # fmt: skip
     return factors[kind] * W, other
+
+
+# The proved bound.
+
+
+def bound(quick: bool) -> Iterator[Row]:
+    """Queries of many draws next to the bound, by attempts."""
+    items: list[dict[str, Any]] = []
+    for seed in range(21 if quick else 1000):
+        d, heads = 2 + seed % 7, 1 + seed // 7 % 4
+        rank = None if seed % 3 else 1 + seed // 3 % d
+        target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
+        result = extract.MultiHead(seed=seed)(target)
+        method = extract.MultiHead(heads=heads)
+        items.append({
+            "d": d, "heads": heads, "rank": rank, "seed": seed, "status": str(result.status),
+            "queries": result.queries, "attempt": method.most_queries(d, 1),
+            "bound": method.most_queries(d), "error": worst_error(result.model, target),
+        })  # fmt: skip
+    above = sum(item["queries"] > item["bound"] for item in items)
+    more = sum(item["queries"] > item["attempt"] for item in items)
+    right = sum(item["status"] == Status.RECOVERED for item in items)
+    share = max(item["queries"] / item["attempt"] for item in items)
+    yield show.itemised(
+        show.exactly(f"draws above the bound, of {len(items)}", above, 0, f"{right} recovered"),
+        items,
+    )
+    yield Row("the same, above that of one attempt", str(more), details=f"at most {share:.2f} x")
+
+
+# Queries next to the floor.
+
+
+def floor(quick: bool) -> Iterator[Row]:
+    """Queries of heads of full rank and of rank 64 or d/8, run where d is small, else counted."""
+    for d in (8, 16) if quick else (8, 16, 32, 64, 128, 256, 384, 768):
+        heads = max(1, min(12, d // 8))
+        for rank in (None, max(1, min(64, d // heads))):
+            plan = extract.MultiHead(heads=heads)
+            unknowns = heads * (d + (d * d if rank is None else 2 * rank * d - rank * rank))
+            counted = plan.expected_queries(d) if rank is None else None
+            item: dict[str, Any] = {
+                "d": d, "heads": heads, "rank": rank, "unknowns": unknowns, "expected": counted,
+                "bound": plan.most_queries(d, 1), "published": 4 * heads * d * d - 2 * heads + 1,
+            }  # fmt: skip
+            if d <= (16 if quick else 64):
+                target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=d)
+                result = extract.MultiHead(seed=d)(target)
+                item |= {"queries": result.queries, "error": worst_error(result.model, target)}
+            asked = item.get("queries") or counted
+            what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
+            measured = "" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
+            how = "asked" if "queries" in item else "expected"
+            details = f"{how}; {unknowns:,} unknowns, one attempt at most {item['bound']:,}, "
+            row = Row(what, measured, details=f"{details}published {item['published']:,}")
+            yield show.itemised(row, [item])
 
 
 # One-layer Transformers and ReLU networks.

@@ -68,7 +68,7 @@ _AMPLE = 1e9  # tokens are so many times longer than answers may be off, where t
 _NONLINEAR = 30.0  # the same, of single tokens that no heads explain
 _SETTLED = 0.5  # of an answer's rounding: a model known to this needs no more answers
 _TEMPERED = 1e-2  # of the answers: errors that a first fit takes for granted
-_LEAST = 0.03  # of the usual error of an answer
+_LEAST = 0.3  # of the error that a tenth of the answers is below
 _UNEVEN = 100.0  # of the largest error to the smallest
 _STEPS = 150
 _STALLED = 15  # steps within which some start has to gain a fifth
@@ -146,11 +146,14 @@ class Fitted(Method):
 
         def tried(heads: int) -> None:
             nonlocal miss, best
-            g, v, _ = fits[heads]
-            if (known := field.further_tokens(g, v)) is not None:
-                model, missed = self._fitted(field, *known, v)
-                if best is None or missed < _BETTER * miss:
-                    miss, best = missed, model
+            for again in range(_ROUNDS // 2):
+                g, v, _ = field.heads_at_one_token(heads) if again else fits[heads]
+                if (known := field.further_tokens(g, v)) is not None:
+                    model, missed = self._fitted(field, *known, v)
+                    if best is None or missed < _BETTER * miss:
+                        miss, best = missed, model
+                if miss <= field.enough or not field.coarse:
+                    break
 
         for heads in counts:
             fits[heads] = field.heads_at_one_token(heads)
@@ -200,13 +203,13 @@ class Fitted(Method):
             W = Wt.permute(1, 2, 0).contiguous()
             model = BiasedHeads(W, v, c, b, norm.normed, norm.centred, norm.epsilon)
             if model.unknowns <= UNKNOWNS:
-                if field.coarse:  # from what is near to all, and as if it were coarser still
+                if field.uneven:  # from what is near to all, and as if it were coarser still
                     for asked in (near, field.asked):
                         model = refined(model, free, tempered(asked))
                 model = refined(model, free, field.asked)
             models.append(model)
             if field.missed(model) <= field.sure:
-                if field.coarse and model.unknowns <= UNKNOWNS:
+                if field.uneven and model.unknowns <= UNKNOWNS:
                     models = [field.settled(model, free, math.ceil(count))]
                 break
         best = min(models, key=field.missed)
@@ -278,7 +281,7 @@ Asked = list[tuple[Tensor, Tensor, Tensor]]  # sequences, answers, errors
 def smallest_error(errors: Tensor, answers: Tensor) -> float:
     """What no answer counts as more exact than: relative errors make those near 0 too much so."""
     largest = float(answers[answers.isfinite()].abs().max())
-    return max(32 * _EPSILON * largest, _LEAST * float(errors.median()))
+    return max(32 * _EPSILON * largest, _LEAST * float(errors.quantile(0.1)))
 
 
 def tempered(asked: Asked) -> Asked:
@@ -340,8 +343,11 @@ class _NearField:
         self.coarse = float(rounded.median()) > _COARSE * float(known.abs().max())
         self.error, self.sure, self.enough = least, _ROUNDED, _ROUNDED
         if not self.coarse:
-            self.error += float(own.square().mean().sqrt())
             self.sure, self.enough = _EXPLAINED, 2 * _EXPLAINED
+            if float(rounded.max()) <= _UNEVEN * float(rounded.median()):  # no link near its end
+                self.error += float(own.square().mean().sqrt())
+        errors = torch.cat([self._errors(y) for _, y, _ in self.asked])
+        self.uneven = self.coarse or float(errors.max()) > _UNEVEN * float(errors.min())
         self.possible = _EXPLAINED * max(1.0, float((own / self._errors(paired)).median()))
         # Of what was asked before the error was known.
         self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
@@ -393,7 +399,8 @@ class _NearField:
                 g[0], v = 0.0, self.u.expand(shape)
             g, v, misses = _annealed(delta, even, g, v, error, self.sure, fixed=heads == 1)
             for k in range(len(g)):
-                signs = _signs(v[k], self.u, math.inf if self.coarse else _UNSIGNED)
+                free = self.coarse or float(misses[k]) <= self.sure
+                signs = _signs(v[k], self.u, math.inf if free else _UNSIGNED)
                 if float(misses[k]) < best[2] and signs is not None:
                     best = g[k] * signs, v[k] * signs, float(misses[k])
             if best[2] <= self.sure:

@@ -8,7 +8,7 @@ many digits. With fewer, or behind a sigmoid, weights are fitted, as in fitted.p
                                            their number is the smallest that explains the answers
     F([x]) − F([−x]) = (Aᵀw)ᵀx             on which side of its fold each neuron is: the signs with
                                            which the w_i a_i add up to it
-    W                                      from W = 0, on pairs of tokens
+    F(X) − F(−X) = (Aᵀw)ᵀattn(X)           W: one head, smooth, from W = 0
     all of them                            Gauss–Newton on every answer
 
 Where answers are off by ±τ whatever their size, tokens are made longer: φ(tx) = tφ(x).
@@ -41,16 +41,18 @@ from keyhole.extract.fitted import (
     token_size,
 )
 from keyhole.extract.gauss_newton import refined, uncertainty
-from keyhole.oracle.planted import OneLayer, Parametric
+from keyhole.oracle.planted import Head, OneLayer, Parametric
 from keyhole.oracle.protocol import Oracle
 
 _DIRECTIONS = 4096  # random ones that a further fold is chosen from
 _EACH = 8  # questions for each unknown, in the network and in W
 _EXPLAINED = 1.5  # root mean square of residuals in units of the answers' rounding
-_STARTS = 4  # of the folds, and of W
+_STARTS = 4  # of the folds
 _ALL = ("W", "A", "w")
 _LENGTHS = (2, 3, 4)
 _SIGNED = 12  # neurons whose sides are found by trying all
+
+_Part = tuple[Tensor, Tensor, Tensor]  # sequences, an even or odd part of their answers, its errors
 
 
 @dataclass(frozen=True)
@@ -70,49 +72,49 @@ class FittedLayer(Fitted):
         stream = torch.Generator().manual_seed(self.seed)
         dim, gain = oracle.dim, self.gain(oracle)
         size = token_size(_Odd(oracle), stream, gain, self.precision, Norm())
-        tokens = torch.randn(_EACH * (self.width + 1) * dim, dim, generator=stream).double()
-        tokens *= size * gain / math.sqrt(dim)
-        (X, up, e_up), (_, down, e_down) = (self._ask(oracle, s * tokens[:, None]) for s in (1, -1))
-        known = up.isfinite() & down.isfinite()
-        X, up, down = X[known], up[known], down[known]
-        error = torch.hypot(e_up[known], e_down[known])
-        folds = self._folds([(X, up + down, error)], stream)
-        odd = least_squares(X[:, 0] / error[:, None], ((up - down) / error)[:, None])[:, 0]
-        A, w = _sided(folds, odd)
-        asked: Asked = [(X, up, e_up[known]), (-X, down, e_down[known])]
-        pairs: Asked = []
-        for length in _LENGTHS:
-            shape = math.ceil(_EACH * dim * dim / len(_LENGTHS)), length, dim
-            long = torch.randn(shape, generator=stream, dtype=torch.float64) * size / math.sqrt(dim)
-            long = torch.cat([gain * long[:, :-1], long[:, -1:] / gain], 1)
-            Y, answers, error = self._ask(oracle, long)
-            inside = answers.isfinite()
-            pairs.append((Y[inside], answers[inside], error[inside]))
+        tokens = torch.randn(_EACH * (self.width + 1) * dim, 1, dim, generator=stream).double()
+        asked = self._both_ways(oracle, size * gain / math.sqrt(dim) * tokens)
+        even, odd = _parts(asked)
+        folds = self._folds(even, stream)
+        X, rise, error = odd
+        v = least_squares(X[:, 0] / error[:, None], (rise / error)[:, None])[:, 0]
+        A, w = _sided(folds, v)
         if dim * (dim + len(A)) > UNKNOWNS:
             raise Unsuccessful(Status.UNVERIFIED, "the layer is too wide to be fitted at once")
-        every, start = asked + pairs, torch.zeros(dim, dim, dtype=torch.float64)
-        for _ in range(_STARTS):
-            model = OneLayer(start, A, w)
-            model = refined(model, ("W",), tempered(pairs))
-            for answers in (tempered(every), every):
-                model = refined(model, _ALL, answers)
-            if (missed := _missed(model, every)) <= _EXPLAINED:
-                break
-            start = torch.randn(dim, dim, generator=stream, dtype=torch.float64) / size**2
-        else:
+        heads: Asked = []
+        for length in _LENGTHS:
+            shape = math.ceil(_EACH * dim * dim / len(_LENGTHS) / 2), length, dim
+            long = torch.randn(shape, generator=stream, dtype=torch.float64) * size / math.sqrt(dim)
+            long = torch.cat([gain * long[:, :-1], long[:, -1:] / gain], 1)
+            pairs = self._both_ways(oracle, long)
+            heads.append(_parts(pairs)[1])
+            asked += pairs
+        head = Head(torch.zeros(dim, dim, dtype=torch.float64), v)
+        for answers in (tempered(heads), heads):
+            head = refined(head, ("W", "v"), answers)
+        model = OneLayer(head.W, A, w)
+        for answers in (tempered(asked), asked):
+            model = refined(model, _ALL, answers)
+        if (missed := _missed(model, asked)) > _EXPLAINED:
             raise _unexplained(missed, f"a layer with {len(w)} neurons")
-        known_by = uncertainty(model, _ALL, every)
+        known_by = uncertainty(model, _ALL, asked)
         remark = f"{len(w)} neurons explain the answers"
         yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=known_by)
 
-    def _ask(self, oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        answers = scores(oracle, sequences)
-        error = rounding(oracle, answers.nan_to_num(0.0), self.precision) / math.sqrt(3)
-        return sequences, answers, error.clamp(min=smallest_error(error, answers))
+    def _both_ways(self, oracle: Oracle, sequences: Tensor) -> Asked:
+        """Answers to X and to −X, where both say something, with their errors."""
+        answers = [scores(oracle, sign * sequences) for sign in (1, -1)]
+        known = answers[0].isfinite() & answers[1].isfinite()
+        asked: Asked = []
+        for sign, each in zip((1, -1), answers, strict=True):
+            error = rounding(oracle, each[known], self.precision) / math.sqrt(3)
+            least = smallest_error(error, each[known])
+            asked.append((sign * sequences[known], each[known], error.clamp(min=least)))
+        return asked
 
-    def _folds(self, asked: Asked, stream: torch.Generator) -> _Folds:
+    def _folds(self, even: _Part, stream: torch.Generator) -> _Folds:
         """The fewest folds that explain the even part of the answers to single tokens."""
-        least, (X, wanted, error) = math.inf, asked[0]
+        least, asked, (X, wanted, error) = math.inf, [even], even
         x, dim = X[:, 0], X.shape[2]
         for _ in range(_STARTS):
             folds = _Folds(torch.zeros(0, dim).double(), torch.zeros(0).double())
@@ -134,6 +136,13 @@ class FittedLayer(Fitted):
                 if missed <= _EXPLAINED:
                     return folds
         raise _unexplained(least, f"{self.width} neurons")
+
+
+def _parts(both: Asked) -> tuple[_Part, _Part]:
+    """F(X) + F(−X) and F(X) − F(−X), with their errors."""
+    (X, up, above), (_, down, below) = both
+    error = torch.hypot(above, below)
+    return (X, up + down, error), (X, up - down, error)
 
 
 def _unexplained(missed: float, what: str) -> Unsuccessful:

@@ -157,21 +157,23 @@ class Exam:
         status, reason = verdict(check, accepted, self.excused)
         if not self.own or status is Status.RECOVERED:
             return status, reason
-        shares, explained = list[Tensor](), True
+        shares, owns, explained = list[Tensor](), list[Tensor](), True
         for (sequences, answers), scale, own in zip(self.sets, self.scales, self.own, strict=True):
             scale = scale.repeat_interleave(len(own) // 2)
             wrong = _differences(step.model, sequences, answers).reshape(len(own), -1).amax(1)
-            model = own.new_zeros(()) if step.uncertainty is None else step.uncertainty(sequences)
+            model = own if step.uncertainty is None else step.uncertainty(sequences)
             explained &= bool((wrong <= accepted * scale + ALLOWED * own + _SURE * model).all())
-            shares.append(((own + model) / scale)[: len(own) // 2])
-        share = float(torch.cat(shares).quantile(0.9))  # of questions of ordinary size
-        reason += f"; the answers' own error is {share:.1e}"
+            shares.append((model / scale)[: len(own) // 2])  # of questions of ordinary size
+            owns.append(own / scale)
+        share = float(torch.cat(shares).quantile(0.9))
+        reason += f"; the answers' own error is {float(torch.cat(owns).median()):.1e}"
         if not explained:
             return status, reason
         if share > _COARSEST:
             return Status.UNVERIFIED, (
-                f"{reason}, too much to tell: {(share / _COARSEST) ** 2:.0f} times as many queries "
-                f"or {math.ceil(math.log10(share / _COARSEST))} more digits in each would do"
+                f"{reason}; they leave {share:.1e} of an answer open: "
+                f"{(share / _COARSEST) ** 2:.0f} times as many queries or "
+                f" {math.ceil(math.log10(share / _COARSEST))} more digits in each would do"
             )
         return Status.RECOVERED, reason
 

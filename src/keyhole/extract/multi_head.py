@@ -82,6 +82,14 @@ class MultiHead(Method):
             return None
         return self.heads * (dim * dim + 3 * dim + 60) + dim + 60
 
+    def most_queries(self, dim: int, attempts: int = _ATTEMPTS) -> int | None:
+        """The bound that docs/mathematics.md proves, for heads in general position."""
+        if self.heads is None:
+            return None
+        tests = 1 if self.heads + 1 < dim // 2 else 3  # of every mask at every token (`pull`)
+        each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
+        return dim + 4 + attempts * each
+
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
