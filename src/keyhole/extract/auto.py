@@ -341,7 +341,7 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
 # the offset, and y(1) + y(−1) = 2y(0) where nothing but heads is behind the answers.
 
 _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
-_RAYS = 4
+_RAYS = 3
 _TRIES = 16
 _FURTHER = 16.0  # times longer, where answers do not differ yet
 _BEYOND = 3.0  # times what errors of the answers explain: what refutes a link
@@ -362,14 +362,16 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
     Answers are off by a share `precision` of themselves and by `absolute`.
     """
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
-    rays = _STEPS[:, None, None] * random_units(_RAYS, oracle.dim, stream)
+    rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
+    questions = torch.cat([torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]).unsqueeze(1)
     names, odd, scale, kept = list(_ORDER), dict.fromkeys(_ORDER, True), 1.0, dict[str, Tensor]()
     for _ in range(_TRIES):
         try:
-            flat = ask(oracle, scale * rays.flatten(0, 1).unsqueeze(1))
+            flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
             break  # longer tokens than it takes
-        answers = flat.unflatten(0, rays.shape[:2])
+        moved = flat[1:].unflatten(0, rays.shape[:2])
+        answers = torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
         if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
