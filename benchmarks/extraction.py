@@ -75,6 +75,7 @@ def many_heads(quick: bool) -> Iterator[Row]:
     yield from heads_of(large, heads, None, seeds, 1e-9, 1.6)
     yield from heads_of(large, heads, large // 8, seeds, 1e-9, 1.6, by_rank=True)
     yield from related(range(9 if quick else 50))
+    yield from published(quick)
 
 
 def heads_of(
@@ -96,6 +97,37 @@ def heads_of(
         f"<= {share} x {unknowns} (published: {4 * heads * d * d - 2 * heads + 1})",
         most <= share * unknowns if d >= 32 else None,  # below, fixed costs weigh most
     )
+
+
+def published(quick: bool) -> Iterator[Row]:
+    """arXiv 2608.03294, as its abstract tells it, and ours on the same targets."""
+    shapes = ((4, 1), (4, 2), (8, 2), (8, 3), (16, 4), (32, 4), (64, 8))
+    for d, heads in shapes[:3] if quick else shapes:
+        items: list[dict[str, Any]] = []
+        for seed in range(2 if quick else 5):
+            target = oracle.plant("multi-head", dim=d, heads=heads, seed=seed)
+            for method in (
+                extract.MultiHeadAsPublished(heads=heads, seed=seed), extract.MultiHead(seed=seed),
+            ):  # fmt: skip
+                result = method(target)
+                items.append({
+                    "method": type(method).__name__, "d": d, "heads": heads, "seed": seed,
+                    "status": str(result.status), "queries": result.queries,
+                    "error": worst_error(result.model, target), "seconds": result.seconds,
+                })  # fmt: skip
+        theirs, ours = ([item for item in items if item["method"] == name] for name in
+                        ("MultiHeadAsPublished", "MultiHead"))  # fmt: skip
+        what = f"2608.03294 and ours, d={d}, H={heads}, {len(ours)} seeds"
+        yield show.itemised(
+            Row(what, f"as published {_told(theirs)}", details=f"ours {_told(ours)}"), items
+        )
+
+
+def _told(items: list[dict[str, Any]]) -> str:
+    queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
+    right = sum(item["status"] == Status.RECOVERED for item in items)
+    error = max(item["error"] for item in items)
+    return f"{queries:,} queries, error {error:.1e}, {seconds:.1f} s, {right} recovered"
 
 
 def related(seeds: range) -> Iterator[Row]:
