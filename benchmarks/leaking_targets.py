@@ -20,9 +20,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 
 import torch
@@ -55,10 +56,9 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def biased(seed: int, dim: int, heads: int) -> BiasedHeads:
     """Heads with a bias of the queries and of the output, all standard normal."""
-    plain = oracle.plant("multi-head", dim=dim, heads=heads, seed=seed)
+    plain = oracle.plant("multi-head", dim=dim, heads=heads, seed=seed).tensors()
     draw = normals(seed + 1000)
-    W, v = torch.stack(list(plain.W)), torch.stack(list(plain.v))
-    return BiasedHeads(W, v, draw(heads, dim), draw(1))
+    return BiasedHeads(plain["W"], plain["v"], draw(heads, dim), draw(1))
 
 
 KINDS: dict[str, Callable[[int], oracle.Planted]] = {
@@ -130,7 +130,7 @@ class Answering:
         return self.rounded(self.exactly(sequences))
 
 
-def run(quick: bool, every: int = 0) -> Iterator[Row]:
+def run(quick: bool, every: int = 0, processes: int = 1) -> Iterator[Row]:
     grid = product(KINDS, LINKS, PRECISIONS)
     cases = [Case(*each, seed) for seed, each in enumerate(grid)]
     cases = cases[4::41] if quick else cases
@@ -141,7 +141,13 @@ def run(quick: bool, every: int = 0) -> Iterator[Row]:
             oracle.save(KINDS[case.kind](case.seed), case.file(folder))
         for kind in dict.fromkeys(case.kind for case in cases):
             some = [case for case in cases if case.kind == kind]
-            row, counts = _row(kind, {case: attack(case, opened(case, folder)) for case in some})
+            files = repeat(folder, len(some))
+            if processes > 1:
+                with ProcessPoolExecutor(processes) as pool:
+                    ends = list(pool.map(from_file, some, files))
+            else:
+                ends = list(map(from_file, some, files))
+            row, counts = _row(kind, dict(zip(some, ends, strict=True)))
             total += counts
             yield row
         if every and importlib.util.find_spec("mlserver") is not None:
@@ -161,6 +167,10 @@ def run(quick: bool, every: int = 0) -> Iterator[Row]:
 
 def opened(case: Case, folder: Path) -> Answering:
     return Answering(oracle.load(case.file(folder)), case)
+
+
+def from_file(case: Case, folder: Path) -> End:
+    return attack(case, opened(case, folder))
 
 
 def served(cases: list[Case], folder: Path) -> Iterator[tuple[Case, End]]:

@@ -364,7 +364,8 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
     rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
     questions = torch.cat([torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]).unsqueeze(1)
-    names, odd, scale, kept = list(_ORDER), dict.fromkeys(_ORDER, True), 1.0, dict[str, Tensor]()
+    names, odd = list[str](_ORDER), dict[str, bool].fromkeys(_ORDER, True)
+    scale, kept = 1.0, dict[str, Tensor]()
     for _ in range(_TRIES):
         try:
             flat = ask(oracle, scale * questions)
