@@ -1,19 +1,28 @@
 """Weights from answers: queries of many heads next to the unknowns, and one-layer Transformers.
 
 Targets are planted; errors are relative to the largest entry or, on 100 fresh sequences of each
-length, to the largest answer. `--parts` takes one: `many-heads` counts queries next to the
-unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r; `one-layer` has Transformers of one
-layer and ReLU networks; `bound` compares the queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of
-any rank, with the bound that docs/mathematics.md proves; `floor` counts queries of d = 8 … 768 next
-to the unknowns. The full run takes minutes, most of them the oracle's own.
+length, to the largest answer. `--parts` takes some:
+
+    many-heads   queries next to the unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r
+    published    arXiv 2608.03294, as its abstract tells it, and ours on the same targets
+    bound        queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of any rank, next to the bound
+                 that docs/mathematics.md proves
+    floor        queries for d = 8 … 768 next to the unknowns; `make docs` draws it:
+                 docs/queries-against-unknowns.png
+    one-layer    Transformers of one layer and ReLU networks
+
+The full run takes minutes, most of them the oracle's own.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -24,12 +33,15 @@ from keyhole.oracle import OneLayer, ReluFfn
 from planted import fresh_error, worst_error
 from show import Row
 
-PARTS = ["many-heads", "one-layer", "bound", "floor"]
+PARTS = ["many-heads", "published", "bound", "floor", "one-layer"]
 Runs = list[tuple[Extraction, Any]]  # each with the target as it was planted
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
-    makers = {"many-heads": many_heads, "one-layer": one_layer, "bound": bound, "floor": floor}
+    makers = {
+        "many-heads": many_heads, "published": published, "bound": bound, "floor": floor,
+        "one-layer": one_layer,
+    }  # fmt: skip
     for part in parts:
         yield from makers[part](quick)
 
@@ -75,7 +87,6 @@ def many_heads(quick: bool) -> Iterator[Row]:
     yield from heads_of(large, heads, None, seeds, 1e-9, 1.6)
     yield from heads_of(large, heads, large // 8, seeds, 1e-9, 1.6, by_rank=True)
     yield from related(range(9 if quick else 50))
-    yield from published(quick)
 
 
 def heads_of(
@@ -211,7 +222,7 @@ def bound(quick: bool) -> Iterator[Row]:
 
 
 def floor(quick: bool) -> Iterator[Row]:
-    """Queries of heads of full rank and of rank 64 or d/8, run where d is small, else counted."""
+    """Queries of heads of full rank and of rank d/H, asked where d is small, else expected."""
     for d in (8, 16) if quick else (8, 16, 32, 64, 128, 256, 384, 768):
         heads = max(1, min(12, d // 8))
         for rank in (None, max(1, min(64, d // heads))):
@@ -222,17 +233,53 @@ def floor(quick: bool) -> Iterator[Row]:
                 "d": d, "heads": heads, "rank": rank, "unknowns": unknowns, "expected": counted,
                 "bound": plan.most_queries(d, 1), "published": 4 * heads * d * d - 2 * heads + 1,
             }  # fmt: skip
-            if d <= (16 if quick else 64):
+            if d <= (16 if quick else 64 if rank is None else 384):
                 target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=d)
                 result = extract.MultiHead(seed=d)(target)
                 item |= {"queries": result.queries, "error": worst_error(result.model, target)}
             asked = item.get("queries") or counted
             what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
-            measured = "" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
+            measured = "–" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
             how = "asked" if "queries" in item else "expected"
             details = f"{how}; {unknowns:,} unknowns, one attempt at most {item['bound']:,}, "
             row = Row(what, measured, details=f"{details}published {item['published']:,}")
             yield show.itemised(row, [item])
+
+
+def read(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """What `floor` measured, from its record."""
+    data = json.loads(files[0].read_text("utf-8"))
+    return [item for run in data["runs"] for item in run["items"]]
+
+
+def figure(items: list[dict[str, Any]]) -> go.Figure:
+    """Queries over unknowns against the width: asked, expected, proved, and as published."""
+    drawn = go.Figure()
+    full, low = (
+        [item for item in items if (item["rank"] is None) is each] for each in (True, False)
+    )
+    for name, some, count, style in (
+        ("arXiv 2608.03294", full, "published", {"color": "#78716c", "dash": "dash"}),
+        ("proved bound of an attempt", full, "bound", {"color": "#1d4ed8", "dash": "dot"}),
+        ("expected, full rank", full, "expected", {"color": "#c2410c"}),
+        ("asked, full rank", full, "queries", {"color": "#c2410c"}),
+        ("asked, rank d/H", low, "queries", {"color": "#047857"}),
+    ):  # fmt: skip
+        known = [item for item in some if item.get(count)]
+        drawn.add_scatter(
+            x=[item["d"] for item in known], y=[item[count] / item["unknowns"] for item in known],
+            name=name, mode="markers" if name.startswith("asked, full") else "lines+markers",
+            line={**style, "width": 2}, marker={"size": 8, "color": style["color"]},
+        )  # fmt: skip
+    drawn.add_hline(y=1, line={"color": "#0f172a", "width": 1})
+    drawn.update_layout(
+        template="simple_white", height=460, margin={"l": 70, "r": 20, "t": 20, "b": 60},
+        font={"family": "system-ui, sans-serif", "size": 13},
+        legend={"orientation": "h", "y": -0.2},
+        xaxis={"title": "d (the line at 1: one answer for each unknown)", "type": "log"},
+        yaxis={"title": "queries over unknowns", "type": "log"},
+    )  # fmt: skip
+    return drawn
 
 
 # One-layer Transformers and ReLU networks.

@@ -66,7 +66,7 @@ _MORE = 3  # times as many questions at large where answers are coarse
 _BETTER = 0.7  # of the residuals: what more heads have to leave to be believed
 _AMPLE = 1e9  # tokens are so many times longer than answers may be off, where that does no harm
 _NONLINEAR = 30.0  # the same, of single tokens that no heads explain
-_SETTLED = 0.5  # of an answer's rounding: a model known to this needs no more answers
+_SETTLED = 0.35  # of an answer's rounding: a model known to this needs no more answers
 _TEMPERED = 1e-2  # of the answers: errors that a first fit takes for granted
 _LEAST = 0.3  # of the error that a tenth of the answers is below
 _UNEVEN = 100.0  # of the largest error to the smallest
@@ -446,11 +446,11 @@ class _NearField:
     def settled(self, model: BiasedHeads, free: tuple[str, ...], count: int) -> BiasedHeads:
         """The model fitted to more answers, until it is known better than an answer."""
         dim = len(self.x)
-        ordinary = self._normals(_PAIRS, 3, dim) / math.sqrt(dim)
+        ordinary = self._normals(4 * _PAIRS, 3, dim) / math.sqrt(dim)
         for _ in range(_ROUNDS):
             error = uncertainty(model, free, self.asked)(ordinary)
             own = rounding(self.oracle, model(ordinary), self.precision)
-            if float((error / own).median()) <= _SETTLED:
+            if float((error / own).quantile(0.95)) <= _SETTLED:
                 break
             self.ask_at_large(count)
             model, count = refined(model, free, self.asked), 2 * count

@@ -28,6 +28,7 @@ from keyhole.extract.arithmetic import (
     exact,
     own_error,
     precision_of,
+    rounding,
     within_own_error,
 )
 from keyhole.extract.domain import CHANGED, Domain, Explorer, Witness, within, within_reach
@@ -119,8 +120,17 @@ class Exam:
         """The exam with the error of its answers measured: every question in three other ways."""
         if all(exact(oracle, answers, self.precision) for _, answers in self.sets):
             return self
-        own = tuple(own_error(oracle, *each, self.precision) for each in self.sets)
-        return replace(self, own=own)
+        own = [own_error(oracle, *each, self.precision) for each in self.sets]
+        scales = [scale.repeat_interleave(PER_KIND) for scale in self.scales]
+        even = all(
+            bool((rounding(oracle, answers, self.precision) <= 2 * self.precision * size).all())
+            for (_, answers), size in zip(self.sets, scales, strict=True)
+            if answers.ndim == 1
+        )
+        if even:  # no link near its end: but for chance the errors are alike
+            most = max(float((e / size).max()) for e, size in zip(own, scales, strict=True))
+            own = [most * size for size in scales]
+        return replace(self, own=tuple(own))
 
     @property
     def scales(self) -> list[Tensor]:
@@ -270,7 +280,8 @@ def _examine(
     checks = [exam.grade(step.model) for _, step in steps]
     check, limit = checks[-1], method.accepted
     status, reason = exam.verdict(check, last, limit)
-    if status in (Status.INEXACT, Status.MISMATCH):
+    fitted = status is Status.MISMATCH and last.uncertainty is not None
+    if status is Status.INEXACT or fitted:
         with suppress(BudgetExhausted, OracleError, InputError):
             exam = exam.with_own_error(witness.inner)
             status, reason = exam.verdict(check, last, limit)
