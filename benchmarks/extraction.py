@@ -17,6 +17,7 @@ The full run takes minutes, most of them the oracle's own.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
@@ -124,7 +125,7 @@ def published(quick: bool) -> Iterator[Row]:
                 items.append({
                     "method": type(method).__name__, "d": d, "heads": heads, "seed": seed,
                     "status": str(result.status), "queries": result.queries,
-                    "error": worst_error(result.model, target), "seconds": result.seconds,
+                    "error": finite(worst_error(result.model, target)), "seconds": result.seconds,
                 })  # fmt: skip
         theirs, ours = ([item for item in items if item["method"] == name] for name in
                         ("MultiHeadAsPublished", "MultiHead"))  # fmt: skip
@@ -137,8 +138,14 @@ def published(quick: bool) -> Iterator[Row]:
 def _told(items: list[dict[str, Any]]) -> str:
     queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
     right = sum(item["status"] == Status.RECOVERED for item in items)
-    error = max(item["error"] for item in items)
-    return f"{queries:,} queries, error {error:.1e}, {seconds:.1f} s, {right} recovered"
+    known = [item["error"] for item in items if item["error"] is not None]
+    error = f"error {max(known):.1e}" if len(known) == len(items) else "no such heads"
+    return f"{queries:,} queries, {error}, {seconds:.1f} s, {right} recovered"
+
+
+def finite(error: float) -> float | None:
+    """JSON has no infinity: where there are more or fewer heads than were planted."""
+    return error if math.isfinite(error) else None
 
 
 def related(seeds: range) -> Iterator[Row]:
@@ -205,7 +212,7 @@ def bound(quick: bool) -> Iterator[Row]:
         items.append({
             "d": d, "heads": heads, "rank": rank, "seed": seed, "status": str(result.status),
             "queries": result.queries, "attempt": method.most_queries(d, 1),
-            "bound": method.most_queries(d), "error": worst_error(result.model, target),
+            "bound": method.most_queries(d), "error": finite(worst_error(result.model, target)),
         })  # fmt: skip
     above = sum(item["queries"] > item["bound"] for item in items)
     more = sum(item["queries"] > item["attempt"] for item in items)
@@ -236,7 +243,8 @@ def floor(quick: bool) -> Iterator[Row]:
             if d <= (16 if quick else 64 if rank is None else 384):
                 target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=d)
                 result = extract.MultiHead(seed=d)(target)
-                item |= {"queries": result.queries, "error": worst_error(result.model, target)}
+                item |= {"queries": result.queries}
+                item |= {"error": finite(worst_error(result.model, target))}
             asked = item.get("queries") or counted
             what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
             measured = "–" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
