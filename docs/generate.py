@@ -158,6 +158,9 @@ PICTURES = {
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(partial(benchmark_figure, "error_against_queries"), 560),
+    "queries-against-unknowns.png": Picture(
+        partial(benchmark_figure, "extraction", "figures/multi_head-floor.json"), 480
+    ),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
     "disrupt-shares.png": Picture(

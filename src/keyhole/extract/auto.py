@@ -345,7 +345,7 @@ _RAYS = 3
 _TRIES = 16
 _FURTHER = 16.0  # times longer, where answers do not differ yet
 _BEYOND = 3.0  # times what errors of the answers explain: what refutes a link
-_ORDER = ("softmax", "identity", "sigmoid", "tanh")
+_ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
     rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
     questions = torch.cat([torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]).unsqueeze(1)
-    names, odd = list[str](_ORDER), dict[str, bool].fromkeys(_ORDER, True)
+    names, odd = list(_ORDER), dict.fromkeys(_ORDER, True)
     scale, kept = 1.0, dict[str, Tensor]()
     for _ in range(_TRIES):
         try:

@@ -17,7 +17,8 @@ one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attenti
 
 Without masks every crossing would have to be found again at d tokens; with them the far field is
 needed at one token only and to a few digits, and all parameters come from the near field, to
-rounding. (The published count, arXiv 2608.03294, is 4Hd² − 2H + 1.)
+rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv 2608.03294,
+multi_head_as_published.py, takes 4Hd² − 2H + 1.)
 
 Limits. Heads with equal W act as one and heads with v = 0 are invisible (Proposition 7.1): what is
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
