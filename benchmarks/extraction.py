@@ -203,7 +203,7 @@ def relative_of(
 def bound(quick: bool) -> Iterator[Row]:
     """Queries of many draws next to the bound, by attempts."""
     items: list[dict[str, Any]] = []
-    for seed in range(21 if quick else 1000):
+    for seed in range(14 if quick else 1000):
         d, heads = 2 + seed % 7, 1 + seed // 7 % 4
         rank = None if seed % 3 else 1 + seed // 3 % d
         target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
