@@ -1,17 +1,29 @@
 """Weights from answers: queries of many heads next to the unknowns, and one-layer Transformers.
 
 Targets are planted; errors are relative to the largest entry or, on 100 fresh sequences of each
-length, to the largest answer. `--parts` takes one: `many-heads` counts queries next to the
-unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r; `one-layer` has Transformers of one
-layer and ReLU networks. The full run takes minutes, most of them the oracle's own.
+length, to the largest answer. `--parts` takes some:
+
+    many-heads   queries next to the unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r
+    published    arXiv 2608.03294, as its abstract tells it, and ours on the same targets
+    bound        queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of any rank, next to the bound
+                 that docs/mathematics.md proves
+    floor        queries for d = 8 … 768 next to the unknowns; `make docs` draws it:
+                 docs/queries-against-unknowns.png
+    one-layer    Transformers of one layer and ReLU networks
+
+The full run takes minutes, most of them the oracle's own.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -22,13 +34,17 @@ from keyhole.oracle import OneLayer, ReluFfn
 from planted import fresh_error, worst_error
 from show import Row
 
-PARTS = ["many-heads", "one-layer"]
+PARTS = ["many-heads", "published", "bound", "floor", "one-layer"]
 Runs = list[tuple[Extraction, Any]]  # each with the target as it was planted
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
+    makers = {
+        "many-heads": many_heads, "published": published, "bound": bound, "floor": floor,
+        "one-layer": one_layer,
+    }  # fmt: skip
     for part in parts:
-        yield from {"many-heads": many_heads, "one-layer": one_layer}[part](quick)
+        yield from makers[part](quick)
 
 
 def attacked(
@@ -95,6 +111,43 @@ def heads_of(
     )
 
 
+def published(quick: bool) -> Iterator[Row]:
+    """arXiv 2608.03294, as its abstract tells it, and ours on the same targets."""
+    shapes = ((4, 1), (4, 2), (8, 2), (8, 3), (16, 4), (32, 4), (64, 8))
+    for d, heads in shapes[:3] if quick else shapes:
+        items: list[dict[str, Any]] = []
+        for seed in range(2 if quick else 5):
+            target = oracle.plant("multi-head", dim=d, heads=heads, seed=seed)
+            for method in (
+                extract.MultiHeadAsPublished(heads=heads, seed=seed), extract.MultiHead(seed=seed),
+            ):  # fmt: skip
+                result = method(target)
+                items.append({
+                    "method": type(method).__name__, "d": d, "heads": heads, "seed": seed,
+                    "status": str(result.status), "queries": result.queries,
+                    "error": finite(worst_error(result.model, target)), "seconds": result.seconds,
+                })  # fmt: skip
+        theirs, ours = ([item for item in items if item["method"] == name] for name in
+                        ("MultiHeadAsPublished", "MultiHead"))  # fmt: skip
+        what = f"2608.03294 and ours, d={d}, H={heads}, {len(ours)} seeds"
+        yield show.itemised(
+            Row(what, f"as published {_told(theirs)}", details=f"ours {_told(ours)}"), items
+        )
+
+
+def _told(items: list[dict[str, Any]]) -> str:
+    queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
+    right = sum(item["status"] == Status.RECOVERED for item in items)
+    known = [item["error"] for item in items if item["error"] is not None]
+    error = f"error {max(known):.1e}" if len(known) == len(items) else "no such heads"
+    return f"{queries:,} queries, {error}, {seconds:.1f} s, {right} recovered"
+
+
+def finite(error: float) -> float | None:
+    """JSON has no infinity: where there are more or fewer heads than were planted."""
+    return error if math.isfinite(error) else None
+
+
 def related(seeds: range) -> Iterator[Row]:
     """Equal, opposite, proportional, zero and invisible heads: is the canonical form right?"""
     runs = attacked(extract.MultiHead, related_heads, seeds)
@@ -142,6 +195,99 @@ def relative_of(
     factors = {"equal": 1, "opposite": -1, "zero": 0, "proportional": factor,
                "anti-proportional": -factor}  # fmt: skip
     return factors[kind] * W, other
+
+
+# The proved bound.
+
+
+def bound(quick: bool) -> Iterator[Row]:
+    """Queries of many draws next to the bound, by attempts."""
+    items: list[dict[str, Any]] = []
+    for seed in range(14 if quick else 1000):
+        d, heads = 2 + seed % 7, 1 + seed // 7 % 4
+        rank = None if seed % 3 else 1 + seed // 3 % d
+        target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
+        result = extract.MultiHead(seed=seed)(target)
+        method = extract.MultiHead(heads=heads)
+        items.append({
+            "d": d, "heads": heads, "rank": rank, "seed": seed, "status": str(result.status),
+            "queries": result.queries, "attempt": method.most_queries(d, 1),
+            "bound": method.most_queries(d), "error": finite(worst_error(result.model, target)),
+        })  # fmt: skip
+    above = sum(item["queries"] > item["bound"] for item in items)
+    more = sum(item["queries"] > item["attempt"] for item in items)
+    right = sum(item["status"] == Status.RECOVERED for item in items)
+    share = max(item["queries"] / item["attempt"] for item in items)
+    yield show.itemised(
+        show.exactly(f"draws above the bound, of {len(items)}", above, 0, f"{right} recovered"),
+        items,
+    )
+    yield Row("the same, above that of one attempt", str(more), details=f"at most {share:.2f} x")
+
+
+# Queries next to the floor.
+
+
+def floor(quick: bool) -> Iterator[Row]:
+    """Queries of heads of full rank and of rank d/H, asked where d is small, else expected."""
+    for d in (8, 16) if quick else (8, 16, 32, 64, 128, 256, 384, 768):
+        heads = max(1, min(12, d // 8))
+        for rank in (None, max(1, min(64, d // heads))):
+            plan = extract.MultiHead(heads=heads)
+            unknowns = heads * (d + (d * d if rank is None else 2 * rank * d - rank * rank))
+            counted = plan.expected_queries(d) if rank is None else None
+            item: dict[str, Any] = {
+                "d": d, "heads": heads, "rank": rank, "unknowns": unknowns, "expected": counted,
+                "bound": plan.most_queries(d, 1), "published": 4 * heads * d * d - 2 * heads + 1,
+            }  # fmt: skip
+            if d <= (16 if quick else 64 if rank is None else 384):
+                target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=d)
+                result = extract.MultiHead(seed=d)(target)
+                item |= {"queries": result.queries}
+                item |= {"error": finite(worst_error(result.model, target))}
+            asked = item.get("queries") or counted
+            what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
+            measured = "–" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
+            how = "asked" if "queries" in item else "expected"
+            details = f"{how}; {unknowns:,} unknowns, one attempt at most {item['bound']:,}, "
+            row = Row(what, measured, details=f"{details}published {item['published']:,}")
+            yield show.itemised(row, [item])
+
+
+def read(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """What `floor` measured, from its record."""
+    data = json.loads(files[0].read_text("utf-8"))
+    return [item for run in data["runs"] for item in run["items"]]
+
+
+def figure(items: list[dict[str, Any]]) -> go.Figure:
+    """Queries over unknowns against the width: asked, expected, proved, and as published."""
+    drawn = go.Figure()
+    full, low = (
+        [item for item in items if (item["rank"] is None) is each] for each in (True, False)
+    )
+    for name, some, count, style in (
+        ("arXiv 2608.03294", full, "published", {"color": "#78716c", "dash": "dash"}),
+        ("proved bound of an attempt", full, "bound", {"color": "#1d4ed8", "dash": "dot"}),
+        ("expected, full rank", full, "expected", {"color": "#c2410c"}),
+        ("asked, full rank", full, "queries", {"color": "#c2410c"}),
+        ("asked, rank d/H", low, "queries", {"color": "#047857"}),
+    ):  # fmt: skip
+        known = [item for item in some if item.get(count)]
+        drawn.add_scatter(
+            x=[item["d"] for item in known], y=[item[count] / item["unknowns"] for item in known],
+            name=name, mode="markers" if name.startswith("asked, full") else "lines+markers",
+            line={**style, "width": 2}, marker={"size": 8, "color": style["color"]},
+        )  # fmt: skip
+    drawn.add_hline(y=1, line={"color": "#0f172a", "width": 1})
+    drawn.update_layout(
+        template="simple_white", height=460, margin={"l": 70, "r": 20, "t": 20, "b": 60},
+        font={"family": "system-ui, sans-serif", "size": 13},
+        legend={"orientation": "h", "y": -0.2},
+        xaxis={"title": "d (the line at 1: one answer for each unknown)", "type": "log"},
+        yaxis={"title": "queries over unknowns", "type": "log"},
+    )  # fmt: skip
+    return drawn
 
 
 # One-layer Transformers and ReLU networks.

@@ -1,9 +1,15 @@
-"""Targets that leak behind a link or in a short format, from a file and through a server.
+"""200 targets that leak in a short format and behind a link, from a file and through a server.
 
-Seven ways to answer, four kinds of target, two seeds: each is opened by its file, and each of the
-first seed through one MLServer with all of them. Nothing is known of any but its answers. The seeds
-are the first ones, not chosen. A target counts as recovered if the judge says so and the model
-answers fresh questions like the target.
+Eight kinds of target, five links and five precisions, every combination once: one, two and three
+heads, heads of low rank and with biases, and a one-layer Transformer; plain scores, scores with a
+factor and an offset, behind a sigmoid, a tanh and a softmax; answers in float64, float32, float16,
+bfloat16 and with 3 decimals. The seed of a target is its number, not chosen. `auto` knows nothing
+of any but its answers. `--every` 8 asks every eighth through one MLServer as well.
+
+A target is *read* if the judge says that it was, and the model is as exact as the answers admit: on
+256 fresh sequences of 1, 2, 3 and 5 tokens of norm about 1 it differs from the function before
+rounding by no more than four times what the answers themselves do, or by 1e-6 of the largest. What
+the judge calls read and is further off is *read wrongly*.
 """
 
 from __future__ import annotations
@@ -14,8 +20,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product, repeat
 from pathlib import Path
 
 import torch
@@ -25,46 +33,68 @@ import show
 from keyhole import extract, oracle
 from keyhole.core.status import OUTCOMES, Outcome
 from keyhole.oracle import OpenInference, Oracle
-from planted import fresh_error
+from keyhole.oracle.planted import BiasedHeads
+from planted import normals
 from servers import free_port, serving
 from show import Row
 
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "float32": lambda y: y.float().double(),
-    "bfloat16": lambda y: y.bfloat16().double(),
-    "3 decimals": lambda y: y.round(decimals=3),
+LINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "offset": lambda y: 2.5 * y - 0.7,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "softmax": lambda y: torch.stack([torch.zeros_like(y), y + 0.3], -1).softmax(-1),
-    "affine": lambda y: 2.5 * y - 0.7,
 }
+PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float64": lambda y: y,
+    "float32": lambda y: y.float().double(),
+    "float16": lambda y: y.half().double(),
+    "bfloat16": lambda y: y.bfloat16().double(),
+    "3 decimals": lambda y: y.round(decimals=3),
+}
+
+
+def biased(seed: int, dim: int, heads: int) -> BiasedHeads:
+    """Heads with a bias of the queries and of the output, all standard normal."""
+    plain = oracle.plant("multi-head", dim=dim, heads=heads, seed=seed).tensors()
+    draw = normals(seed + 1000)
+    return BiasedHeads(plain["W"], plain["v"], draw(heads, dim), draw(1))
+
+
 KINDS: dict[str, Callable[[int], oracle.Planted]] = {
-    "head": lambda seed: oracle.plant("head", dim=8, seed=seed),
-    "low rank": lambda seed: oracle.plant("head", dim=12, rank=2, seed=seed),
-    "several heads": lambda seed: oracle.plant("multi-head", dim=6, heads=2, seed=seed),
+    "one head": lambda seed: oracle.plant("head", dim=8, seed=seed),
+    "two heads": lambda seed: oracle.plant("multi-head", dim=6, heads=2, seed=seed),
+    "three heads": lambda seed: oracle.plant("multi-head", dim=4, heads=3, seed=seed),
+    "one head of rank 2": lambda seed: oracle.plant("head", dim=8, rank=2, seed=seed),
+    "two heads of rank 2": lambda seed: oracle.plant(
+        "multi-head", dim=6, heads=2, rank=2, seed=seed
+    ),
+    "one head with biases": lambda seed: biased(seed, 6, 1),
+    "two heads with biases": lambda seed: biased(seed, 4, 2),
     "one layer": lambda seed: oracle.plant("one-layer", dim=6, width=5, seed=seed),
 }
-COARSE = ("bfloat16", "3 decimals")
-RECOVERED, UNCHECKED, CLEAN, WRONG = SHOWN = (
-    "recovered", "not checked", "called clean", "recovered wrongly",
+READ, UNCHECKED, MISMATCH, CLEAN, WRONG = SHOWN = (
+    "read", "not checked", "called a mismatch", "called clean", "read wrongly",
 )  # fmt: skip
+ADMITTED = 4.0  # times the largest error of the answers themselves
 SERVER = Path(__file__).with_name("leaking_server.py")
 
 
 @dataclass(frozen=True)
 class Case:
     kind: str
-    form: str
+    link: str
+    precision: str
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.form}-{self.seed}".replace(" ", "_")
+        return f"{self.kind}-{self.link}-{self.precision}-{self.seed}".replace(" ", "_")
 
     @classmethod
     def of(cls, file: Path) -> Case:
-        kind, form, seed = file.stem.replace("_", " ").split("-")
-        return cls(kind, form, int(seed))
+        kind, link, precision, seed = file.stem.replace("_", " ").split("-")
+        return cls(kind, link, precision, int(seed))
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.name}.safetensors"
@@ -72,56 +102,75 @@ class Case:
 
 @dataclass(frozen=True)
 class End:
-    """How an extraction ended, in one word and in more."""
+    """How an extraction ended: in one word, its status and reason, and how far the model is off.
+
+    `error` and `own`, that of the answers, are relative to the largest answer.
+    """
 
     outcome: str
+    status: str
     reason: str
+    error: float | None
+    own: float | None
     queries: int
     seconds: float
 
 
 class Answering:
-    """A target in one of the forms."""
+    """A target as its server answers; `exactly` is the function before rounding."""
 
-    def __init__(self, inner: Oracle, form: str) -> None:
-        self.inner, self.form, self.dim = inner, FORMS[form], inner.dim
+    def __init__(self, inner: Oracle, case: Case) -> None:
+        self.inner, self.dim = inner, inner.dim
+        self.link, self.rounded = LINKS[case.link], PRECISIONS[case.precision]
+
+    def exactly(self, sequences: Tensor) -> Tensor:
+        return self.link(self.inner(sequences))
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        return self.form(self.inner(sequences))
+        return self.rounded(self.exactly(sequences))
 
 
-def run(quick: bool) -> Iterator[Row]:
-    kinds, seeds = (["head"], [0]) if quick else (list(KINDS), [0, 1])
-    forms = ["sigmoid", "float32"] if quick else list(FORMS)
-    cases = [Case(kind, form, seed) for kind in kinds for form in forms for seed in seeds]
+def run(quick: bool, every: int = 0, processes: int = 1) -> Iterator[Row]:
+    grid = product(KINDS, LINKS, PRECISIONS)
+    cases = [Case(*each, seed) for seed, each in enumerate(grid)]
+    cases = cases[4::41] if quick else cases
+    total = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case in cases:
             oracle.save(KINDS[case.kind](case.seed), case.file(folder))
-        ends = {(case, "from a file"): attack(case, opened(case, folder)) for case in cases}
-        if importlib.util.find_spec("mlserver") is not None:
-            first = [case for case in cases if case.seed == 0]
-            ends |= {(case, "through a server"): end for case, end in served(first, folder)}
-    for kind in kinds:
-        for way in dict.fromkeys(way for _, way in ends):
-            yield _row(f"{kind}, {way}", {
-                case: end for (case, how), end in ends.items() if case.kind == kind and how == way
-            })  # fmt: skip
-    counts = Counter(end.outcome for end in ends.values())
-    for wrong in (CLEAN, WRONG):
-        yield show.exactly(f"leaking targets that are {wrong}", counts[wrong], 0)
-    least = math.ceil(5 / 6 * len(ends))
+        for kind in dict.fromkeys(case.kind for case in cases):
+            some = [case for case in cases if case.kind == kind]
+            files = repeat(folder, len(some))
+            if processes > 1:
+                with ProcessPoolExecutor(processes) as pool:
+                    ends = list(pool.map(from_file, some, files))
+            else:
+                ends = list(map(from_file, some, files))
+            row, counts = _row(kind, dict(zip(some, ends, strict=True)))
+            total += counts
+            yield row
+        if every and importlib.util.find_spec("mlserver") is not None:
+            row, _ = _row("through a server", dict(served(cases[::every], folder)))
+            yield row
+    for wrong in (MISMATCH, CLEAN, WRONG):
+        yield show.exactly(f"leaking targets that are {wrong}", total[wrong], 0)
+    least = math.ceil(0.9 * len(cases))
     yield Row(
-        f"leaking targets that are {RECOVERED}, of {len(ends)}",
-        str(counts[RECOVERED]),
+        f"leaking targets that are {READ}, of {len(cases)}",
+        str(total[READ]),
         f">= {least}",
-        counts[RECOVERED] >= least,
-        f"{counts[UNCHECKED]} {UNCHECKED}",
+        total[READ] >= least,
+        f"{total[UNCHECKED]} {UNCHECKED}",
     )
 
 
 def opened(case: Case, folder: Path) -> Answering:
-    return Answering(oracle.load(case.file(folder)), case.form)
+    return Answering(oracle.load(case.file(folder)), case)
+
+
+def from_file(case: Case, folder: Path) -> End:
+    return attack(case, opened(case, folder))
 
 
 def served(cases: list[Case], folder: Path) -> Iterator[tuple[Case, End]]:
@@ -137,28 +186,44 @@ def served(cases: list[Case], folder: Path) -> Iterator[tuple[Case, End]]:
 def attack(case: Case, target: Oracle) -> End:
     """The outcome of an extraction that knows nothing of the target, compared with the truth."""
     result, seconds = show.timed(lambda: extract.Auto(seed=case.seed)(target))
-    outcome = OUTCOMES[result.status]
-    if outcome is not Outcome.GIVEN_AWAY or result.model is None:
-        shown = CLEAN if outcome is Outcome.KEPT else UNCHECKED
-        return End(shown, str(result.status), result.queries, seconds)
-    truth = Answering(KINDS[case.kind](case.seed), case.form)
-    error = fresh_error(truth, result.model, [3], 64, size=1 / 3)
-    shown = RECOVERED if error <= (0.05 if case.form in COARSE else 1e-4) else WRONG
-    return End(shown, f"error {error:.0e}", result.queries, seconds)
+    status, outcome = result.status, OUTCOMES[result.status]
+    error = own = None
+    shown = CLEAN if outcome is Outcome.KEPT else UNCHECKED
+    if status is extract.Status.MISMATCH:
+        shown = MISMATCH
+    if result.model is not None:
+        error, own = errors(Answering(KINDS[case.kind](case.seed), case), result.model)
+        if outcome is Outcome.GIVEN_AWAY:
+            shown = READ if error <= max(1e-6, ADMITTED * own) else WRONG
+    return End(shown, str(status), result.reason, error, own, result.queries, seconds)
 
 
-def _row(what: str, ends: dict[Case, End]) -> Row:
+def errors(target: Answering, model: Oracle) -> tuple[float, float]:
+    """How far a model and the answers are off, on fresh sequences, next to the largest answer."""
+    draw, worst, own, largest = normals(987_654_321), 0.0, 0.0, 0.0
+    for length in (1, 2, 3, 5):
+        sequences = draw(64, length, target.dim) / math.sqrt(target.dim)
+        exact = target.exactly(sequences)
+        worst = max(worst, float((model(sequences) - exact).abs().max()))
+        own = max(own, float((target(sequences) - exact).abs().max()))
+        largest = max(largest, float(exact.abs().max()))
+    return worst / largest, own / largest
+
+
+def _row(what: str, ends: dict[Case, End]) -> tuple[Row, Counter[str]]:
     counts = Counter(end.outcome for end in ends.values())
     failed = [
-        f"{case.form}, seed {case.seed}: {end.outcome} ({end.reason})"
+        f"{case.link}, {case.precision}: {end.outcome} ({end.status})"
         for case, end in ends.items()
-        if end.outcome != RECOVERED
+        if end.outcome != READ
     ]
     queries = max(end.queries for end in ends.values())
     seconds = max(end.seconds for end in ends.values())
     measured = ", ".join(f"{counts[each]} {each}" for each in SHOWN if counts[each])
     details = f"{queries:,} queries and {seconds:.1f} s at most"
-    return Row(what, measured, details="; ".join([details, *failed]))
+    row = Row(what, measured, details="; ".join([details, *failed]))
+    items = [{**vars(case), **vars(end)} for case, end in ends.items()]
+    return show.itemised(row, items), counts
 
 
 if __name__ == "__main__":

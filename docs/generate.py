@@ -148,6 +148,9 @@ PICTURES = {
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(partial(benchmark_figure, "error_against_queries"), 560),
+    "queries-against-unknowns.png": Picture(
+        partial(benchmark_figure, "extraction", "figures/multi_head-floor.json"), 480
+    ),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "disrupt-shares.png": Picture(
         partial(benchmark_figure, "disrupt_ablations", "disrupt-ablations-minilm.json"), 460

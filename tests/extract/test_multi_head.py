@@ -57,6 +57,16 @@ def test_queries_beside_the_unknowns():
     assert low.known == full.known == 1.0
 
 
+@pytest.mark.parametrize(
+    ("d", "heads", "rank"), [(2, 1, None), (5, 2, 1), (8, 3, None), (16, 2, 4)]
+)
+def test_no_draw_is_above_the_proved_bound(d, heads, rank):
+    for seed in range(3):
+        asked = extract.MultiHead(seed=seed)(plant(d, heads, rank, seed=seed)).queries
+        assert asked <= extract.MultiHead(heads=heads).most_queries(d, attempts=1)
+    assert extract.MultiHead().most_queries(d) is None
+
+
 @pytest.mark.parametrize("heads", [8, 12])
 def test_more_heads_than_dimensions(heads):
     target = plant(6, heads, seed=3)

@@ -10,10 +10,12 @@ from keyhole.extract.canonical import canonical, same_function
 from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
+from keyhole.extract.fitted_layer import FittedLayer
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
+from keyhole.extract.multi_head_as_published import MultiHeadAsPublished
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.ordinary_labels import OrdinaryLabels
@@ -37,10 +39,12 @@ __all__ = [
     "DefencesTried",
     "Extraction",
     "Fitted",
+    "FittedLayer",
     "FullOutput",
     "LowRank",
     "Method",
     "MultiHead",
+    "MultiHeadAsPublished",
     "NuclearNorm",
     "OneLayerTransformer",
     "OrdinaryLabels",

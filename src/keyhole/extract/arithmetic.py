@@ -52,6 +52,13 @@ def digits(answers: Tensor) -> float:
     return torch.finfo(torch.float64).eps
 
 
+def smallest(precision: float) -> float:
+    """What answers of the format with this precision are off by where they are nearly zero."""
+    formats = {torch.finfo(dtype).eps / 2: torch.finfo(dtype) for dtype in _FORMATS}
+    found = formats.get(precision)
+    return 0.0 if found is None else found.tiny * found.eps / 2
+
+
 def measured_precision(oracle: Oracle, sequences: Tensor, answers: Tensor, seen: Tensor) -> float:
     """What the digits of all answers `seen` say; float32's, where the target does not see a change
     of the questions that float64 shows."""
@@ -89,12 +96,20 @@ def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
     return precision * answers.abs()
 
 
+def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
+    """Are answers off by no more than rounding of float64?"""
+    return bool(
+        precision <= EXACT
+        and rounding(oracle, answers, precision).max() <= EXACT * answers.abs().max()
+    )
+
+
 def within_own_error(
     oracle: Oracle, sequences: Tensor, given: Tensor, answers: Tensor, precision: float,
     allowed: float = ALLOWED,
 ) -> bool:  # fmt: skip
     """Can arithmetic of this precision have caused all that a model's answers are off by?"""
-    if precision <= EXACT:
+    if exact(oracle, answers, precision):
         return False
     off = (given - answers).abs().reshape(len(answers), -1).amax(1)
     return bool((off <= allowed * own_error(oracle, sequences, answers, precision)).all())

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.arithmetic import EXACT, digits, measured_precision
+from keyhole.extract.arithmetic import EXACT, digits, measured_precision, smallest
 from keyhole.extract.bilinear import random_units
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
+from keyhole.extract.fitted_layer import FittedLayer
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
@@ -44,7 +45,7 @@ from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
-from keyhole.oracle.links import NAMES, Link, Linked, Undone, undone
+from keyhole.oracle.links import Link, Linked, Undone, uncertain, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
@@ -55,6 +56,7 @@ _NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
 _WIDEST = 128  # tokens that a fit is tried for
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
+_COARSE = 1e-5  # of the answers: errors beyond which nothing is read number by number
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -74,15 +76,22 @@ class Kind(StrEnum):
 class Arithmetic:
     """How exact the answers are, and what may then be expected of a method and its result.
 
-    `precision` is the relative error of an answer; `plain` says that no link had to be undone.
+    `precision` is the relative error of an answer, `absolute` what it may be off by besides;
+    `plain` says that no link had to be undone.
     """
 
     precision: float = torch.finfo(torch.float64).eps
     plain: bool = True
+    absolute: float = 0.0
+
+    @property
+    def rounded(self) -> bool:
+        """Are answers less exact than float64?"""
+        return self.precision > EXACT or self.absolute > 0
 
     @property
     def exact(self) -> bool:
-        return self.plain and self.precision <= EXACT
+        return self.plain and not self.rounded
 
     @property
     def accepted(self) -> float:
@@ -128,7 +137,7 @@ class Choice:
         """The oracle with its link undone."""
         if self.link is None:
             return oracle
-        return Undone(oracle, self.link, precision=self.arithmetic.precision)
+        return Undone(oracle, self.link, self.arithmetic.precision, self.arithmetic.absolute)
 
 
 @dataclass(frozen=True)
@@ -153,8 +162,10 @@ class Auto(Method):
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
+        # Behind a link an answer may say nothing of its score.
+        failed = choice.link is not None and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
-        if choice.fallback is not None and (inexact or result.status in _ANOTHER_KIND):
+        if choice.fallback is not None and (inexact or failed or result.status in _ANOTHER_KIND):
             spent += result.queries + (0 if result.check is None else result.check.queries)
             second = choice.fallback(view)
             if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
@@ -210,39 +221,40 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision = measured_precision(oracle, first[:1], pairs[:1], seen)
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
-    if decimals is not None and pairs.ndim == 1:
-        error = 0.5 * 10.0**-decimals
-        why = f"the answers have {decimals} decimals"
-        if float((alone[0::2] + alone[1::2]).abs().max()) > 2 * error * (1 + _SAME):
-            return Choice(
-                Kind.LAYER,
-                OneLayerTransformer(seed=seed, tolerance=NEARLY, resolution=error),
-                f"{why} and {_NOT_ODD}",
-            )
-        fallback = Fitted(answer_error=error, seed=seed) if oracle.dim <= _WIDEST else None
-        return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
+    absolute = 0.0
+    if decimals is not None:  # rounding hides how fine the arithmetic is, and is worse
+        precision, absolute = digits(seen), 0.5 * 10.0**-decimals
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
-        fit = Fitted(precision=max(precision, 1e-14), seed=seed)
+        fit = Fitted(precision=max(precision, 1e-14), answer_error=absolute, seed=seed)
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
-    link = find_link(oracle, seed, precision)
+    found = find_link(oracle, seed, precision, absolute)
+    link = found.link
     plain = link.name == "identity" and not bool(link.offset.any())
-    arithmetic = Arithmetic(precision, plain)
+    if pairs.ndim > 1 and link.name != "softmax":
+        absolute = 0.0  # vectors are read as if they were exact
+    elif link.name != "identity":
+        absolute = max(absolute, smallest(precision))
+    arithmetic = Arithmetic(precision, plain, absolute)
+    view = oracle if arithmetic.exact else Undone(oracle, link, precision, absolute)
+    choice = _choice(view, link.scores(pairs), (a, b, x), found.odd, seed, arithmetic)
+    if decimals is not None and arithmetic.absolute:
+        choice = replace(choice, why=f"the answers have {decimals} decimals and {choice.why}")
     if plain:
-        return _choice(oracle, pairs, (a, b, x), alone, seed, arithmetic)
-    scores = link.scores(pairs), (a, b, x), link.scores(alone)
-    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
-    least = 1e-14 if link.name == "identity" else 1e-8
-    choice = _choice(Undone(oracle, link), *scores, seed, arithmetic, least)
+        return choice
     return replace(choice, link=link, why=f"behind {link} {choice.why}")
 
 
 def _choice(
-    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], alone: Tensor, seed: int,
-    arithmetic: Arithmetic, least: float = 1e-14,
+    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], odd: bool, seed: int,
+    arithmetic: Arithmetic,
 ) -> Choice:  # fmt: skip
-    """The choice among kinds, once the link is undone; `least` is the least error of a score."""
+    """The choice among kinds, once the link is undone; `odd` if f([−x]) = −f([x])."""
     accepted = arithmetic.accepted
+    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
+    unbounded = not isinstance(view, Undone) or view.link.name == "identity"
+    precision = max(arithmetic.precision, 1e-14 if unbounded else 1e-8)
+    answer_error = arithmetic.absolute if unbounded else 0.0
 
     def refined(method: Method) -> Method:
         return method if arithmetic.exact else Refined(method)
@@ -254,15 +266,24 @@ def _choice(
             refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
             arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
         )  # fmt: skip
-    if float((alone[0::2] + alone[1::2]).abs().max()) > arithmetic.same * float(alone.abs().max()):
+    if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
-        return Choice(Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic)
+        fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
+        if arithmetic.absolute or arithmetic.precision > _COARSE:
+            return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
+        fallback = None if arithmetic.exact else fit
+        return Choice(
+            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallback=fallback
+        )
     fit = None
     if view.dim <= _WIDEST:
-        fit = Fitted(precision=max(arithmetic.precision, least), seed=seed)
-        if arithmetic.precision > EXACT:
-            why = f"the answers are exact to {arithmetic.precision:.0e}"
-            return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
+        fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
+    if arithmetic.plain and arithmetic.absolute:
+        tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
+        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallback=fit)
+    if arithmetic.rounded and fit is not None:
+        why = f"the answers are exact to {arithmetic.precision:.0e}"
+        return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
     if _one_head(view, *tokens, arithmetic.same):
         kind, why = Kind.HEAD, "its logits add up as one head's do"
         method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
@@ -310,80 +331,107 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
     return False
 
 
-# What a server does to its scores, found out from a dozen answers to single tokens.
+# What a server does to its scores, found out from answers to single tokens.
 #
 # Behind no link, every kind of target is linear or piecewise linear along a ray of single tokens:
 # with y(t) the answer to [t·a], y(2) − y(0) = 2·(y(1) − y(0)), and the same for −a. Behind a
 # sigmoid, a tanh or a softmax that holds for the answers once they are undone, and for nothing
-# else, as soon as the answers are large enough to bend. y(0) is the offset.
+# else, as soon as the answers are large enough to bend: tokens are made longer until what is
+# missing exceeds what errors of the answers can do to the scores, for all links but one. y(0) is
+# the offset, and y(1) + y(−1) = 2y(0) where nothing but heads is behind the answers.
 
 _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
-_BENT = 0.3  # a range of answers over which a sigmoid or a tanh is seen to bend
-_TRIES = 12
-_ORDER = ("softmax", "identity", "sigmoid", "tanh")
+_RAYS = 3
+_TRIES = 16
+_FURTHER = 16.0  # times longer, where answers do not differ yet
+_BEYOND = 3.0  # times what errors of the answers explain: what refutes a link
+_ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 
-def find_link(oracle: Oracle, seed: int, error: float) -> Link:
-    """The link that makes answers along a ray add up; `error` is that of an answer, relative."""
+@dataclass(frozen=True)
+class Found:
+    """A link, and whether answers are odd once it is undone."""
+
+    link: Link
+    odd: bool
+
+
+def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0) -> Found:
+    """The link that makes answers along rays add up.
+
+    Answers are off by a share `precision` of themselves and by `absolute`.
+    """
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
-    ray = _STEPS[:, None, None] * random_units(1, oracle.dim, stream)
-    scale = 1.0
-    answers = ask(oracle, ray)
-    names = _names(answers)
+    rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
+    questions = torch.cat([torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]).unsqueeze(1)
+    names, odd = list(_ORDER), dict.fromkeys(_ORDER, True)
+    scale, kept = 1.0, dict[str, Tensor]()
     for _ in range(_TRIES):
-        spread = float((answers - answers[:1]).abs().max())
-        saturated = any(not bool(undone(name, answers).isfinite().all()) for name in names)
-        if names == ["identity"] or (not saturated and spread >= _BENT):
+        try:
+            flat = ask(oracle, scale * questions)
+        except (OracleError, InputError):
+            break  # longer tokens than it takes
+        moved = flat[1:].unflatten(0, rays.shape[:2])
+        answers = torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
+        if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
+            break  # saturated
+        error = max(precision, 1e-10) * answers.abs() + absolute
+        names = [name for name in names if _possible(name, answers)]
+        if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
+            names.remove("sigmoid")  # two classes behind a softmax are sigmoids too
+        for name in list(names):
+            bent, uneven = _misses(name, answers, error)
+            odd[name] &= not uneven
+            if bent:
+                names.remove(name)
+            else:
+                kept.setdefault(name, answers)
+        spread = (answers - answers[:1]).abs().max()
+        if len(names) < 2 and spread > 8 * error.max():
             break
-        further = min(max(2.0, _BENT / max(spread, 1e-9)), 2.0**20)
-        scale *= 0.25 if saturated else further
-        answers = ask(oracle, scale * ray)
-        names = _names(answers)
-    misses = {name: _miss(undone(name, answers)) for name in names}
-    # Of links that fit alike the first: two classes behind a softmax are sigmoids too.
-    best = min(misses, key=lambda name: (misses[name] > max(1e-9, 100 * error), _ORDER.index(name)))
-    if misses[best] > max(1e-6, 1e3 * error):
-        best = "identity"  # no link makes it add up: a target of another kind
-        return Link(best, torch.zeros((), dtype=torch.float64))
-    return Link(best, _offset(best, answers))
-
-
-def _names(answers: Tensor) -> list[str]:
-    return [name for name in NAMES if _possible(name, answers)]
+        scale *= 2 if spread > 8 * error.max() else _FURTHER
+    if not names:  # no link makes it add up: a target of another kind
+        none = Link("identity", torch.zeros((), dtype=torch.float64))
+        return Found(none, odd["identity"])
+    best = names[0]
+    return Found(Link(best, _offset(best, kept[best])), odd[best])
 
 
 def _possible(name: str, answers: Tensor) -> bool:
-    inside = bool((answers > 0).all() & (answers < 1).all())
-    if bool(((answers == 0) | (answers == 1)).all()):
-        return name == "identity"  # labels
-    match name:
-        case "identity":
-            return True
-        case "softmax":
-            several = answers.ndim > 1 and answers.shape[-1] > 1
-            whole = several and bool(((answers.sum(-1) - 1).abs() < 1e-2).all())
-            return whole and bool((answers >= 0).all())
-        case "sigmoid":
-            return inside
-        case _:
-            return bool((answers.abs() < 1).all())
+    """Can answers come from behind this link? The zero token's is well inside of its range."""
+    labels = bool(((answers == 0) | (answers == 1)).all())
+    if name == "identity" or labels:
+        return name == "identity"
+    if name == "softmax":
+        whole = answers.ndim > 2 and answers.shape[-1] > 1
+        if not whole or bool(((answers.sum(-1) - 1).abs() >= 1e-2).any()):
+            return False
+    low = -1.0 if name == "tanh" else 0.0
+    inside = bool((answers >= low).all() & (answers <= 1).all())
+    return inside and bool(undone(name, answers[0]).isfinite().all())
 
 
-def _miss(scores: Tensor) -> float:
-    """How far scores at 0, 1, 2, −1, −2 are from two straight rays, relative to the largest."""
-    if not bool(scores.isfinite().all()):
-        return torch.inf
+def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
+    """Are scores at 0, 1, 2, −1, −2 far from two straight rays? Far from one straight line?"""
+    scores, errors = undone(name, answers), uncertain(name, answers, error)
     zero, single, double, minus, minus_double = scores.unbind(0)
-    off = torch.stack(
-        [double - zero - 2 * (single - zero), minus_double - zero - 2 * (minus - zero)]
-    )
-    size = (scores - zero).abs().max()
-    return float(off.abs().max() / size.clamp(min=1e-300)) if float(size) else 0.0
+    e0, e1, e2, f1, f2 = errors.unbind(0)
+    bent = torch.stack([double + zero - 2 * single, minus_double + zero - 2 * minus])
+    allowed = torch.stack([e2 + e0 + 2 * e1, f2 + e0 + 2 * f1])
+    uneven = torch.stack([single + minus - 2 * zero, double + minus_double - 2 * zero])
+    most = torch.stack([e1 + f1 + 2 * e0, e2 + f2 + 2 * e0])
+    return _beyond(bent, allowed), _beyond(uneven, most)
+
+
+def _beyond(off: Tensor, allowed: Tensor) -> bool:
+    """Is anything off by more than errors explain, where these are finite?"""
+    known = off.isfinite() & allowed.isfinite()
+    return bool((off.abs() > _BEYOND * allowed)[known].any())
 
 
 def _offset(name: str, answers: Tensor) -> Tensor:
     """The scores of the zero token: of its one position, where every token answers."""
-    zero = undone(name, answers)[0]
+    zero = undone(name, answers)[0, 0]
     while zero.ndim > 1:
         zero = zero[0]
     return zero

@@ -30,7 +30,7 @@ _FACTORS = (
 )  # shorter and longer tokens, from the ordinary ones outwards
 _LENGTHS = (2, 5)  # at which other norms are tried
 _EACH = 2
-_HALVINGS = 3  # of questions whose scores a link hides
+_HALVINGS = 5  # of questions whose scores a link hides
 
 _COARSE = 0.1  # of the answers: a model that may be further off cannot contradict a target
 _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
@@ -85,7 +85,8 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
         except OracleError as error:
             if error.answers is None or not bool(error.answers.isinf().any()):
                 raise
-        sequences = sequences / 2
+            beyond = ~error.answers.isfinite().reshape(len(sequences), -1).all(1)
+        sequences = torch.where(beyond[:, None, None], sequences / 2, sequences)
     return sequences, ask(oracle, sequences)
 
 

@@ -147,6 +147,8 @@ class Step:
     holds, so that `unknowns / numbers` answers are the fewest that could do. `remark` is what was
     found out besides the weights; it joins the reason of a judged result. `stated` is what the
     method's theorem says in advance, `layer` what is known of a language model's last layer.
+    `uncertainty` is the standard error of the model's answers (b,) to sequences (b, n, d), as far
+    as it comes from errors of the answers that the model was fitted to.
     """
 
     model: Planted
@@ -160,6 +162,7 @@ class Step:
     confirm: Callable[[Oracle], tuple[int, int]] | None = None
     stated: Statement | None = None
     layer: LastLayer | None = None
+    uncertainty: Callable[[Tensor], Tensor] | None = None
 
     @property
     def share(self) -> float:

@@ -20,6 +20,13 @@ u is known from single tokens, f([x]) = b + uᵀn(x). The right side is the same
 H is the smallest number that explains the answers within their own error (arithmetic.py); fresh
 questions are the evidence. c = 0 is tried first. It takes a few times as many queries as there are
 unknowns. A norm shows on one token: f([t·a]) hardly depends on t > 0, and its ε on where it does.
+
+Answers that are off by ±τ (`answer_error`) are made larger, as in tolerant.py: y is t times longer
+and x is t times shorter, which leaves every gate as it is, so that of τ a t-th is left. Biases c
+and norms forbid it, and f([tδ ; 0]) ≠ ½(f([tδ]) + f([0])) tells them. Of coarse answers (bfloat16,
+or 3 decimals behind a sigmoid) the rounding is known, and heads are added until nothing but that
+is left. What errors of the answers leave open is a covariance: the judge asks it how far the model
+may be off (`uncertainty`).
 """
 
 from __future__ import annotations
@@ -34,31 +41,42 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import expect_count, expect_number
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import answered, own_error, precision_of, rounding
-from keyhole.extract.bilinear import random_orthogonal, scalar
+from keyhole.extract.bilinear import random_orthogonal, random_units, scalar
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Step, setting
-from keyhole.extract.gauss_newton import refined
+from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.gauss_newton import refined, uncertainty
 from keyhole.extract.judge import NEARLY, Exam, Method
+from keyhole.oracle.links import Link, Undone
 from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
 _SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looked at for a scale
 _PAIRS = 16  # that are looked at for a scale, and for the answers' own error
+_BLUR = 0.5  # of what is seen of a gate at another scale,
+_PLENTY = 1e3  # or so many times the errors of the answers, is enough
 _OPEN = 0.2  # |α − ½| of gates that are half open
-_EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error
+_EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error,
+_ROUNDED = 1.3  # and of coarse answers in units of their rounding, which is known
+_COARSE = 1e-5  # relative errors of answers that are coarse
+_MORE = 3  # times as many questions at large where answers are coarse
+_BETTER = 0.7  # of the residuals: what more heads have to leave to be believed
+_AMPLE = 1e9  # tokens are so many times longer than answers may be off, where that does no harm
 _NONLINEAR = 30.0  # the same, of single tokens that no heads explain
+_SETTLED = 0.35  # of an answer's rounding: a model known to this needs no more answers
+_TEMPERED = 1e-2  # of the answers: errors that a first fit takes for granted
+_LEAST = 0.3  # of the error that a tenth of the answers is below
+_UNEVEN = 100.0  # of the largest error to the smallest
 _STEPS = 150
 _STALLED = 15  # steps within which some start has to gain a fifth
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
 _FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
-_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once,
-_FINE = 1e-5  # in answers that are as exact as this
+_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once, if not coarse
 _WORK = 192  # H·d of the largest fit at one token
 UNKNOWNS = 1500  # up to which all are fitted at once
 
@@ -87,8 +105,30 @@ class Fitted(Method):
     def accepted(self) -> float:
         return max(self.tolerance, 4 * self.precision)
 
+    def __call__(self, oracle: Oracle) -> Extraction:
+        if self.answer_error:
+            none = Link("identity", torch.zeros((), dtype=torch.float64))
+            oracle = Undone(oracle, none, self.precision, self.answer_error)
+        return super().__call__(oracle)
+
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
-        return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
+        exam = Exam.draw(oracle, self.seed, gain=self.gain(oracle))
+        return replace(exam, excused=max(NEARLY, 16 * self.precision))
+
+    def gain(self, oracle: Oracle) -> float:
+        """How much longer tokens are made than they need be: 1 unless that makes ±τ harmless."""
+        gain = max(1.0, _AMPLE * self.answer_error)
+        (a,) = random_units(1, oracle.dim, torch.Generator().manual_seed(self.seed))
+        if gain == 1:
+            return gain
+        try:
+            single = ask(oracle, torch.stack([0 * a, gain * a, 2 * gain * a]).unsqueeze(1))
+            pair = ask(oracle, torch.stack([gain * a, 0 * a]).unsqueeze(0))
+        except (OracleError, InputError):
+            return 1.0
+        zero, one, two = scalar(single).tolist()
+        off = max(abs(two - 2 * one + zero), abs(2 * float(scalar(pair)) - one - zero))
+        return gain if off <= 8 * self.answer_error + _COARSE * abs(one) else 1.0
 
     def expected_queries(self, dim: int) -> int | None:
         if self.heads is None:
@@ -98,31 +138,49 @@ class Fitted(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         norm = find_norm(oracle, stream)
-        field = _NearField(self, oracle, norm, stream)
+        field = _NearField(self, oracle, norm, self.gain(oracle), stream)
         most = max(1, min(self.most, _WORK // oracle.dim))
         counts = range(1, most + 1) if self.heads is None else (self.heads,)
+        fits: dict[int, tuple[Tensor, Tensor, float]] = {}
         miss, best = math.inf, None
-        for heads in counts:
-            g, v, at_one = field.heads_at_one_token(heads)
-            if at_one <= _EXPLAINED and (known := field.further_tokens(g, v)) is not None:
-                model, missed = self._fitted(field, *known, v)
-                if best is None or missed < miss:
-                    miss, best = missed, model
-                if missed <= 2 * _EXPLAINED:
+
+        def tried(heads: int) -> None:
+            nonlocal miss, best
+            for again in range(_ROUNDS // 2):
+                g, v, _ = field.heads_at_one_token(heads) if again else fits[heads]
+                if (known := field.further_tokens(g, v)) is not None:
+                    model, missed = self._fitted(field, *known, v)
+                    if best is None or missed < _BETTER * miss:
+                        miss, best = missed, model
+                if miss <= field.enough or not field.coarse:
                     break
-            elif best is None:
-                miss = min(miss, at_one)
+
+        for heads in counts:
+            fits[heads] = field.heads_at_one_token(heads)
+            if fits[heads][2] <= field.sure:
+                tried(heads)
+                if miss <= field.enough or (best is not None and heads > len(best.v)):
+                    break
             if heads == counts[0]:
                 field.expect_steady()  # before the long search for more heads
-        if best is None:
+        least = min(at_one for _, _, at_one in fits.values())
+        if best is None and least <= field.possible:
+            tried(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
+        if best is None or miss > 2 * field.possible:
             raise Unsuccessful(
-                Status.UNVERIFIED if most < self.most else Status.MISMATCH,
-                f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
+                Status.UNVERIFIED if self.heads is None else Status.MISMATCH,
+                f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
+                "error: try more starts, or answers with more digits",
             )
-        model, remark = _simplest(best, field.error)
+        error = torch.cat([error for _, _, error in field.asked]).median()
+        model, remark = _simplest(best, float(error))
         if len(best.v) > 1:
             remark = "; ".join(filter(None, (f"{len(best.v)} heads explain the answers", remark)))
-        yield Step(model, model.unknowns, model.unknowns, remark=remark)
+        free = tuple(name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any()))
+        uncertain = None
+        if best.unknowns <= UNKNOWNS:
+            uncertain = uncertainty(best, free, field.asked)
+        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=uncertain)
 
     def _fitted(
         self, field: _NearField, x: Tensor, g: Tensor, v: Tensor
@@ -138,15 +196,21 @@ class Fitted(Method):
             (("W", "v", "b"), plain, zero),
             (("W", "v", "c", "b"), biased[:-1], biased[-1]),
         ]
-        field.ask_at_large(math.ceil(self.oversampling / 2 * heads * (dim + 1) * dim))
+        near, count = list(field.asked), self.oversampling / 2 * heads * (dim + 1) * dim
+        field.ask_at_large(math.ceil((_MORE if field.coarse else 1) * count))
         models: list[BiasedHeads] = []
         for free, Wt, c in candidates[norm.normed :]:
             W = Wt.permute(1, 2, 0).contiguous()
             model = BiasedHeads(W, v, c, b, norm.normed, norm.centred, norm.epsilon)
             if model.unknowns <= UNKNOWNS:
+                if field.uneven:  # from what is near to all, and as if it were coarser still
+                    for asked in (near, field.asked):
+                        model = refined(model, free, tempered(asked))
                 model = refined(model, free, field.asked)
             models.append(model)
-            if field.missed(model) <= _EXPLAINED:
+            if field.missed(model) <= field.sure:
+                if field.uneven and model.unknowns <= UNKNOWNS:
+                    models = [field.settled(model, free, math.ceil(count))]
                 break
         best = min(models, key=field.missed)
         return best, field.missed(best)
@@ -185,7 +249,7 @@ def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
 
     def odd(tokens: Tensor) -> Tensor:
         """What the sign of a token changes."""
-        answers = _scores(oracle, torch.cat([tokens, -tokens]).unsqueeze(1)).view(2, -1)
+        answers = scores(oracle, torch.cat([tokens, -tokens]).unsqueeze(1)).view(2, -1)
         return answers[0] - answers[1]
 
     first = odd(a)
@@ -193,7 +257,7 @@ def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
     for factor in (8.0, 0.125):
         if not bool(((odd(factor * a) - first).abs() <= 0.01 * size).all()) or not float(size):
             return Norm()
-    shifted = _scores(oracle, torch.stack([a[0], a[0] + 1]).unsqueeze(1))
+    shifted = scores(oracle, torch.stack([a[0], a[0] + 1]).unsqueeze(1))
     centred = bool((shifted[1] - shifted[0]).abs() <= 0.01 * size)
     pick = int(first.abs().argmax())
     square = 1e-5
@@ -211,59 +275,94 @@ def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
     return Norm(True, centred, epsilon if share <= 0.98 else 0.0)
 
 
+Asked = list[tuple[Tensor, Tensor, Tensor]]  # sequences, answers, errors
+
+
+def smallest_error(errors: Tensor, answers: Tensor) -> float:
+    """What no answer counts as more exact than: relative errors make those near 0 too much so."""
+    largest = float(answers[answers.isfinite()].abs().max())
+    return max(32 * _EPSILON * largest, _LEAST * float(errors.quantile(0.1)))
+
+
+def tempered(asked: Asked) -> Asked:
+    """Answers with larger errors: a few far more exact than the others make many minima."""
+    size = float(torch.cat([y for _, y, _ in asked]).square().mean().sqrt())
+    return [(X, y, error.clamp(min=_TEMPERED * size)) for X, y, error in asked]
+
+
 class _NearField:
     """Answers to single tokens and to pairs [y ; x], and what they say of the heads."""
 
-    def __init__(self, method: Fitted, oracle: Oracle, norm: Norm, stream: torch.Generator) -> None:
+    def __init__(
+        self, method: Fitted, oracle: Oracle, norm: Norm, gain: float, stream: torch.Generator
+    ) -> None:
         self.method, self.oracle, self.norm, self.stream = method, oracle, norm, stream
-        self.asked: list[tuple[Tensor, Tensor, Tensor]] = []  # sequences, answers, errors
+        self.asked: Asked = []
         self.error, self.precision = 0.0, method.precision
         dim = oracle.dim
-        scale = _scale(oracle, norm, stream)
+        scale = token_size(oracle, stream, gain, self.precision, norm)
         # Behind a norm the length of x does not matter, and δ alone sets the scale.
-        self.spread = scale
-        self.x = self._normals(dim) / math.sqrt(dim) * (math.sqrt(dim) if norm.normed else scale)
-        size = float(torch.linalg.vector_norm(self.x))
-        self.size = size
+        self.spread = scale * gain
+        self.size = math.sqrt(dim) if norm.normed else scale / gain
+        self.x = self._normals(dim)
+        self.x *= self.size / torch.linalg.vector_norm(self.x)
+        self.longest = self.size * gain**2
         count = math.ceil(method.oversampling * (dim + 1))
-        tokens = self._normals(count, dim) * size / math.sqrt(dim)
+        tokens = self._normals(count, dim) * self.longest / math.sqrt(dim)
         answers = self._ask(tokens.unsqueeze(1))
         tokens = self.asked[-1][0][:, 0]
         self.precision = max(method.precision, precision_of(oracle, answers))
         if not bool(answers.any()):
             if method.answer_error or self.precision > _EPSILON:
                 raise Unsuccessful(
-                    Status.MISMATCH, "every answer of ordinary size is rounded to zero"
+                    Status.UNVERIFIED, "every answer of ordinary size is rounded to zero"
                 )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
-        paired = self._ask(self._pairs(self.x, _PAIRS))
-        own = own_error(oracle, self.asked[-1][0], paired, self.precision)
-        own = max(float(own.square().mean().sqrt()), method.answer_error / math.sqrt(3))
-        self.error = own + 32 * _EPSILON * float(torch.cat([answers, paired]).abs().max())
-        # Of what was asked before the error was known.
-        self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
+        self._weigh(self._ask(self._pairs(self.x, _PAIRS)))
         n, weights = norm.applied(tokens), 1 / self.asked[0][2][:, None]
         rows = torch.cat([n, torch.ones(len(n), 1, dtype=torch.float64)], 1)
         solution = least_squares(weights * rows, weights * answers[:, None])
         self.u, self.b = solution[:-1, 0], solution[-1]
         miss = weights * (answers[:, None] - rows @ solution)
-        if float(miss.square().mean().sqrt()) > _NONLINEAR:
+        if float(miss.square().mean().sqrt()) > _NONLINEAR * self.possible / _EXPLAINED:
             raise Unsuccessful(
                 Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
             )
 
+    def _weigh(self, paired: Tensor) -> None:
+        """The error of an answer: of coarse ones that of their rounding, if nothing else is seen.
+
+        `sure` is what residuals come to where a model is right, `possible` what they may come to
+        where arithmetic is worse than answers tell, in units of the error.
+        """
+        known = torch.cat([y for _, y, _ in self.asked])
+        rounded = rounding(self.oracle, paired, self.precision)
+        own = own_error(self.oracle, self.asked[-1][0], paired, self.precision)
+        own = own.clamp(max=4 * float(own.median()))
+        least = smallest_error(rounded, known)
+        self.coarse = float(rounded.median()) > _COARSE * float(known.abs().max())
+        self.error, self.sure, self.enough = least, _ROUNDED, _ROUNDED
+        if not self.coarse:
+            self.sure, self.enough = _EXPLAINED, 2 * _EXPLAINED
+            if float(rounded.max()) <= _UNEVEN * float(rounded.median()):  # no link near its end
+                self.error += float(own.square().mean().sqrt())
+        errors = torch.cat([self._errors(y) for _, y, _ in self.asked])
+        self.uneven = self.coarse or float(errors.max()) > _UNEVEN * float(errors.min())
+        self.possible = _EXPLAINED * max(1.0, float((own / self._errors(paired)).median()))
+        # Of what was asked before the error was known.
+        self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
+
     def _errors(self, answers: Tensor) -> Tensor:
         """How far each answer may be off: near the end of a link's range, further than others."""
-        return torch.hypot(
-            rounding(self.oracle, answers, self.precision), torch.full_like(answers, self.error)
-        )
+        even = rounding(self.oracle, answers, self.precision) / math.sqrt(3)
+        return torch.hypot(even, torch.full_like(answers, self.error))
 
     def _normals(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.stream, dtype=torch.float64)
 
     def _ask(self, sequences: Tensor) -> Tensor:
         """Answers to those questions that have one (a link may be saturated), kept for the end."""
-        answers = _scores(self.oracle, sequences)
+        answers = scores(self.oracle, sequences)
         usable = answers.isfinite()
         answers = answers[usable]
         self.asked.append((sequences[usable], answers, self._errors(answers)))
@@ -287,21 +386,24 @@ class _NearField:
         """g and v (H, d) at the first token, and the residual in units of the error."""
         dim = len(self.x)
         unknowns = dim if heads == 1 else 2 * heads * dim
-        delta, even, error = self._even(self.x, math.ceil(self.method.oversampling * unknowns) + 8)
+        more = 2 if self.coarse else 1
+        count = math.ceil(more * self.method.oversampling * unknowns) + 8
+        delta, even, error = self._even(self.x, count)
         size = float(self.u.abs().mean()) or float(even.abs().max())
         spread = 1 / float(delta.square().sum(1).mean().sqrt())
         best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
-        for _ in range(_ROUNDS if heads < 4 else _ROUNDS // 2):
+        for _ in range(1 if heads == 1 else 2 * _ROUNDS if heads < 4 else _ROUNDS // 2):
             shape = self.method.starts, heads, dim
             g, v = spread * self._normals(*shape), size * self._normals(*shape)
             if heads == 1:
                 g[0], v = 0.0, self.u.expand(shape)
-            g, v, misses = _levenberg(delta, even, g, v, error, fixed=heads == 1)
+            g, v, misses = _annealed(delta, even, g, v, error, self.sure, fixed=heads == 1)
             for k in range(len(g)):
-                signs = _signs(v[k], self.u, _UNSIGNED if self.precision <= _FINE else math.inf)
+                free = self.coarse or float(misses[k]) <= self.sure
+                signs = _signs(v[k], self.u, math.inf if free else _UNSIGNED)
                 if float(misses[k]) < best[2] and signs is not None:
                     best = g[k] * signs, v[k] * signs, float(misses[k])
-            if best[2] <= _EXPLAINED:
+            if best[2] <= self.sure:
                 break
         return best
 
@@ -315,13 +417,16 @@ class _NearField:
             x = self.x + steps
             data = [self._even(each, count) for each in x]
             least = min(len(even) for _, even, _ in data)
+            if least < heads * dim:  # behind a link, too few of the answers say anything
+                steps = steps / 2
+                continue
             columns = zip(*data, strict=True)
             delta, even, error = (torch.stack([p[:least] for p in part]) for part in columns)
             start = g.expand(len(x), heads, dim)
-            found, _, misses = _levenberg(
-                delta, even, start, v.expand_as(start), error, fixed=True, every=True
+            found, _, misses = _annealed(
+                delta, even, start, v.expand_as(start), error, self.sure, fixed=True, every=True
             )
-            good = misses <= 2 * _EXPLAINED
+            good = misses <= 2 * self.sure
             tokens, known = torch.cat([tokens, x[good]]), torch.cat([known, found[good]])
             steps = steps[~good] / 2
             if not len(steps):
@@ -333,7 +438,23 @@ class _NearField:
         dim = len(self.x)
         for length in _LENGTHS:
             shape = math.ceil(count / len(_LENGTHS)), length, dim
-            self._ask(self.size / math.sqrt(dim) * self._normals(*shape))
+            tokens = self._normals(*shape) / math.sqrt(dim)
+            if self.coarse:  # other sizes, too: what one hides, another shows
+                tokens *= 2 * torch.rand(len(tokens), 1, 1, generator=self.stream).double() + 0.2
+            self._ask(torch.cat([self.longest * tokens[:, :-1], self.size * tokens[:, -1:]], 1))
+
+    def settled(self, model: BiasedHeads, free: tuple[str, ...], count: int) -> BiasedHeads:
+        """The model fitted to more answers, until it is known better than an answer."""
+        dim = len(self.x)
+        ordinary = self._normals(4 * _PAIRS, 3, dim) / math.sqrt(dim)
+        for _ in range(_ROUNDS):
+            error = uncertainty(model, free, self.asked)(ordinary)
+            own = rounding(self.oracle, model(ordinary), self.precision)
+            if float((error / own).quantile(0.95)) <= _SETTLED:
+                break
+            self.ask_at_large(count)
+            model, count = refined(model, free, self.asked), 2 * count
+        return model
 
     def missed(self, model: BiasedHeads) -> float:
         """The root mean square of what a model misses, in units of the error."""
@@ -343,8 +464,8 @@ class _NearField:
     def expect_steady(self) -> None:
         """The first questions once more: no heads explain a target that changes."""
         questions, answers, error = (part[:_PAIRS] for part in self.asked[0])
-        off = (_scores(self.oracle, questions) - answers).abs()
-        changed = int((off > 4 * _EXPLAINED * error).sum())
+        off = (scores(self.oracle, questions) - answers).abs()
+        changed = int((off > 4 * self.possible * error).sum())
         if changed:
             raise Unsuccessful(
                 Status.MISMATCH, f"asked again, {changed} of {len(answers)} questions {CHANGED}"
@@ -360,8 +481,19 @@ def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
     return choices[best].unsqueeze(1) if float(misses[best]) <= allowed * size else None
 
 
+def _annealed(
+    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
+    every: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_levenberg`, first as if the most exact answers were less so, where errors are uneven."""
+    if float(error.max()) > _UNEVEN * float(error.min()):
+        larger = error.clamp(min=_TEMPERED * float(even.square().mean().sqrt()))
+        g, v, _ = _levenberg(delta, even, g, v, larger, 0.3, fixed=fixed, every=every)
+    return _levenberg(delta, even, g, v, error, sure, fixed=fixed, every=every)
+
+
 def _levenberg(
-    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, *, fixed: bool,
+    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
     every: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Fits from starts g and v (S, H, d), v `fixed` or not, as one batch.
@@ -394,8 +526,8 @@ def _levenberg(
         r, J = torch.where(better[:, None], ahead_r, r), torch.where(_like(better, J), ahead_J, J)
         loss = torch.where(better, ahead, loss)
         damping = torch.where(better, damping / 4, damping * 4).clamp(1e-14, 1e14)
-        done = small & (loss <= _EXPLAINED**2) | (damping > 1e12) | (loss <= 1e-4)
-        if bool(done.all() if every else (done & (loss <= _EXPLAINED**2)).any() | done.all()):
+        done = small & (loss <= sure**2) | (damping > 1e12) | (loss <= 1e-4)
+        if bool(done.all() if every else (done & (loss <= sure**2)).any() | done.all()):
             break
     return g, v, loss.sqrt()
 
@@ -416,29 +548,37 @@ def _residuals(
     return r, J / error.unsqueeze(-1)
 
 
-def _scale(oracle: Oracle, norm: Norm, stream: torch.Generator) -> float:
+def token_size(
+    oracle: Oracle, stream: torch.Generator, gain: float, precision: float, norm: Norm
+) -> float:
     """The size of tokens, or behind a norm of δ, at which gates are half open.
 
-    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s.
+    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s, unless a link is
+    nearly saturated there: then the s where errors of the answers hide the least of α.
     """
     raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
     x, delta = raw / math.sqrt(oracle.dim)
     if norm.normed:
         x = x * math.sqrt(oracle.dim)
+    best, clearest = 1.0, 0.0
     for square in _SQUARES.tolist():
         s = math.sqrt(square)
-        y, last = (x + s * delta, x) if norm.normed else (s * (x + delta), s * x)
-        single = _scores(oracle, torch.cat([last, y]).unsqueeze(1)).view(2, -1)
-        both = _scores(oracle, torch.stack([y, last], 1))
-        alpha = (both - single[0]) / (single[1] - single[0])
-        if not bool(alpha.isfinite().all()):
-            return s / 4  # a link is saturated: stay well below
-        if float((alpha - 0.5).abs().median()) > _OPEN:
-            return s
-    return 1.0
+        y, last = (x + s * delta, x) if norm.normed else (s * gain * (x + delta), s / gain * x)
+        single = scores(oracle, torch.cat([last, y]).unsqueeze(1))
+        both = scores(oracle, torch.stack([y, last], 1))
+        every = torch.cat([single, both]).view(3, -1)
+        error = rounding(oracle, every, precision).nan_to_num(torch.inf).amax(0)
+        apart, off = every[1] - every[0], both - every[:2].mean(0)
+        clear = every.isfinite().all(0) & (apart.abs() > 8 * error)
+        seen = float((off.abs() / error).nan_to_num(0.0).median())
+        if seen > clearest:
+            best, clearest = s, seen
+        if 2 * int(clear.sum()) >= _PAIRS and float((off / apart).abs()[clear].median()) > _OPEN:
+            return s if seen > min(_BLUR * clearest, _PLENTY) else best
+    return best
 
 
-def _scores(oracle: Oracle, sequences: Tensor) -> Tensor:
+def scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     """One score a sequence, NaN where the oracle's answer says nothing."""
     return torch.cat([scalar(answered(oracle, X)) for X in sequences.split(_BATCH)])
 

@@ -227,18 +227,12 @@ _Model = TypeVar("_Model", bound=Parametric)
 _REFINEMENTS = 30
 
 
-def refined(
-    model: _Model, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
-) -> _Model:
-    """The model whose `free` parameters fit best, from these on.
-
-    `asked` are sequences (b, n, d), their answers (b, …) and the errors of those.
-
-    Levenberg–Marquardt with the Jacobian by automatic differentiation, a row for each answer.
-    """
+def _by_parameters(
+    model: _Model, free: Sequence[str]
+) -> tuple[Callable[[Tensor], _Model], Callable[[Tensor, Tensor], Tensor], Tensor]:
+    """The model as a function of its `free` parameters, its Jacobian for sequences, and they."""
     start = model.tensors()
     shapes = {name: start[name].shape for name in free}
-    asked = [part for part in asked if len(part[1])]
 
     def put(flat: Tensor) -> _Model:
         """The model with these parameters, unchecked."""
@@ -250,11 +244,44 @@ def refined(
     def answer(flat: Tensor, tokens: Tensor) -> Tensor:
         return put(flat).answers(tokens.unsqueeze(0)).squeeze(0)
 
+    rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
+    return put, rows, torch.cat([start[name].flatten() for name in free])
+
+
+def uncertainty(
+    model: Parametric, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> Callable[[Tensor], Tensor]:
+    """The standard error of a fitted model's answers, from the errors of those it was fitted to.
+
+    With J the Jacobian of what was asked, in units of the errors, it is |L⁻¹j| for JᵀJ = LLᵀ.
+    """
+    _, rows, flat = _by_parameters(model, free)
+    J = torch.cat([(rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked])
+    sizes, basis = torch.linalg.eigh(J.mT @ J)
+    whitened = basis / sizes.clamp(min=1e-14 * float(sizes[-1])).sqrt()
+
+    def error(sequences: Tensor) -> Tensor:
+        j = rows(flat, sequences)
+        return torch.linalg.vector_norm((j @ whitened).reshape(len(sequences), -1), dim=1)
+
+    return error
+
+
+def refined(
+    model: _Model, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> _Model:
+    """The model whose `free` parameters fit best, from these on.
+
+    `asked` are sequences (b, n, d), their answers (b, …) and the errors of those.
+
+    Levenberg–Marquardt with the Jacobian by automatic differentiation, a row for each answer.
+    """
+    put, rows, flat = _by_parameters(model, free)
+    asked = [part for part in asked if len(part[1])]
+
     def misses(flat: Tensor) -> Tensor:
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
-    rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
-    flat = torch.cat([start[name].flatten() for name in free])
     damping, miss = 1e-6, misses(flat)
     for _ in range(_REFINEMENTS):
         J = torch.cat([

@@ -17,7 +17,8 @@ one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attenti
 
 Without masks every crossing would have to be found again at d tokens; with them the far field is
 needed at one token only and to a few digits, and all parameters come from the near field, to
-rounding. (The published count, arXiv 2608.03294, is 4Hd² − 2H + 1.)
+rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv 2608.03294,
+multi_head_as_published.py, takes 4Hd² − 2H + 1.)
 
 Limits. Heads with equal W act as one and heads with v = 0 are invisible (Proposition 7.1): what is
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
@@ -81,6 +82,14 @@ class MultiHead(Method):
         if self.heads is None:
             return None
         return self.heads * (dim * dim + 3 * dim + 60) + dim + 60
+
+    def most_queries(self, dim: int, attempts: int = _ATTEMPTS) -> int | None:
+        """The bound that docs/mathematics.md proves, for heads in general position."""
+        if self.heads is None:
+            return None
+        tests = 1 if self.heads + 1 < dim // 2 else 3  # of every mask at every token (`pull`)
+        each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
+        return dim + 4 + attempts * each
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim

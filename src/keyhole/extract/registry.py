@@ -14,10 +14,12 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.fitted import Fitted
+from keyhole.extract.fitted_layer import FittedLayer
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
+from keyhole.extract.multi_head_as_published import MultiHeadAsPublished
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.ordinary_labels import OrdinaryLabels
@@ -112,8 +114,10 @@ METHODS: Registry[Method, Row] = Registry(
     )),
     Entry("sign-only-as-published", SignOnlyAsPublished),
     Entry("multi-head", MultiHead, (Row(_scores("heads"), Kind.HEADS, _COARSER),)),
+    Entry("multi-head-as-published", MultiHeadAsPublished),
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
+    Entry("fitted-layer", FittedLayer),
     Entry("ordinary-questions", OrdinaryQuestions),
     Entry("ordinary-labels", OrdinaryLabels),
     Entry("one-layer", OneLayerTransformer, (

@@ -80,6 +80,21 @@ def undone(name: str, answers: Tensor) -> Tensor:
             return answers
 
 
+def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
+    """How far scores may be off behind answers that are off by up to `error`; infinite at an end.
+
+    The two answers of a softmax are rounded apart, so what they do to the score adds up.
+    """
+    if name != "softmax":
+        scores = undone(name, answers)
+        moved = [(undone(name, answers + sign * error) - scores).abs() for sign in (1, -1)]
+        return torch.stack(moved).amax(0).nan_to_num(nan=torch.inf)
+    parts = (answers / _inside(answers - error, 0.0, 1.0)).log().nan_to_num(nan=torch.inf)
+    if answers.shape[-1] == 2:
+        return parts.sum(-1)
+    return parts + parts.mean(-1, keepdim=True)
+
+
 def _inside(answers: Tensor, low: float, high: float) -> Tensor:
     answers = answers.masked_fill(answers - low < _NEAR, low)
     return answers.masked_fill(high - answers < _NEAR, high)
@@ -88,12 +103,15 @@ def _inside(answers: Tensor, low: float, high: float) -> Tensor:
 class Undone(Wrapper):
     """An oracle whose link is undone: it answers with the scores.
 
-    `precision` is the relative error of the answers themselves.
+    `precision` is the relative error of the answers themselves, `absolute` what they may be off by
+    besides, as where they have so many decimals.
     """
 
-    def __init__(self, inner: Oracle, link: Link, precision: float | None = None) -> None:
+    def __init__(
+        self, inner: Oracle, link: Link, precision: float | None = None, absolute: float = 0.0
+    ) -> None:
         super().__init__(inner, f"undone:{link.name}")
-        self.link, self.precision = link, precision
+        self.link, self.precision, self.absolute = link, precision, absolute
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.link.scores(ask(self.inner, sequences))
@@ -101,8 +119,8 @@ class Undone(Wrapper):
     def rounding(self, scores: Tensor, precision: float) -> Tensor:
         """How far scores are off behind answers that are rounded."""
         answers = self.link.answer(scores)
-        moved = [self.link.scores(answers * (1 + sign * precision)) for sign in (1, -1)]
-        return torch.stack([(each - scores).abs() for each in moved]).nan_to_num(posinf=1e9).amax(0)
+        error = precision * answers.abs() + self.absolute
+        return uncertain(self.link.name, answers, error).nan_to_num(posinf=1e9)
 
 
 class Linked:

@@ -1,0 +1,203 @@
+"""A one-layer Transformer from coarse answers, by least squares (ours).
+
+`F(X) = wᵀ ReLU(A · attn(X))` as in one_layer.py, whose bisection needs answers that are exact to
+many digits. With fewer, or behind a sigmoid, weights are fitted, as in fitted.py. The stages:
+
+    F([x]) + F([−x]) = Σ_i w_i |a_iᵀx|     folds are added one by one, the direction that leaves the
+                                           least of many random ones, then all are fitted again;
+                                           their number is the smallest that explains the answers
+    F([x]) − F([−x]) = (Aᵀw)ᵀx             on which side of its fold each neuron is: the signs with
+                                           which the w_i a_i add up to it
+    F(X) − F(−X) = (Aᵀw)ᵀattn(X)           W: one head, smooth, from W = 0
+    all of them                            Gauss–Newton on every answer
+
+Where answers are off by ±τ whatever their size, tokens are made longer: φ(tx) = tφ(x).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import expect_count
+from keyhole.core.numerics import least_squares
+from keyhole.extract.arithmetic import rounding
+from keyhole.extract.bilinear import random_units
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.fitted import (
+    UNKNOWNS,
+    Asked,
+    Fitted,
+    Norm,
+    scores,
+    smallest_error,
+    tempered,
+    token_size,
+)
+from keyhole.extract.gauss_newton import refined, uncertainty
+from keyhole.oracle.planted import Head, OneLayer, Parametric
+from keyhole.oracle.protocol import Oracle
+
+_DIRECTIONS = 4096  # random ones that a further fold is chosen from
+_EACH = 8  # questions for each unknown, in the network and in W
+_EXPLAINED = 1.5  # root mean square of residuals in units of the answers' rounding
+_STARTS = 4  # of the folds
+_ALL = ("W", "A", "w")
+_LENGTHS = (2, 3, 4)
+_SIGNED = 12  # neurons whose sides are found by trying all
+
+_Part = tuple[Tensor, Tensor, Tensor]  # sequences, an even or odd part of their answers, its errors
+
+
+@dataclass(frozen=True)
+class FittedLayer(Fitted):
+    """A one-layer Transformer of one head from coarse answers."""
+
+    width: int = setting(8, "neurons that are tried at most")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_count("width", self.width)
+
+    def expected_queries(self, dim: int) -> int | None:
+        del dim
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        dim, gain = oracle.dim, self.gain(oracle)
+        size = token_size(_Odd(oracle), stream, gain, self.precision, Norm())
+        tokens = torch.randn(_EACH * (self.width + 1) * dim, 1, dim, generator=stream).double()
+        asked = self._both_ways(oracle, size * gain / math.sqrt(dim) * tokens)
+        even, odd = _parts(asked)
+        folds = self._folds(even, stream)
+        X, rise, error = odd
+        v = least_squares(X[:, 0] / error[:, None], (rise / error)[:, None])[:, 0]
+        A, w = _sided(folds, v)
+        if dim * (dim + len(A)) > UNKNOWNS:
+            raise Unsuccessful(Status.UNVERIFIED, "the layer is too wide to be fitted at once")
+        heads: Asked = []
+        for length in _LENGTHS:
+            shape = math.ceil(_EACH * dim * dim / len(_LENGTHS) / 2), length, dim
+            long = torch.randn(shape, generator=stream, dtype=torch.float64) * size / math.sqrt(dim)
+            long = torch.cat([gain * long[:, :-1], long[:, -1:] / gain], 1)
+            pairs = self._both_ways(oracle, long)
+            heads.append(_parts(pairs)[1])
+            asked += pairs
+        head = Head(torch.zeros(dim, dim, dtype=torch.float64), v)
+        for answers in (tempered(heads), heads):
+            head = refined(head, ("W", "v"), answers)
+        model = OneLayer(head.W, A, w)
+        for answers in (tempered(asked), asked):
+            model = refined(model, _ALL, answers)
+        if (missed := _missed(model, asked)) > _EXPLAINED:
+            raise _unexplained(missed, f"a layer with {len(w)} neurons")
+        known_by = uncertainty(model, _ALL, asked)
+        remark = f"{len(w)} neurons explain the answers"
+        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=known_by)
+
+    def _both_ways(self, oracle: Oracle, sequences: Tensor) -> Asked:
+        """Answers to X and to −X, where both say something, with their errors."""
+        answers = [scores(oracle, sign * sequences) for sign in (1, -1)]
+        known = answers[0].isfinite() & answers[1].isfinite()
+        asked: Asked = []
+        for sign, each in zip((1, -1), answers, strict=True):
+            error = rounding(oracle, each[known], self.precision) / math.sqrt(3)
+            least = smallest_error(error, each[known])
+            asked.append((sign * sequences[known], each[known], error.clamp(min=least)))
+        return asked
+
+    def _folds(self, even: _Part, stream: torch.Generator) -> _Folds:
+        """The fewest folds that explain the even part of the answers to single tokens."""
+        least, asked, (X, wanted, error) = math.inf, [even], even
+        x, dim = X[:, 0], X.shape[2]
+        for _ in range(_STARTS):
+            folds = _Folds(torch.zeros(0, dim).double(), torch.zeros(0).double())
+            for _ in range(self.width):
+                left = ((wanted - folds(X)) / error)[:, None]
+                some = random_units(_DIRECTIONS, dim, stream)
+                heights = (x @ some.mT).abs() / error[:, None]
+                square = (heights * heights).sum(0)
+                gain = (heights * left).sum(0)
+                best = int((gain.square() / square).argmax())
+                share = gain[best] / square[best]
+                folds = _Folds(
+                    torch.cat([folds.A, some[best : best + 1]]), torch.cat([folds.w, share[None]])
+                )
+                for answers in (tempered(asked), asked):
+                    folds = refined(folds, ("A", "w"), answers)
+                missed = _missed(folds, asked)
+                least = min(least, missed)
+                if missed <= _EXPLAINED:
+                    return folds
+        raise _unexplained(least, f"{self.width} neurons")
+
+
+def _parts(both: Asked) -> tuple[_Part, _Part]:
+    """F(X) + F(−X) and F(X) − F(−X), with their errors."""
+    (X, up, above), (_, down, below) = both
+    error = torch.hypot(above, below)
+    return (X, up + down, error), (X, up - down, error)
+
+
+def _unexplained(missed: float, what: str) -> Unsuccessful:
+    return Unsuccessful(
+        Status.UNVERIFIED,
+        f"{what} leave residuals {missed:.1e} times the answers' own error: allow more neurons, or "
+        "ask for answers with more digits",
+    )
+
+
+def _missed(model: Parametric, asked: Asked) -> float:
+    misses = torch.cat([(model(X) - y) / error for X, y, error in asked])
+    return float(misses.square().mean().sqrt())
+
+
+def _sided(folds: _Folds, odd: Tensor) -> tuple[Tensor, Tensor]:
+    """A and w with `Σ_i ±w_i a_i = odd`; what no signs explain goes into two opposite neurons."""
+    parts = folds.w[:, None] * folds.A
+    count = len(parts)
+    signs = torch.ones(1, count).double()
+    if count <= _SIGNED:
+        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=count)), dtype=odd.dtype)
+    rest = odd - signs @ parts
+    best = int(torch.linalg.vector_norm(rest, dim=1).argmin())
+    A, w, left = signs[best, :, None] * folds.A, folds.w, rest[best]
+    if float(torch.linalg.vector_norm(left)) > 0.1 * float(torch.linalg.vector_norm(parts)):
+        half = torch.stack([left, -left])
+        A, w = torch.cat([A, half]), torch.cat([w, torch.tensor([0.5, -0.5]).double()])
+    return A.contiguous(), w
+
+
+@dataclass(frozen=True, eq=False)
+class _Folds(Parametric):
+    """`Σ_i w_i |a_iᵀx|` of single tokens."""
+
+    A: Tensor
+    w: Tensor
+    kind = "folds"
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"A": self.A, "w": self.w}
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        return (tokens[:, 0] @ self.A.mT).abs() @ self.w
+
+
+class _Odd:
+    """`F(X) − F(−X)`: one head, whose gates tell how long tokens have to be."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self.inner, self.dim = inner, inner.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return scores(self.inner, sequences) - scores(self.inner, -sequences)

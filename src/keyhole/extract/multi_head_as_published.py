@@ -1,0 +1,134 @@
+"""Many heads as published: 4Hd² − 2H + 1 queries, exact answers, H known.
+
+*Provably Learning Multi-Head Attention with Queries* (arXiv 2608.03294). We had its abstract, not
+its text: "by varying the number of copies of a token, our algorithm obtains samples of a rational
+function whose interpolation separates the canonical heads. Additional queries formed by adding
+selected token vectors then match the same head across different queries", with exactly
+4Hd² − 2H + 1 queries of up to 2H + 1 tokens. That fixes the algorithm but for its choice of sums:
+
+    f([x+δ, k times ; x]) − vᵀx = Σ_h a_h·k/(k + t_h),    a_h = v_hᵀδ,   t_h = exp(−δᵀW_hx);
+
+2H values, k = 1 … 2H, are 2H linear equations for numerator and denominator; roots of the
+denominator are the −t_h, residues the a_h. So each of d² pairs (δ_i, x_j) gives a_h and δ_iᵀW_hx_j
+of every head, in some order (2Hd² queries). Of all pairs but the first a sum is asked as well,
+2H(d² − 1): of (δ_1 + δ_i, x_1), whose a and forms are the sums of those of the same head, then
+of (δ_i, x_1 + x_j). f([x_1]) is the one left: at x_1 the a_h give all v_h, and with them vᵀx.
+
+multi_head.py is ours. This one is a baseline: the equations for 2H coefficients lose digits fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import expect_count
+from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Method
+from keyhole.oracle import planted
+from keyhole.oracle.protocol import Oracle
+
+
+@dataclass(frozen=True)
+class MultiHeadAsPublished(Method):
+    """Extraction of a known number of heads by rational interpolation (arXiv 2608.03294)."""
+
+    heads: int = setting(2, "how many there are")
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __post_init__(self) -> None:
+        expect_count("heads", self.heads)
+
+    def expected_queries(self, dim: int) -> int:
+        return 4 * self.heads * dim * dim - 2 * self.heads + 1
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d, H = oracle.dim, self.heads
+        stream = torch.Generator().manual_seed(self.seed)
+        # Forms δᵀWx of about 1, where W is of ordinary size.
+        delta, x = torch.randn(2, d, d, generator=stream, dtype=torch.float64) / d**0.25
+        first = float(ask_scores(oracle, x[:1].unsqueeze(1)))
+        alone = torch.full((d,), first, dtype=torch.float64)
+        own = self._separated(oracle, delta, x[:1].expand_as(x), alone)
+        sums = self._separated(oracle, delta[:1] + delta[1:], x[:1].expand_as(x[1:]), alone[1:])
+        at_first = torch.stack([own[0], *map(_matched, own[:1].expand_as(sums), own[1:], sums)])
+        values = torch.linalg.solve(delta, at_first[:, :, 0]).mT  # (H, d)
+        forms = torch.zeros(H, d, d, dtype=torch.float64)  # δ_iᵀ W_h x_j
+        forms[:, :, 0] = at_first[:, :, 1].mT
+        self._require_finite(values)
+        unknowns = H * (d * d + d)
+        nothing = torch.zeros(H, d, d, dtype=torch.float64)
+        yield Step(planted.MultiHead(list(nothing), list(values)), H * d, unknowns)
+        v = values.sum(0)
+        for j in range(1, d):
+            here, both = x[j].expand_as(x), (x[0] + x[j]).expand_as(x)
+            each = self._separated(oracle, delta, here, here @ v)
+            sums = self._separated(oracle, delta, both, both @ v)
+            # Of one δ the values are those at x_1, and the forms add up.
+            sums[:, :, 0] += at_first[:, :, 0].sort(1).values.gather(1, _ranks(sums[:, :, 0]))
+            forms[:, :, j] = torch.stack(list(map(_matched, at_first, each, sums)))[:, :, 1].mT
+        W = torch.linalg.solve(delta, forms) @ torch.linalg.inv(x.mT)
+        self._require_finite(W)
+        yield Step(planted.MultiHead(list(W), list(values)), unknowns, unknowns)
+
+    def _require_finite(self, found: Tensor) -> None:
+        if not bool(found.isfinite().all()):
+            raise Unsuccessful(
+                Status.UNVERIFIED,
+                f"no {self.heads} heads interpolate the answers: fewer answer, or float64 has too "
+                f"few digits for equations of {2 * self.heads} unknowns",
+            )
+
+    def _separated(self, oracle: Oracle, delta: Tensor, x: Tensor, alone: Tensor) -> Tensor:
+        """a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
+        if not len(x):
+            return torch.zeros(0, self.heads, 2, dtype=torch.float64)
+        copies = torch.arange(1, 2 * self.heads + 1, dtype=torch.float64)
+        key, last = (x + delta).unsqueeze(1), x.unsqueeze(1)
+        answers = [
+            ask_scores(oracle, torch.cat([key.expand(-1, int(k), -1), last], 1)) for k in copies
+        ]
+        # Σ_h a_h/(k + t_h) = P(k)/Q(k), Q monic: sQ(k) = P(k) is linear in their coefficients.
+        s = (torch.stack(answers, 1) - alone[:, None]) / copies
+        powers = copies[:, None] ** torch.arange(self.heads + 1, dtype=torch.float64)
+        lower = powers[:, :-1].expand(len(s), -1, -1)
+        system = torch.cat([lower, -s.unsqueeze(2) * lower], 2)
+        top = (s * powers[:, -1]).unsqueeze(2)
+        solution, failed = torch.linalg.solve_ex(system, top)
+        solution[failed != 0] = math.nan
+        P, Q = solution.squeeze(2).split(self.heads, 1)
+        return torch.stack([_poles(p, q) for p, q in zip(P, Q, strict=True)])
+
+
+def _poles(p: Tensor, q: Tensor) -> Tensor:
+    """a_h and −log t_h of `P/Q`, coefficients from the lowest, Q monic: (H, 2)."""
+    if not bool((p.isfinite() & q.isfinite()).all()):
+        return torch.full((len(q), 2), math.nan, dtype=torch.float64)
+    companion = torch.diag(torch.ones(len(q) - 1, dtype=torch.float64), -1)
+    companion[:, -1] = -q
+    roots = torch.linalg.eigvals(companion).real
+    powers = roots[:, None] ** torch.arange(len(q), dtype=torch.float64)
+    apart = roots[:, None] - roots + torch.eye(len(q), dtype=torch.float64)
+    return torch.stack([powers @ p / apart.prod(1), -(-roots).log()], 1)
+
+
+def _matched(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
+    """The rows of `other` in the order of `anchor`: each pair adds up to a row of `sums`."""
+    added = anchor[:, None] + other
+    size = added.abs().flatten(0, 1).amax(0).clamp(min=1e-300)
+    off = ((added.unsqueeze(2) - sums) / size).abs().sum(-1).amin(2)
+    cost = off.nan_to_num(1e9).clamp(max=1e9)
+    _, order = linear_sum_assignment(cost.numpy())
+    return other[torch.as_tensor(order)]
+
+
+def _ranks(values: Tensor) -> Tensor:
+    return values.argsort(1).argsort(1)
