@@ -1,0 +1,496 @@
+"""A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
+
+The target is `y` of oracle/block.py. Nothing of this is assumed: whether there are norms and which,
+the activation, gates, widths, heads and every ε show in the answers. Vectors of the last token are
+asked for.
+
+    single tokens        the softmax of one token is 1: y is a function of one vector
+    blocks/units.py      the units of the feed-forward layer from how it bends
+    blocks/fit.py        all of its numbers, by least squares
+    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [x ; 0]
+    sub_layer.py         everything else of attention, from answers that the layer is taken off of
+
+Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v beside a linear map. Every
+answer is that of some single token v, `h = v(1 + M)`, and
+
+    v([x ; 0]) − v([−x ; 0]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
+
+is M. Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
+feed-forward layer on a sphere beside a linear map; tokens of ordinary length then show M and b,
+which turn N(h) away from N(x), and both ε.
+
+What can be known. Besides the symmetries of attention (sub_layer.py):
+- the order of the units; the length of a unit's row in ReLU, and of G's with a gate, against its
+  column of C: they have length 1 here;
+- φ(z) or φ(−z), since φ(z) − φ(−z) = z for ReLU, GELU and SiLU: the signs are those for which what
+  stands beside the units is the residual alone;
+- without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
+- a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
+
+Limits. Units are told apart where they bend, so ReLU units are not read here. Their number is
+bounded by the width d: about d²/2 in all, half as many with gates. A norm behind the sum (BERT)
+takes away the length of every answer: refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
+from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.blocks.fit import fit, values
+from keyhole.extract.blocks.units import Field, Units, derivative, find_units
+from keyhole.extract.extraction import Step
+from keyhole.extract.judge import Method
+from keyhole.extract.sub_layer import AttentionSubLayer
+from keyhole.oracle.block import Block
+from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.sub_layer import SubLayer
+
+_FAR = 2.0**20  # lengths at which a norm sees the token alone
+_LONG = 2.0**12
+_MORE = 1.5  # answers for each unknown of a fit
+_RHO = (256.0, 16.0, 4.0, 1.0)  # how long tokens are while M is sought
+_ROUNDS = 4
+_NEWTON = 40
+_SAME = 1e-9
+_SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Method):
+    """Exact extraction of a whole block that returns vectors."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        view = _View.open(oracle, stream)
+        if view.norm == "none":
+            network, undone = _without_norm(view, stream)
+            epsilon = 0.0
+        else:
+            network, undone, epsilon = _behind_norms(view, stream)
+        layer: SubLayer | None = None
+        for step in AttentionSubLayer(self.seed).steps(undone):
+            if isinstance(step.model, SubLayer):
+                layer = step.model
+        if layer is None:
+            raise Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
+        model = _assembled(view, network, layer, epsilon)
+        yield Step(model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model))
+
+
+@dataclass(frozen=True)
+class _View:
+    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
+
+    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
+    """
+
+    oracle: Oracle
+    norm: str
+    axes: Tensor
+    every_token: bool
+    causal: bool
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    @classmethod
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
+        """Which norms there are: how answers grow with a token, and whether its mean matters."""
+        d = oracle.dim
+        x = math.sqrt(d) * random_orthogonal(d, stream)[0]
+        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+        if pairs.ndim not in (2, 3) or pairs.shape[-1] != d:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"expected vectors of {d} numbers, as long as a token, got answers of shape "
+                f"{tuple(pairs.shape[1:])}",
+            )
+        every = pairs.ndim == 3
+        causal = every and bool(
+            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
+        )
+        view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
+        one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
+        if float(two.abs().max()) < 2 * math.sqrt(_FAR):
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "answers do not grow with a token: a norm behind the sum takes away the length of "
+                "every answer, and such a block is not read",
+            )
+        if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
+            return view
+        rest = one - _FAR * x
+        moved = shifted - _FAR * (x + x.mean().sign()) - rest
+        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
+            return replace(view, norm="rms")
+        ones = torch.ones(d, 1, dtype=torch.float64)
+        rows = torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1)
+        return replace(view, norm="layer", axes=torch.linalg.qr(rows)[0][:, 1:].contiguous())
+
+    def ask(self, tokens: Tensor) -> Tensor:
+        """Answers to single tokens (n, d)."""
+        return last(self.oracle, tokens.unsqueeze(1))
+
+    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
+        """What stands behind a norm, in coordinates (n, e)."""
+        if self.norm == "none":
+            return tokens
+        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
+
+    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
+        """Random ones, of so many times the length √d."""
+        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
+        return length * xi @ self.axes.mT
+
+
+def last(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """The last token's vectors."""
+    parts = sequences.split(batch_rows(*sequences.shape[1:]))
+    answers = torch.cat([ask(oracle, part) for part in parts])
+    return answers[:, -1] if answers.ndim == 3 else answers
+
+
+@dataclass(frozen=True)
+class _Network:
+    """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
+
+    view: _View
+    units: Units
+    c: Tensor
+    epsilon: float = 0.0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h + values(self.units, self.view.normed(h, self.epsilon)) @ self.units.C.mT + self.c
+
+    def slopes(self, h: Tensor) -> Tensor:
+        """dy/dh, (n, d, d) with h last."""
+        identity = torch.eye(h.shape[1], dtype=torch.float64)
+        return identity + _slopes(self.view, self.units, h, self.epsilon)
+
+    def undone(self, y: Tensor, h: Tensor) -> Tensor:
+        """The h that answers with y, from a start near by: Newton's method, shortened steps."""
+        rest = self(h) - y
+        for _ in range(_NEWTON):
+            step = torch.linalg.solve(self.slopes(h), rest[..., None])[..., 0]
+            size = rest.square().sum(1)
+            share = torch.ones(len(h), 1, dtype=torch.float64)
+            for _ in range(8):
+                new = self(h - share * step) - y
+                worse = new.square().sum(1) > size
+                if not bool(worse.any()):
+                    break
+                share = torch.where(worse[:, None], share / 4, share)
+            h = h - share * step
+            rest = self(h) - y
+            if float(rest.abs().max()) <= 4e-15 * float(y.abs().max()):
+                break
+        return h
+
+
+def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+    """d(C·f(N(h)))/dh, (n, d, d)."""
+    u = view.normed(h, epsilon)
+    z = u @ units.A.mT + units.a
+    slope = derivative(units.activation, 1)(z)
+    if len(units.G):
+        gates = u @ units.G.mT + units.g
+        inside = derivative(units.activation, 0)(z)
+        rows = (slope * gates)[..., None] * units.A + inside[..., None] * units.G
+    else:
+        rows = slope[..., None] * units.A
+    outer = units.C @ rows  # (n, d, e)
+    if view.norm == "none":
+        return outer
+    centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
+    size = (centred.square().mean(1) + epsilon).sqrt()
+    along = torch.einsum("nme,ne->nm", outer, u)
+    full = outer @ view.axes.mT - along[..., None] * (u @ view.axes.mT)[:, None] / h.shape[1]
+    return full / size[:, None, None]
+
+
+def _count(view: _View, units: Units) -> int:
+    """Answers for a fit of all numbers of the units, and of a linear map beside."""
+    width, e = units.A.shape
+    numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
+    return math.ceil(_MORE * numbers / view.dim) + 16
+
+
+def _without_norm(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle]:
+    d = view.dim
+    units = find_units(Field(view.ask, d, sphere=False), stream)
+    x = view.tokens(_count(view, units), 1.0, stream)
+    ones = torch.ones(len(x), 1, dtype=torch.float64)
+    units, linear, left = fit(units, x, torch.cat([x, ones], 1), view.ask(x))
+    _expect_fitted(left)
+    single = _Single(units, linear[:-1], linear[-1])
+    # [x ; 0] and [-x ; 0]
+    basis = math.sqrt(d) / 2 * random_orthogonal(d, stream)
+    both = torch.cat([basis, -basis])
+    y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
+    forth, back = single.undone(y, both / 4).chunk(2)
+    shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
+    R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
+    units = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
+    beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
+    units, c = _turned(units, beside, linear[-1])
+    network = _Network(view, units, c)
+    M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
+    return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+
+
+def _expect_fitted(left: float) -> None:
+    if left > 1e-6:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
+        )
+
+
+@dataclass(frozen=True)
+class _Single:
+    """Answers to single tokens, `v·N + C·f(v) + c`."""
+
+    units: Units
+    linear: Tensor
+    c: Tensor
+
+    def undone(self, y: Tensor, v: Tensor) -> Tensor:
+        """As the network's, with v(1 + M) in the place of h."""
+        for _ in range(_NEWTON):
+            rest = v @ self.linear + values(self.units, v) @ self.units.C.mT + self.c - y
+            if float(rest.abs().max()) <= 4e-15 * float(y.abs().max()):
+                break
+            z = v @ self.units.A.mT + self.units.a
+            slope = derivative(self.units.activation, 1)(z)
+            rows = slope[..., None] * self.units.A
+            if len(self.units.G):
+                gates = v @ self.units.G.mT + self.units.g
+                inside = derivative(self.units.activation, 0)(z)
+                rows = rows * gates[..., None] + inside[..., None] * self.units.G
+            jacobian = self.linear.mT + self.units.C @ rows
+            v = v - torch.linalg.solve(jacobian, rest[..., None])[..., 0]
+        return v
+
+
+def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor]:
+    """Units with the signs for which nothing linear (e, d) stands beside them; and the constant."""
+    products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
+    if len(units.G):
+        shares = torch.zeros(len(units.A), dtype=torch.float64)
+    else:
+        shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
+    turned = shares > 0.5
+    off = (shares - turned.to(torch.float64)).abs().max()
+    rest = beside.flatten() + turned.to(torch.float64) @ products
+    if float(off) > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "what single tokens answer is not a residual and a feed-forward layer",
+        )
+    # φ(z) = φ(−z) + z
+    sign = torch.where(turned, -1.0, 1.0).to(torch.float64)
+    moved = units.C @ (turned.to(torch.float64) * units.a)
+    return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
+
+
+def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle, float]:
+    d, e = view.axes.shape
+    shrink = math.sqrt(d / e)
+
+    def far(xi: Tensor) -> Tensor:
+        x = _FAR * xi @ view.axes.mT
+        return view.ask(x) - x
+
+    units = find_units(Field(far, e, sphere=True), stream)
+    units = replace(units, A=units.A / shrink, G=units.G / shrink)
+    rough = _Rough.read(view, units, stream)
+    network, M, b, epsilon = rough.network(stream)
+    for _ in range(_ROUNDS):
+        x = view.tokens(_count(view, units), 32.0, stream)
+        t = view.normed(x, epsilon)
+        h = x + t @ M + b
+        ones = torch.ones(len(x), 1, dtype=torch.float64)
+        u = view.normed(h, network.epsilon)
+        units, linear, left = fit(network.units, u, ones, view.ask(x) - h)
+        _expect_fitted(left)
+        network = replace(network, units=units, c=linear[0])
+        M, b, epsilon, behind, off = _attention_sum(
+            view, units, None, linear[0], (M, b, epsilon, network.epsilon), _RHO[-2:], stream
+        )
+        network = replace(network, epsilon=behind)
+        if off < 1e-13 and left < 1e-12:
+            break
+    return network, _Undone(view, network, M, b, epsilon), epsilon
+
+
+@dataclass(frozen=True)
+class _Rough:
+    """What long tokens show: y − x = u·Λ + C·f(u) + κ, u = N(x), up to the signs of units."""
+
+    view: _View
+    units: Units
+    beside: Tensor
+    constant: Tensor
+
+    @classmethod
+    def read(cls, view: _View, units: Units, stream: torch.Generator) -> _Rough:
+        x = view.tokens(_count(view, units), _LONG, stream)
+        u = view.normed(x, 0.0)
+        features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        units, linear, left = fit(units, u, features, view.ask(x) - x)
+        if left > 1e-2:
+            _expect_fitted(left)
+        return cls(view, units, linear[:-1], linear[-1])
+
+    def network(self, stream: torch.Generator) -> tuple[_Network, Tensor, Tensor, float]:
+        """The signs, once M is known."""
+        d, e = self.view.axes.shape
+        start = (
+            torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64), 0.0, 0.0
+        )  # fmt: skip
+        M, b, epsilon, behind, _ = _attention_sum(
+            self.view, self.units, self.beside, self.constant, start, _RHO, stream
+        )
+        units, c = _turned(self.units, self.beside - M, self.constant - b)
+        return _Network(self.view, units, c, behind), M, b, epsilon
+
+
+def _attention_sum(
+    view: _View, units: Units, beside: Tensor | None, constant: Tensor,
+    start: tuple[Tensor, Tensor, float, float], lengths: tuple[float, ...],
+    stream: torch.Generator,
+) -> tuple[Tensor, Tensor, float, float, float]:  # fmt: skip
+    """M, b and both ε from shorter and shorter tokens, by Gauss–Newton steps; and what is left.
+
+    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b; where the signs
+    of the units are known, Λ is M and κ is c + b.
+    """
+    M, b, epsilon, behind = start
+    e, d = M.shape
+    off = math.inf
+    for length in lengths:
+        x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
+        y = view.ask(x)
+        for _ in range(6):
+            t = view.normed(x, epsilon)
+            h = x + t @ M + b
+            u = view.normed(h, behind)
+            left_over = torch.zeros_like(M) if beside is None else beside - M
+            const = constant if beside is None else constant - b
+            given = h + u @ left_over + values(units, u) @ units.C.mT + const
+            rest = y - given
+            inner = torch.eye(d, dtype=torch.float64) + _slopes(view, units, h, behind)
+            if beside is not None:
+                inner = inner + _linear_slopes(view, left_over, h, behind)
+            # columns: M (e, d), b (d), ε, ε behind
+            of_M = torch.einsum("ne,nmj->nmej", t, inner)
+            of_b = inner
+            identity = torch.eye(d, dtype=torch.float64)
+            if beside is not None:
+                of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
+                of_b = of_b - identity
+            width = 1e-6
+            moved_t = (view.normed(x, epsilon + width) - t) / width
+            of_front = torch.einsum("nmj,nj->nm", inner, moved_t @ M)
+            u_moved = view.normed(h, behind + width)
+            of_behind = (
+                (u_moved - u) @ left_over
+                + (values(units, u_moved) - values(units, u)) @ units.C.mT
+            ) / width
+            J = torch.cat(
+                [of_M.flatten(2), of_b, of_front[..., None], of_behind[..., None]], 2
+            ).flatten(0, 1)
+            size = J.norm(dim=0).clamp(min=1e-300)
+            step = least_squares(J / size, rest.flatten()[:, None])[:, 0] / size
+            M = M + step[: e * d].view(e, d)
+            b = b + step[e * d : e * d + d]
+            if length <= 4:
+                epsilon, behind = max(0.0, epsilon + float(step[-2])), max(0.0, behind + float(step[-1]))
+            off, before = float(rest.abs().max() / y.abs().max()), off
+            if off < 1e-14 or (off < 1e-10 and off > before / 2):
+                break
+    return M, b, epsilon, behind, off
+
+
+def _linear_slopes(view: _View, linear: Tensor, h: Tensor, epsilon: float) -> Tensor:
+    """d(N(h)·linear)/dh."""
+    u = view.normed(h, epsilon)
+    centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
+    size = (centred.square().mean(1) + epsilon).sqrt()
+    outer = linear.mT.expand(len(h), -1, -1)
+    along = u @ linear
+    full = outer @ view.axes.mT - along[..., None] * (u @ view.axes.mT)[:, None] / h.shape[1]
+    return full / size[:, None, None]
+
+
+class _Undone:
+    """What attention answers, `h − x`, with everything behind it taken off: the last token's.
+
+    Tokens are coordinates of the view. The start is what equal weights would give.
+    """
+
+    def __init__(
+        self, view: _View, network: _Network, M: Tensor, b: Tensor, epsilon: float = 0.0
+    ) -> None:
+        self._view, self._network, self._M, self._b = view, network, M, b
+        self._epsilon = epsilon
+        self.dim = view.axes.shape[1]
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        tokens = sequences @ self._view.axes.mT
+        y = last(self._view.oracle, tokens)
+        t = self._view.normed(tokens.flatten(0, 1), self._epsilon).unflatten(0, tokens.shape[:2])
+        x = tokens[:, -1]
+        start = x + t.mean(1) @ self._M + self._b
+        return torch.cat([
+            self._network.undone(a, s) - o
+            for a, s, o in zip(y.split(512), start.split(512), x.split(512), strict=True)
+        ])
+
+
+def _assembled(view: _View, network: _Network, layer: SubLayer, epsilon: float) -> Block:
+    d, e = view.axes.shape
+    units, lift = network.units, view.axes
+    scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
+    A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
+    if len(G):
+        length = G.norm(dim=1)
+        G, g, C = G / length[:, None], g / length, C * length
+    del epsilon
+    return Block(
+        Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
+        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b, frequencies=layer.frequencies,
+        A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
+        c=network.c, activation=units.activation, norm=view.norm,
+        epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
+        every_token=view.every_token, causal=view.causal,
+    )  # fmt: skip
+
+
+def _described(model: Block) -> str:
+    heads, _, k = model.Q.shape
+    parts = [f"{heads} heads of width {k}"]
+    if len(model.K) < heads:
+        parts.append(f"{heads // len(model.K)} share keys and values each")
+    if model.sub_layer.rotary:
+        parts.append("rotary positions")
+    gate = " with gates" if len(model.G) else ""
+    parts.append(f"{len(model.A)} {model.activation} units{gate}")
+    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms"}
+    norm = names[model.norm]
+    if model.norm != "none":
+        norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
+    return ", ".join([*parts, norm])
