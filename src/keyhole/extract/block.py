@@ -35,8 +35,9 @@ takes away the length of every answer: refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
-from keyhole.extract.blocks.fit import fit, values
+from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
@@ -55,10 +56,12 @@ from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
-_LONG = 2.0**12
+_LONG = 2.0**16
 _MORE = 1.5  # answers for each unknown of a fit
-_RHO = (256.0, 16.0, 4.0, 1.0)  # how long tokens are while M is sought
-_ROUNDS = 4
+_SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
+_LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
+_STEPS = 3
+_TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 40
 _SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
@@ -76,16 +79,15 @@ class TransformerBlock(Method):
         view = _View.open(oracle, stream)
         if view.norm == "none":
             network, undone = _without_norm(view, stream)
-            epsilon = 0.0
         else:
-            network, undone, epsilon = _behind_norms(view, stream)
+            network, undone = _behind_norms(view, stream)
         layer: SubLayer | None = None
         for step in AttentionSubLayer(self.seed).steps(undone):
             if isinstance(step.model, SubLayer):
                 layer = step.model
         if layer is None:
             raise Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
-        model = _assembled(view, network, layer, epsilon)
+        model = _assembled(view, network, layer)
         yield Step(model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model))
 
 
@@ -228,12 +230,17 @@ def _count(view: _View, units: Units) -> int:
     return math.ceil(_MORE * numbers / view.dim) + 16
 
 
+def _share(view: _View, units: Units, parts: int) -> int:
+    """Likewise, of tokens of one length among several."""
+    return math.ceil(_count(view, units) / parts) + 8
+
+
 def _without_norm(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle]:
     d = view.dim
     units = find_units(Field(view.ask, d, sphere=False), stream)
     x = view.tokens(_count(view, units), 1.0, stream)
     ones = torch.ones(len(x), 1, dtype=torch.float64)
-    units, linear, left = fit(units, x, torch.cat([x, ones], 1), view.ask(x))
+    units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
     single = _Single(units, linear[:-1], linear[-1])
     # [x ; 0] and [-x ; 0]
@@ -306,7 +313,7 @@ def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor]:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle, float]:
+def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle]:
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
@@ -316,113 +323,107 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, Oracl
 
     units = find_units(Field(far, e, sphere=True), stream)
     units = replace(units, A=units.A / shrink, G=units.G / shrink)
-    rough = _Rough.read(view, units, stream)
-    network, M, b, epsilon = rough.network(stream)
-    for _ in range(_ROUNDS):
-        x = view.tokens(_count(view, units), 32.0, stream)
-        t = view.normed(x, epsilon)
-        h = x + t @ M + b
-        ones = torch.ones(len(x), 1, dtype=torch.float64)
-        u = view.normed(h, network.epsilon)
-        units, linear, left = fit(network.units, u, ones, view.ask(x) - h)
-        _expect_fitted(left)
-        network = replace(network, units=units, c=linear[0])
-        M, b, epsilon, behind, off = _attention_sum(
-            view, units, None, linear[0], (M, b, epsilon, network.epsilon), _RHO[-2:], stream
-        )
-        network = replace(network, epsilon=behind)
-        if off < 1e-13 and left < 1e-12:
-            break
-    return network, _Undone(view, network, M, b, epsilon), epsilon
+    units, start = _rough(view, units, stream)
+    x = torch.cat([
+        view.tokens(_share(view, units, len(_LENGTHS)), length, stream) for length in _LENGTHS
+    ])  # fmt: skip
+    units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
+    _expect_fitted(left)
+    network = _Network(view, units, linear[0], inputs.behind)
+    return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
 
 
 @dataclass(frozen=True)
-class _Rough:
-    """What long tokens show: y − x = u·Λ + C·f(u) + κ, u = N(x), up to the signs of units."""
+class _Shifted:
+    """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers.
+
+    `turned` is Λ − M, the linear map that stands beside units of the wrong sign; else None.
+    """
 
     view: _View
-    units: Units
-    beside: Tensor
-    constant: Tensor
+    x: Tensor
+    M: Tensor
+    b: Tensor
+    epsilon: float = 0.0
+    behind: float = 0.0
 
-    @classmethod
-    def read(cls, view: _View, units: Units, stream: torch.Generator) -> _Rough:
-        x = view.tokens(_count(view, units), _LONG, stream)
-        u = view.normed(x, 0.0)
-        features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-        units, linear, left = fit(units, u, features, view.ask(x) - x)
-        if left > 1e-2:
-            _expect_fitted(left)
-        return cls(view, units, linear[:-1], linear[-1])
+    @cached_property
+    def h(self) -> Tensor:
+        return self.x + self.view.normed(self.x, self.epsilon) @ self.M + self.b
 
-    def network(self, stream: torch.Generator) -> tuple[_Network, Tensor, Tensor, float]:
-        """The signs, once M is known."""
-        d, e = self.view.axes.shape
-        start = (
-            torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64), 0.0, 0.0
+    @cached_property
+    def u(self) -> Tensor:
+        return self.view.normed(self.h, self.behind)
+
+    @property
+    def added(self) -> Tensor:
+        return self.h
+
+    @property
+    def beside(self) -> Tensor:
+        return torch.ones(len(self.x), 1, dtype=torch.float64)
+
+    def jacobian(self, units: Units) -> Tensor:
+        view, d = self.view, self.view.dim
+        outer = torch.eye(d, dtype=torch.float64) + _slopes(view, units, self.h, self.behind)
+        t = view.normed(self.x, self.epsilon)
+        of_M = torch.einsum("ne,nmj->nmej", t, outer).flatten(2)
+        front = (view.normed(self.x, self.epsilon + _TINY) - t) / _TINY @ self.M
+        behind = values(units, view.normed(self.h, self.behind + _TINY)) - values(units, self.u)
+        of_both = torch.stack([(outer @ front[..., None])[..., 0], behind @ units.C.mT / _TINY], 2)
+        return torch.cat([of_M, outer, of_both], 2)
+
+    def moved(self, step: Tensor) -> _Shifted:
+        e, d = self.M.shape
+        step = step[-(e + 1) * d - 2 :]
+        return replace(
+            self, M=self.M + step[: e * d].view(e, d), b=self.b + step[e * d : -2],
+            epsilon=max(0.0, self.epsilon + float(step[-2])),
+            behind=max(0.0, self.behind + float(step[-1])),
         )  # fmt: skip
-        M, b, epsilon, behind, _ = _attention_sum(
-            self.view, self.units, self.beside, self.constant, start, _RHO, stream
-        )
-        units, c = _turned(self.units, self.beside - M, self.constant - b)
-        return _Network(self.view, units, c, behind), M, b, epsilon
+
+
+def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
+    """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
+    d, e = view.axes.shape
+    x = view.tokens(_count(view, units), _LONG, stream)
+    u = view.normed(x, 0.0)
+    features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
+    _expect_fitted(left / 1e3)
+    M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    for length in _SHORTER:
+        M, b = _attention_sum(view, units, linear, (M, b), length, stream)
+    units, _ = _turned(units, linear[:-1] - M, linear[-1] - b)
+    return units, _Shifted(view, x, M, b)
 
 
 def _attention_sum(
-    view: _View, units: Units, beside: Tensor | None, constant: Tensor,
-    start: tuple[Tensor, Tensor, float, float], lengths: tuple[float, ...],
+    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
     stream: torch.Generator,
-) -> tuple[Tensor, Tensor, float, float, float]:  # fmt: skip
-    """M, b and both ε from shorter and shorter tokens, by Gauss–Newton steps; and what is left.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
 
-    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b; where the signs
-    of the units are known, Λ is M and κ is c + b.
+    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b.
     """
-    M, b, epsilon, behind = start
+    M, b = start
     e, d = M.shape
-    off = math.inf
-    for length in lengths:
-        x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
-        y = view.ask(x)
-        for _ in range(6):
-            t = view.normed(x, epsilon)
-            h = x + t @ M + b
-            u = view.normed(h, behind)
-            left_over = torch.zeros_like(M) if beside is None else beside - M
-            const = constant if beside is None else constant - b
-            given = h + u @ left_over + values(units, u) @ units.C.mT + const
-            rest = y - given
-            inner = torch.eye(d, dtype=torch.float64) + _slopes(view, units, h, behind)
-            if beside is not None:
-                inner = inner + _linear_slopes(view, left_over, h, behind)
-            # columns: M (e, d), b (d), ε, ε behind
-            of_M = torch.einsum("ne,nmj->nmej", t, inner)
-            of_b = inner
-            identity = torch.eye(d, dtype=torch.float64)
-            if beside is not None:
-                of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
-                of_b = of_b - identity
-            width = 1e-6
-            moved_t = (view.normed(x, epsilon + width) - t) / width
-            of_front = torch.einsum("nmj,nj->nm", inner, moved_t @ M)
-            u_moved = view.normed(h, behind + width)
-            of_behind = (
-                (u_moved - u) @ left_over
-                + (values(units, u_moved) - values(units, u)) @ units.C.mT
-            ) / width
-            J = torch.cat(
-                [of_M.flatten(2), of_b, of_front[..., None], of_behind[..., None]], 2
-            ).flatten(0, 1)
-            size = J.norm(dim=0).clamp(min=1e-300)
-            step = least_squares(J / size, rest.flatten()[:, None])[:, 0] / size
-            M = M + step[: e * d].view(e, d)
-            b = b + step[e * d : e * d + d]
-            if length <= 4:
-                epsilon, behind = max(0.0, epsilon + float(step[-2])), max(0.0, behind + float(step[-1]))
-            off, before = float(rest.abs().max() / y.abs().max()), off
-            if off < 1e-14 or (off < 1e-10 and off > before / 2):
-                break
-    return M, b, epsilon, behind, off
+    identity = torch.eye(d, dtype=torch.float64)
+    x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
+    y, t = view.ask(x), view.normed(x, 0.0)
+    for _ in range(_STEPS):
+        h = x + t @ M + b
+        u = view.normed(h, 0.0)
+        beside = linear[:-1] - M
+        rest = y - (h + u @ beside + values(units, u) @ units.C.mT + linear[-1] - b)
+        outer = _slopes(view, units, h, 0.0) + _linear_slopes(view, beside, h, 0.0)
+        of_M = torch.einsum("ne,nmj->nmej", t, outer + identity)
+        of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
+        step = least_squares(
+            torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
+        )[:, 0]
+        M, b = M + step[: e * d].view(e, d), b + step[e * d :]
+    return M, b
 
 
 def _linear_slopes(view: _View, linear: Tensor, h: Tensor, epsilon: float) -> Tensor:
@@ -461,7 +462,7 @@ class _Undone:
         ])
 
 
-def _assembled(view: _View, network: _Network, layer: SubLayer, epsilon: float) -> Block:
+def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
@@ -469,7 +470,6 @@ def _assembled(view: _View, network: _Network, layer: SubLayer, epsilon: float) 
     if len(G):
         length = G.norm(dim=1)
         G, g, C = G / length[:, None], g / length, C * length
-    del epsilon
     return Block(
         Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
         V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b, frequencies=layer.frequencies,

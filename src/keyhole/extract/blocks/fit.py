@@ -9,11 +9,15 @@ and Z explain, and the matrix of the normal equations for θ is
 
 the Gram matrix of all D_k, which is the same for every number of an answer, times numbers. Squared
 condition costs no digits: residuals are exact, and steps are repeated.
+
+Where the inputs u depend on numbers that are sought too, their Jacobian joins these.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,44 +36,87 @@ def values(units: Units, u: Tensor) -> Tensor:
     return inside * (u @ units.G.mT + units.g) if len(units.G) else inside
 
 
-def fit(units: Units, u: Tensor, beside: Tensor, y: Tensor) -> tuple[Units, Tensor, float]:
-    """Units that explain answers (n, m) at inputs (n, d) beside features (n, z), with their Λ.
+class Inputs(Protocol):
+    """Where the units stand: u (n, e), what is added to the answers, and features beside."""
+
+    @property
+    def u(self) -> Tensor: ...
+
+    @property
+    def added(self) -> Tensor | float: ...
+
+    @property
+    def beside(self) -> Tensor: ...
+
+    def jacobian(self, units: Units) -> Tensor | None:
+        """Of the answers (n, m, p) by the p numbers that the inputs depend on."""
+        ...
+
+    def moved(self, step: Tensor) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Known:
+    """Inputs that depend on nothing else."""
+
+    u: Tensor
+    beside: Tensor
+    added: float = 0.0
+
+    def jacobian(self, units: Units) -> None:
+        del units
+
+    def moved(self, step: Tensor) -> Self:
+        del step
+        return self
+
+
+AnyInputs = TypeVar("AnyInputs", bound=Inputs)
+
+
+def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, Tensor, float]:
+    """Units and inputs that explain the answers (n, m), and the weights of what stands beside.
 
     Also what is left: the root of the mean square, relative to the answers.
     """
     size = float(y.square().sum())
 
-    def look(units: Units) -> tuple[Tensor, Tensor, float]:
-        features = torch.cat([values(units, u), beside], 1)
-        linear = least_squares(features, y)
-        rest = y - features @ linear
+    def look(units: Units, inputs: AnyInputs) -> tuple[Tensor, Tensor, float]:
+        wanted = y - inputs.added
+        features = torch.cat([values(units, inputs.u), inputs.beside], 1)
+        if not bool(torch.isfinite(features).all() & torch.isfinite(wanted).all()):
+            return features, wanted, math.inf
+        linear = least_squares(features, wanted)
+        rest = wanted - features @ linear
         return linear, rest, float(rest.square().sum()) / size
 
-    linear, rest, cost = look(units)
+    width = len(units.A)
+    linear, rest, cost = look(units, inputs)
     damping, best = 1e-6, cost
     for _ in range(_STEPS):
-        square, slope = _normal(units, linear, rest, u, beside)
+        units = replace(units, C=linear[:width].mT)
+        square, slope = _normal(units, inputs, rest)
         scale = square.diagonal().clamp(min=1e-12 * float(square.diagonal().max()))
         while True:
             step = _solved(square, damping * scale, slope)
-            tried = _moved(units, step)
-            found = look(tried)
+            tried = _moved(units, step), inputs.moved(step)
+            found = look(*tried)
             if found[2] < cost or damping > 1e3:
                 break
             damping *= 10
         if not found[2] < cost:
             break
-        units, (linear, rest, cost), damping = tried, found, max(damping / 30, 1e-13)
+        (units, inputs), (linear, rest, cost) = tried, found
+        damping = max(damping / 30, 1e-13)
         if cost < _EXACT or (best < 1e-24 and cost > 0.25 * best):
             break
         best = cost
-    width = len(units.A)
-    return replace(units, C=linear[:width].mT.contiguous()), linear[width:], cost**0.5
+    units = replace(units, C=linear[:width].mT.contiguous())
+    return units, inputs, linear[width:], cost**0.5
 
 
-def _normal(
-    units: Units, linear: Tensor, rest: Tensor, u: Tensor, beside: Tensor
-) -> tuple[Tensor, Tensor]:
+def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]:
+    u = inputs.u
     affine = torch.cat([u, torch.ones_like(u[:, :1])], 1)
     z = u @ units.A.mT + units.a
     slopes = derivative(units.activation, 1)(z)
@@ -79,13 +126,22 @@ def _normal(
         inside = ACTIVATIONS[units.activation](z)
         parts = torch.cat([parts * gates[..., None], inside[:, :, None] * affine[:, None]], 2)
     n, width, size = parts.shape
+    Q = torch.linalg.qr(torch.cat([values(units, u), inputs.beside], 1))[0]
     D = parts.flatten(1)
-    Q = torch.linalg.qr(torch.cat([values(units, u), beside], 1))[0]
     D = D - Q @ (Q.mT @ D)
-    C = linear[:width]
+    C = units.C.mT
     square = (D.mT @ D).view(width, size, width, size) * (C @ C.mT)[:, None, :, None]
-    slope = torch.einsum("nks,nk->ks", D.view(n, width, size), rest @ C.mT)
-    return square.view(width * size, -1), slope.flatten()
+    square, D = square.view(width * size, -1), D.view(n, width, size)
+    slope = torch.einsum("nks,nk->ks", D, rest @ C.mT).flatten()
+    J = inputs.jacobian(units)
+    if J is None:
+        return square, slope
+    flat = J.flatten(1)
+    J = (flat - Q @ (Q.mT @ flat)).view_as(J)
+    across = torch.cat([D[:, k].mT @ torch.einsum("m,nmp->np", C[k], J) for k in range(width)])
+    J = J.flatten(0, 1)
+    top, bottom = torch.cat([square, across], 1), torch.cat([across.mT, J.mT @ J], 1)
+    return torch.cat([top, bottom]), torch.cat([slope, J.mT @ rest.flatten()])
 
 
 def _solved(square: Tensor, ridge: Tensor, slope: Tensor) -> Tensor:
@@ -98,7 +154,8 @@ def _solved(square: Tensor, ridge: Tensor, slope: Tensor) -> Tensor:
 
 def _moved(units: Units, step: Tensor) -> Units:
     width, d = units.A.shape
-    step = step.view(width, -1)
+    size = (d + 1) * (2 if len(units.G) else 1)
+    step = step[: width * size].view(width, size)
     moved = replace(units, A=units.A + step[:, :d], a=units.a + step[:, d])
     if not len(units.G):
         return moved
