@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,7 +51,8 @@ from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
-from keyhole.extract.sub_layer import AttentionSubLayer
+from keyhole.extract.sub_layer import read_attention
+from keyhole.extract.sub_layers.surroundings import Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
@@ -62,13 +64,14 @@ _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
-_NEWTON = 40
-_ARRIVED = 1e-12
-_ALIKE = 1e-6
-_STARTS = 6
-_WAY = 16
+_NEWTON = 20
+_LENGTH = 64.0  # of tokens that ask, where there are norms
 _ATTEMPTS = 4
 _FRESH = 8
+_TOKENS = 4
+_ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
+_POLISH = 5
+_CHUNK = 64
 _SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
@@ -92,27 +95,59 @@ class TransformerBlock(Method):
 
 
     def _model(
-        self, view: _View, network: _Network, undone: Oracle, stream: torch.Generator
+        self, view: _View, network: _Network, undone: _Undone, stream: torch.Generator
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
-        tokens = torch.randn(_FRESH, 4, view.dim, generator=stream, dtype=torch.float64)
+        tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
-        model, end = None, Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
-        for attempt in range(_ATTEMPTS):
+        end = Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
+        for _ in range(_ATTEMPTS):
             try:
-                for step in AttentionSubLayer(self.seed + attempt).steps(undone):
-                    if isinstance(step.model, SubLayer):
-                        model = _assembled(view, network, step.model)
+                layer = read_attention(undone.surroundings(), stream, undone.total)
+                model = _assembled(view, network, layer)
+                off = (last(model, tokens) - answers).abs().max()
+                if float(off) <= _ROUGH * float(answers.abs().max()):
+                    return _polished(view, model, stream)
             except (Unsuccessful, LinAlgError) as error:
                 end = error if isinstance(error, Unsuccessful) else end
-                continue
-            if model is not None:
-                off = (last(model, tokens) - answers).abs().max()
-                if float(off) <= self.tolerance * float(answers.abs().max()):
-                    return model
-        if model is None:
-            raise end
-        return model
+        raise end
+
+
+def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+    """All numbers of attention at once, by Gauss–Newton steps: the solves in a row cost digits."""
+    names = [name for name in SubLayer.NAMES if getattr(model, name).numel()]
+    names = [name for name in names if name != "b" or model.norm != "none"]
+    shapes = [getattr(model, name).shape for name in names]
+    sizes = [shape.numel() for shape in shapes]
+    count = math.ceil(_MORE * sum(sizes) / view.dim) + 16
+    tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    y = last(view.oracle, tokens)
+
+    def given(theta: Tensor) -> Tensor:
+        parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
+        changed = copy(model)  # past the checks, which look at numbers
+        changed.__dict__.pop("sub_layer", None)
+        changed.__dict__.update(zip(names, parts, strict=True))
+        layer = copy(model.sub_layer)
+        layer.__dict__.pop("_stacked", None)
+        layer.__dict__.update(zip(names, parts, strict=True))
+        changed.__dict__["sub_layer"] = layer
+        answers = changed.answers(tokens)
+        return answers[:, -1] if answers.ndim == 3 else answers
+
+    theta = torch.cat([getattr(model, name).flatten() for name in names])
+    rest = y - given(theta)
+    for _ in range(_POLISH):
+        J = torch.func.jacrev(given, chunk_size=_CHUNK)(theta).flatten(0, 1)
+        square = J.mT @ J
+        ridge = 1e-12 * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
+        step = torch.linalg.solve(square + ridge, J.mT @ rest.flatten())
+        new = y - given(theta + step)
+        if not float(new.square().sum()) < float(rest.square().sum()):
+            break
+        theta, rest = theta + step, new
+    parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
+    return replace(model, **dict(zip(names, parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -208,21 +243,26 @@ class _Network:
 
     def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """An h that answers with y, by Newton's method; what is left, relative to y."""
-        scale = y.abs().amax(1)
+        scale, h = y.abs().amax(1), h.clone()
         rest = self(h) - y
+        going = torch.arange(len(h))
         for _ in range(_NEWTON):
-            step = torch.linalg.lstsq(self.slopes(h), rest[..., None]).solution[..., 0]
-            size = rest.square().sum(1)
-            share = torch.ones(len(h), 1, dtype=torch.float64)
-            for _ in range(8):
-                worse = (self(h - share * step) - y).square().sum(1) > size
+            at, off = h[going], rest[going]
+            step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
+            size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
+            for _ in range(4):
+                tried = self(at - share * step) - y[going]
+                worse = tried.square().sum(1) > size
                 if not bool(worse.any()):
                     break
-                share = torch.where(worse[:, None], share / 4, share)
-            h = h - share * step
-            rest = self(h) - y
-            if bool((rest.abs().amax(1) <= 4e-15 * scale).all()):
+                share = torch.where(worse[:, None], share / 5, share)
+            h[going], rest[going] = at - share * step, tried
+            arrived = tried.abs().amax(1) <= 4e-15 * scale[going]
+            stuck = (share[:, 0] < 1) & (size < 1e-24 * scale[going].square())
+            going = going[~(arrived | stuck)]
+            if not len(going):
                 break
+        rest = self(h) - y
         return h, rest.abs().amax(1) / scale
 
 
@@ -259,7 +299,7 @@ def _share(view: _View, units: Units, parts: int) -> int:
     return math.ceil(_count(view, units) / parts) + 8
 
 
-def _without_norm(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle]:
+def _without_norm(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     units = find_units(Field(view.ask, d, sphere=False), stream)
     x = view.tokens(_count(view, units), 1.0, stream)
@@ -337,7 +377,7 @@ def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor]:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, Oracle]:
+def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
@@ -461,65 +501,47 @@ def _linear_slopes(view: _View, linear: Tensor, h: Tensor, epsilon: float) -> Te
     return full / size[:, None, None]
 
 
+@dataclass(frozen=True)
 class _Undone:
     """What attention answers, `h − x`, with everything behind it taken off: the last token's.
 
-    Tokens are coordinates of the view. `y = h + F(N(h))` may have several solutions h. Where
-    Newton's method finds one from all of several starts, it is taken. Where not, tokens are moved
-    to where they are all equal to the last one and h is known: along the way h is smooth, so that
-    each h shows from which start to seek the next.
+    Tokens are coordinates of the view. `y = h + F(N(h))` may have several solutions h, unless x is
+    long next to what attention adds: behind a norm the last token is that long, and all tokens of
+    its direction are one to attention.
     """
 
-    def __init__(
-        self, view: _View, network: _Network, M: Tensor, b: Tensor, epsilon: float = 0.0
-    ) -> None:
-        self._view, self._network, self._M, self._b = view, network, M, b
-        self._epsilon = epsilon
-        self.dim = view.axes.shape[1]
+    view: _View
+    network: _Network
+    M: Tensor
+    b: Tensor
+    epsilon: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        return self.view.axes.shape[1]
+
+    @property
+    def total(self) -> Tensor:
+        """Σ_h M_h, for tokens behind an RMS norm of the coordinates."""
+        d, e = self.view.axes.shape
+        return self.M * math.sqrt(d / e)
+
+    def surroundings(self) -> Surroundings:
+        d, e = self.view.axes.shape
+        causal = {"every_token": self.view.every_token, "causal": self.view.causal}
+        if self.view.norm == "none":
+            return Surroundings(self, self.b, **causal)
+        # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
+        epsilon = self.epsilon * d / e
+        left = max(epsilon / _LENGTH**2, 1e-12)
+        return Surroundings(self, self.b, epsilon, asking=math.sqrt(e * (1 - left)), **causal)
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        tokens = sequences @ self._view.axes.mT
-        y = last(self._view.oracle, tokens)
-        x, written = tokens[:, -1], self._written(tokens)
-        middle = x + written.mean(1)
-        h, off = self._network.undone(y, middle)
-        sure = off <= _ARRIVED
-        stream = torch.Generator().manual_seed(0)
-        spread = (written - written.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
-        if tokens.shape[1] > 1:
-            for _ in range(_STARTS):
-                around = torch.randn(h.shape, generator=stream, dtype=torch.float64)
-                other, rest = self._network.undone(y, middle + spread[:, None] * around)
-                same = (other - h).abs().amax(1) <= _ALIKE * h.abs().amax(1)
-                sure = sure & (same | (rest > _ARRIVED))
-        unsure = (~sure).nonzero()[:, 0]
-        if len(unsure):
-            h[unsure] = self._followed(tokens[unsure])
-        return h - x
-
-    def _written(self, tokens: Tensor) -> Tensor:
-        """N(x)M + b of every token."""
-        t = self._view.normed(tokens.flatten(0, 1), self._epsilon)
-        return (t @ self._M + self._b).unflatten(0, tokens.shape[:2])
-
-    def _followed(self, tokens: Tensor) -> Tensor:
-        x = tokens[:, -1:]
-        shares = torch.arange(1, _WAY + 1, dtype=torch.float64) / _WAY
-        way = x + shares.view(-1, 1, 1, 1) * (tokens - x)
-        y = last(self._view.oracle, way.flatten(0, 1)).unflatten(0, way.shape[:2])
-        behind = [(x + self._written(x))[:, 0]]
-        for each in y:
-            # The polynomial through the last ones, one step further.
-            first, *more = behind[::-1][:4]
-            ahead = first
-            if len(more) == 1:
-                ahead = 2 * first - more[0]
-            elif len(more) == 2:
-                ahead = 3 * first - 3 * more[0] + more[1]
-            elif len(more) == 3:
-                ahead = 4 * first - 6 * more[0] + 4 * more[1] - more[2]
-            behind.append(self._network.undone(each, ahead)[0])
-        return behind[-1]
+        tokens = sequences @ self.view.axes.mT
+        y = last(self.view.oracle, tokens)
+        t = self.view.normed(tokens.flatten(0, 1), self.epsilon).unflatten(0, tokens.shape[:2])
+        x = tokens[:, -1]
+        return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
 
 def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:

@@ -68,7 +68,7 @@ def read_factors(
     d, k = reader.values.shape[1:]
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = length * random_orthogonal(d, stream)[: min(count, d)]
+    xs = (reader.view.asking or length) * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
@@ -110,7 +110,8 @@ def _read_queries(
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
-    points = length * torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
+    points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
+    points = (reader.view.asking or length) * points
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
