@@ -48,6 +48,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
@@ -87,7 +88,7 @@ class TransformerBlock(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = _View.open(oracle, stream)
         if view.norm == "none":
-            network, undone = _without_norm(view, stream)
+            network, undone = _without_norm(view, self.seed, stream)
         else:
             network, undone = _behind_norms(view, stream)
         model = self._model(view, network, undone, stream)
@@ -299,9 +300,12 @@ def _share(view: _View, units: Units, parts: int) -> int:
     return math.ceil(_count(view, units) / parts) + 8
 
 
-def _without_norm(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
-    units = find_units(Field(view.ask, d, sphere=False), stream)
+    if straight(view.ask, d, stream):
+        units = find_relu_units(view.ask, d, seed, stream)
+    else:
+        units = find_units(Field(view.ask, d, sphere=False), stream)
     x = view.tokens(_count(view, units), 1.0, stream)
     ones = torch.ones(len(x), 1, dtype=torch.float64)
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
@@ -552,6 +556,9 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
     if len(G):
         length = G.norm(dim=1)
         G, g, C = G / length[:, None], g / length, C * length
+    elif units.activation == "relu":
+        length = A.norm(dim=1)
+        A, a, C = A / length[:, None], a / length, C * length
     return Block(
         Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
         V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b, frequencies=layer.frequencies,
