@@ -66,13 +66,15 @@ _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
+_SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-_ATTEMPTS = 4
+_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8)  # of lengths that suit attention: an h of short tokens is unique
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
 _POLISH = 5
 _CHUNK = 64
+_MOST = 3000  # numbers that are polished together
 _SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
@@ -102,9 +104,9 @@ class TransformerBlock(Method):
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         end = Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
-        for _ in range(_ATTEMPTS):
+        for share in _SHARES:
             try:
-                layer = read_attention(undone.surroundings(), stream, undone.total)
+                layer = read_attention(undone.surroundings(), stream, undone.total, share)
                 model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
@@ -115,8 +117,13 @@ class TransformerBlock(Method):
 
 
 def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
-    """All numbers of attention at once, by Gauss–Newton steps: the solves in a row cost digits."""
-    names = [name for name in SubLayer.NAMES if getattr(model, name).numel()]
+    """All numbers at once, by Gauss–Newton steps: the solves in a row cost digits.
+
+    In a wide block those of attention only; the feed-forward layer's were fitted together.
+    """
+    names = [name for name in model.NAMES if getattr(model, name).numel()]
+    if sum(getattr(model, name).numel() for name in names) > _MOST:
+        names = [name for name in names if name in SubLayer.NAMES]
     names = [name for name in names if name != "b" or model.norm != "none"]
     shapes = [getattr(model, name).shape for name in names]
     sizes = [shape.numel() for shape in shapes]
@@ -131,7 +138,9 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
         changed.__dict__.update(zip(names, parts, strict=True))
         layer = copy(model.sub_layer)
         layer.__dict__.pop("_stacked", None)
-        layer.__dict__.update(zip(names, parts, strict=True))
+        layer.__dict__.update(
+            (name, part) for name, part in zip(names, parts, strict=True) if name in layer.NAMES
+        )
         changed.__dict__["sub_layer"] = layer
         answers = changed.answers(tokens)
         return answers[:, -1] if answers.ndim == 3 else answers
@@ -311,19 +320,28 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
     single = _Single(units, linear[:-1], linear[-1])
-    # [x ; 0] and [-x ; 0]
-    basis = math.sqrt(d) / 2 * random_orthogonal(d, stream)
-    both = torch.cat([basis, -basis])
-    y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
-    forth, back = single.undone(y, both / 4).chunk(2)
-    shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
-    R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
-    units = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
-    beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
-    units, c = _turned(units, beside, linear[-1])
-    network = _Network(view, units, c)
-    M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
-    return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+    for share in _SHORT:
+        basis = share * math.sqrt(d) * random_orthogonal(d, stream)
+        both = torch.cat([basis, -basis])
+        y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
+        forth, back = single.undone(y, both / 4).chunk(2)
+        shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
+        R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
+        placed = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
+        beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
+        signed = _turned(placed, beside, linear[-1])
+        if signed is not None:
+            network = _Network(view, *signed)
+            M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
+            return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+    raise _not_a_block()
+
+
+def _not_a_block() -> Unsuccessful:
+    return Unsuccessful(
+        Status.NOT_APPLICABLE,
+        "what single tokens answer is not a residual and a feed-forward layer",
+    )
 
 
 def _expect_fitted(left: float) -> None:
@@ -360,7 +378,7 @@ class _Single:
         return v
 
 
-def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor]:
+def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor] | None:
     """Units with the signs for which nothing linear (e, d) stands beside them; and the constant."""
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
@@ -371,10 +389,7 @@ def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor]:
     off = (shares - turned.to(torch.float64)).abs().max()
     rest = beside.flatten() + turned.to(torch.float64) @ products
     if float(off) > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "what single tokens answer is not a residual and a feed-forward layer",
-        )
+        return None
     # φ(z) = φ(−z) + z
     sign = torch.where(turned, -1.0, 1.0).to(torch.float64)
     moved = units.C @ (turned.to(torch.float64) * units.a)
@@ -462,8 +477,10 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    units, _ = _turned(units, linear[:-1] - M, linear[-1] - b)
-    return units, _Shifted(view, x, M, b)
+    signed = _turned(units, linear[:-1] - M, linear[-1] - b)
+    if signed is None:
+        raise _not_a_block()
+    return signed[0], _Shifted(view, x, M, b)
 
 
 def _attention_sum(

@@ -92,15 +92,18 @@ class AttentionSubLayer(Method):
 
 
 def read_attention(
-    view: Surroundings, stream: torch.Generator, total: Tensor | None = None
+    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, share: float = 1.0
 ) -> SubLayer:
-    """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too."""
+    """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too.
+
+    Tokens are as long as suits their gates, or a share of that.
+    """
     d = view.dim
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
     if view.asking is None:
-        length = _fitting_length(view, total, length, stream)
+        length = share * _fitting_length(view, total, length, stream)
     else:
         length = _INWARDS * view.asking
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]

@@ -234,6 +234,8 @@ class Reader:
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
         (p, d), heads = keys.shape, len(self.outputs)
+        if heads * (p + 1) > self.outputs.shape[2] and p == 1 and not gap:
+            return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
         answers = self.view.answer(torch.cat([ahead, xs.unsqueeze(1)], 1)).unsqueeze(-1)
@@ -250,3 +252,22 @@ class Reader:
                 Status.MISMATCH, "the answers leave the range that attention weights allow"
             )
         return torch.log(weights / rest)
+
+    def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
+        """The same for one key where an answer tells H weights apart but not 2H: x with 0, then w.
+
+        Of two tokens `a_h` is σ of a difference of scores: s_h beside 0, z_h − s_h beside x.
+        """
+        own, other = self._written(xs), self._written(key)
+        pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
+        alone, both = self.view.answer(pairs.view(-1, 2, xs.shape[1])).view(len(xs), 2, -1).unbind(1)
+        s = torch.linalg.lstsq(own.mT, alone[..., None]).solution[..., 0]
+        rest = (both - own.sum(1))[..., None]
+        z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
+        weights = torch.stack([z, s], -1)
+        if not bool(((weights > 0) & (weights < 1)).all()):
+            raise Unsuccessful(
+                Status.MISMATCH, "the answers leave the range that attention weights allow"
+            )
+        z, s = torch.logit(weights).unbind(-1)
+        return torch.stack([z + s, s], -1)
