@@ -68,7 +68,14 @@ _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 _SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8)  # of lengths that suit attention: an h of short tokens is unique
+_SHARES = (
+    0.6,
+    0.6,
+    0.4,
+    0.4,
+    0.25,
+    0.8,
+)  # of lengths that suit attention: an h of short tokens is unique
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -94,8 +101,9 @@ class TransformerBlock(Method):
         else:
             network, undone = _behind_norms(view, stream)
         model = self._model(view, network, undone, stream)
-        yield Step(model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model))
-
+        yield Step(
+            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+        )
 
     def _model(
         self, view: _View, network: _Network, undone: _Undone, stream: torch.Generator

@@ -138,3 +138,33 @@ class Block(Parametric):
         asking = tokens if self.every_token else tokens[:, -1]
         h = asking + self.sub_layer.answers(self.normed(tokens, self.epsilon))
         return h + self.feed_forward(self.normed(h, self.epsilon_behind))
+
+
+def plant_block(
+    dim: int = 16, *, heads: int = 4, groups: int | None = None, head_dim: int | None = None,
+    width: int = 32, activation: str = "gelu", gated: bool = False, norm: str = "rms",
+    rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
+    causal: bool = False, seed: int = 0,
+) -> Block:  # fmt: skip
+    """A random block of known weights; states and scores of about 1 for tokens of norm √d."""
+    stream = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    k, groups = head_dim or dim // heads, groups or heads
+    narrow, share = dim**-0.5, 0.3 * biases
+    turns = 10000.0 ** -(torch.arange(0, k, 2, dtype=torch.float64) / k)
+    gates = width if gated else 0
+    epsilon = 0.0 if norm == "none" else epsilon
+    return Block(
+        Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
+        K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,
+        O=normal(heads, k, dim) * 0.7 * (heads * k) ** -0.5, b=normal(dim) * share,
+        frequencies=turns.repeat(groups, 1) if rotary else normal(groups, 0),
+        A=normal(width, dim) * narrow, a=normal(width) * share,
+        G=normal(gates, dim) * narrow, g=normal(gates) * share,
+        C=normal(dim, width) * width**-0.5, c=normal(dim) * share,
+        activation=activation, norm=norm, epsilon=epsilon, epsilon_behind=epsilon,
+        every_token=every_token, causal=causal,
+    )  # fmt: skip

@@ -36,7 +36,15 @@ from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
 Planted = (
-    Head | MultiHead | BiasedHeads | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer | Block
+    Head
+    | MultiHead
+    | BiasedHeads
+    | OneLayer
+    | ReluFfn
+    | Attention
+    | OutputMatrix
+    | SubLayer
+    | Block
 )
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
 # What a file may hold, by kind; orthogonal heads are stored as heads like any other.

@@ -68,9 +68,7 @@ def find_relu_units(
 class _Homogeneous:
     """`E(x, t) + L·(x, t)` of one number of the answers, as an oracle of one token (x, t)."""
 
-    def __init__(
-        self, value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
-    ) -> None:
+    def __init__(self, value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator) -> None:
         self._value, self.dim = value, d + 1
         self._mixture = torch.randn(d, generator=stream, dtype=torch.float64)
         frame = random_orthogonal(d, stream)

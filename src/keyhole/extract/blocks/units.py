@@ -277,9 +277,7 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         aa, wa = _outside(basis, a, a), _outside(basis, w, a)
         top = torch.cat([4 * aa + _outside(basis, w, w), wa], 2)
         square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
-        slope = torch.cat(
-            [2 * aa @ a[..., None] + wa @ w[..., None], aa @ w[..., None]], 1
-        )
+        slope = torch.cat([2 * aa @ a[..., None] + wa @ w[..., None], aa @ w[..., None]], 1)
         ridge = 1e-9 * torch.eye(2 * q, dtype=torch.float64)
         step = torch.linalg.solve(square + ridge, slope)[..., 0]
         a = normalize(a - step[:, :q], dim=1)
@@ -381,9 +379,7 @@ def _beyond_plain(
     return least_squares(system, mixed.flatten(1).mT)
 
 
-def _gated(
-    field: Field, frame: _Frame, bent: _Hessians, units: Tensor, gates: Tensor
-) -> Units:
+def _gated(field: Field, frame: _Frame, bent: _Hessians, units: Tensor, gates: Tensor) -> Units:
     q, r = len(frame.U), len(units)
     products = torch.cat(
         [symmetric(units, units), 2 * symmetric(units, gates), _identity(field, q)]
@@ -400,7 +396,10 @@ def _gated(
     affine = torch.cat([places, torch.ones_like(places[:, :1])], 1)
     system = torch.cat([bend.mT[..., None] * affine, 2 * slope.mT[..., None]], 2)
     solved = torch.linalg.lstsq(system, own[..., None]).solution[..., 0]
-    inner, part = solved[:, :-1], solved[:, -1:]  # g_k in Π and γ_k, times the length; g_k along a_k
+    inner, part = (
+        solved[:, :-1],
+        solved[:, -1:],
+    )  # g_k in Π and γ_k, times the length; g_k along a_k
     g_u = gates + part * units
     pi = affine @ inner.mT  # (P, r)
     features = torch.einsum("pk,kq->pqk", slope * pi, units) + torch.einsum(
@@ -488,7 +487,8 @@ def fit_numbers(
         better = new[3] < cost
         theta = torch.where(better[:, None], tried, theta)
         shape, size, rest = (
-            torch.where(better[:, None], n, o) for n, o in zip(new[:3], (shape, size, rest), strict=True)
+            torch.where(better[:, None], n, o)
+            for n, o in zip(new[:3], (shape, size, rest), strict=True)
         )
         cost = torch.where(better, new[3], cost)
         damping = torch.where(better, damping / 4, damping * 4).clamp(1e-9, 1e9)

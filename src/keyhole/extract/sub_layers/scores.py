@@ -260,7 +260,9 @@ class Reader:
         """
         own, other = self._written(xs), self._written(key)
         pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
-        alone, both = self.view.answer(pairs.view(-1, 2, xs.shape[1])).view(len(xs), 2, -1).unbind(1)
+        alone, both = (
+            self.view.answer(pairs.view(-1, 2, xs.shape[1])).view(len(xs), 2, -1).unbind(1)
+        )
         s = torch.linalg.lstsq(own.mT, alone[..., None]).solution[..., 0]
         rest = (both - own.sum(1))[..., None]
         z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
