@@ -68,14 +68,8 @@ _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 _SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-_SHARES = (
-    0.6,
-    0.6,
-    0.4,
-    0.4,
-    0.25,
-    0.8,
-)  # of lengths that suit attention: an h of short tokens is unique
+# Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
+_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -586,7 +580,8 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
         A, a, C = A / length[:, None], a / length, C * length
     return Block(
         Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
-        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b, frequencies=layer.frequencies,
+        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
+        frequencies=layer.frequencies,
         A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
         c=network.c, activation=units.activation, norm=view.norm,
         epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,

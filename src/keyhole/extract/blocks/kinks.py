@@ -1,4 +1,4 @@
-"""The ReLU units of a block without norms, with their biases: relu_network.py in one dimension more.
+"""The ReLU units of a block without norms, with biases: relu_network.py in one dimension more.
 
 One number of a block's answer to a single token is `f(x) = ℓ·x + e + Σ_k w_k ReLU(a_k·x + α_k)`.
 Since ReLU(z) = (|z| + z)/2, it is

@@ -428,8 +428,6 @@ def derivative(activation: str, order: int) -> Callable[[Tensor], Tensor]:
     function = ACTIVATIONS[activation]
 
     def differentiated(z: Tensor) -> Tensor:
-        for _ in range(order):
-            z = z.detach()
         at = z.detach().requires_grad_()
         with torch.enable_grad():
             value = function(at)
@@ -442,14 +440,12 @@ def derivative(activation: str, order: int) -> Callable[[Tensor], Tensor]:
 
 def _fitted(numbers: Tensor, places: Tensor, order: int) -> tuple[str, Tensor, Tensor]:
     """The activation whose derivative gives every unit's numbers (r, P); θ (r, π + 1) and sizes."""
-    best: tuple[float, str] | None = None
-    for activation in SMOOTH:
-        off = float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
-        if best is None or off < best[0]:
-            best = off, activation
-    assert best is not None
-    theta, sizes, miss = fit_numbers(numbers, places, best[1], order)
-    return best[1], theta, sizes
+
+    def off(activation: str) -> float:
+        return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
+
+    activation = min(SMOOTH, key=off)
+    return activation, *fit_numbers(numbers, places, activation, order)[:2]
 
 
 def fit_numbers(
