@@ -55,7 +55,7 @@ from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layers.surroundings import Surroundings
 from keyhole.oracle.block import Block
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
@@ -105,7 +105,7 @@ class TransformerBlock(Method):
         """With attention; read again from other questions where an h was not the right one."""
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
-        end = Unsuccessful(Status.NOT_APPLICABLE, "attention was not read")
+        why = "what was read does not answer alike"
         for share in _SHARES:
             try:
                 layer = read_attention(undone.surroundings(), stream, undone.total, share)
@@ -113,9 +113,13 @@ class TransformerBlock(Method):
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
-            except (Unsuccessful, LinAlgError) as error:
-                end = error if isinstance(error, Unsuccessful) else end
-        raise end
+            except (Unsuccessful, LinAlgError, NotFinite) as error:
+                why = str(error)
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"{len(network.units.A)} {network.units.activation} units were read, but not the "
+            f"attention in front of them: {why}",
+        )
 
 
 def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:

@@ -223,7 +223,8 @@ class Reader:
     @property
     def keys(self) -> int:
         """How many keys a sequence should hold at most."""
-        return max(1, math.floor(_FULL * self.outputs.shape[2] / len(self.outputs)) - 1)
+        heads, k, m = self.outputs.shape
+        return max(1, math.floor(_FULL * min(k, m / heads)) - 1)
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
@@ -234,7 +235,7 @@ class Reader:
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
         (p, d), heads = keys.shape, len(self.outputs)
-        if heads * (p + 1) > self.outputs.shape[2] and p == 1 and not gap:
+        if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
@@ -254,7 +255,7 @@ class Reader:
         return torch.log(weights / rest)
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
-        """The same for one key where an answer tells H weights apart but not 2H: x with 0, then w.
+        """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
 
         Of two tokens `a_h` is σ of a difference of scores: s_h beside 0, z_h − s_h beside x.
         """

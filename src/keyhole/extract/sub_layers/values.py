@@ -70,6 +70,7 @@ class Probe:
         delta = torch.randn(self.view.dim, generator=stream, dtype=torch.float64)
         delta = delta - self.subspace.mT @ (self.subspace @ delta)
         if near is not None:
+            near = near - self.subspace.mT @ (self.subspace @ near)
             delta = delta - near * (near @ delta) / (near @ near)
         elif self.view.asking is not None:
             delta = normalize(delta, dim=0) - self.subspace[0]
