@@ -53,12 +53,16 @@ def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iter
         chosen, seeds = dict(list(KINDS.items())[:1]), 1
         yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        every = {name: [pool.submit(measure, name, seed) for seed in range(seeds)]
-                 for name in chosen}  # fmt: skip
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    try:
+        every = {
+            name: [pool.submit(measure, name, seed) for seed in range(seeds)] for name in chosen
+        }
         for name, kind in chosen.items():
             least = LEAST if seeds == 10 else seeds
             yield summary(name, kind, [each.result() for each in every[name]], least)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:

@@ -316,11 +316,12 @@ def block(
     T = [normed(x, epsilon) for x in X]
     each = len(parts["Q"]) // len(parts["K"])
     h = X[-1] + parts["b"]
-    for i, (Q, q, O) in enumerate(zip(parts["Q"], parts["q"], parts["O"], strict=True)):
+    for i in range(len(parts["Q"])):
+        query = T[-1] @ parts["Q"][i] + parts["q"][i]
         K, V = parts["K"][i // each], parts["V"][i // each]
-        weights = softmax(np.array([(T[-1] @ Q + q) @ (t @ K) for t in T]))
+        weights = softmax(np.array([query @ (t @ K) for t in T]))
         for weight, t in zip(weights, T, strict=True):
-            h = h + weight * (t @ V) @ O
+            h = h + weight * (t @ V) @ parts["O"][i]
     u = normed(h, epsilon_behind)
     y = h + parts["c"]
     for k in range(len(parts["A"])):

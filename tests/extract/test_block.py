@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
 
+import reference
 from keyhole import extract
 from keyhole.core import Status
 from keyhole.oracle import load, plant, save
@@ -14,8 +14,8 @@ from keyhole.oracle.block import plant_block
 RELU = {"dim": 6, "heads": 4, "head_dim": 1, "width": 6, "activation": "relu", "norm": "none"}
 SMALL = {"dim": 10, "heads": 2, "head_dim": 2, "width": 8}
 BENT = {**SMALL, "activation": "gelu", "norm": "layer"}
-LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True, "rotary": True, "groups": 1,
-         "biases": False}  # fmt: skip
+LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True, "rotary": True,
+         "groups": 1, "biases": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [RELU, BENT, {**LLAMA, "rotary": False, "biases": True}])

@@ -38,7 +38,6 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ _NEWTON = 20
 _SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
-_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8)
+_SHARES = (0.6, 0.3, 0.15, 0.08)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -139,22 +138,29 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
 
     def given(theta: Tensor) -> Tensor:
         parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
-        changed = copy(model)  # past the checks, which look at numbers
-        changed.__dict__.pop("sub_layer", None)
-        changed.__dict__.update(zip(names, parts, strict=True))
-        layer = copy(model.sub_layer)
-        layer.__dict__.pop("_stacked", None)
-        layer.__dict__.update(
-            (name, part) for name, part in zip(names, parts, strict=True) if name in layer.NAMES
-        )
-        changed.__dict__["sub_layer"] = layer
+        changed, layer = (
+            copy(model),
+            copy(model.sub_layer),
+        )  # past the checks, which look at numbers
+        layer_of = {name: part for name, part in zip(names, parts, strict=True)
+                    if name in SubLayer.NAMES}  # fmt: skip
+        vars(layer).pop("_stacked", None)
+        vars(layer).update(layer_of)
+        vars(changed).update(zip(names, parts, strict=True), sub_layer=layer)
         answers = changed.answers(tokens)
         return answers[:, -1] if answers.ndim == 3 else answers
 
     theta = torch.cat([getattr(model, name).flatten() for name in names])
     rest = y - given(theta)
     for _ in range(_POLISH):
-        J = torch.func.jacrev(given, chunk_size=_CHUNK)(theta).flatten(0, 1)
+        at = theta.clone().requires_grad_()
+        with torch.enable_grad():
+            answers = given(at).flatten()
+        rows = torch.eye(len(answers), dtype=torch.float64).split(_CHUNK)
+        J = torch.cat([
+            torch.autograd.grad(answers, at, part, retain_graph=True, is_grads_batched=True)[0]
+            for part in rows
+        ])  # fmt: skip
         square = J.mT @ J
         ridge = 1e-12 * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
         step = torch.linalg.solve(square + ridge, J.mT @ rest.flatten())
@@ -266,6 +272,7 @@ class _Network:
             at, off = h[going], rest[going]
             step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
             size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
+            tried = off
             for _ in range(4):
                 tried = self(at - share * step) - y[going]
                 worse = tried.square().sum(1) > size
@@ -424,10 +431,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 
 @dataclass(frozen=True)
 class _Shifted:
-    """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers.
-
-    `turned` is Λ − M, the linear map that stands beside units of the wrong sign; else None.
-    """
+    """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
 
     view: _View
     x: Tensor
@@ -436,11 +440,11 @@ class _Shifted:
     epsilon: float = 0.0
     behind: float = 0.0
 
-    @cached_property
+    @property
     def h(self) -> Tensor:
         return self.x + self.view.normed(self.x, self.epsilon) @ self.M + self.b
 
-    @cached_property
+    @property
     def u(self) -> Tensor:
         return self.view.normed(self.h, self.behind)
 

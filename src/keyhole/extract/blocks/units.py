@@ -57,9 +57,9 @@ _NEARLY = 1e-2
 _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
-_TRIES = 48  # starts of the fit of one unit's numbers
-_STEPS = 40
-_SAMPLE = 8  # units that show the activation
+_TRIES = 24  # starts of the fit of one unit's numbers
+_STEPS = 30
+_SAMPLE = 4  # units that show the activation
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,7 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
     quiet = 0
     for _ in range(_ROUNDS):
         a = normalize(torch.randn(_STARTS, q, generator=stream, dtype=torch.float64), dim=1)
+        before = a
         for _ in range(_POWERS):
             at = torch.einsum("sij,nj->nsi", basis, a)
             forms = torch.einsum("nsi,ni->ns", at, a)
@@ -222,6 +223,8 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
             return found, _partners(basis, found)
         if len(found) > most:
             break
+    if 2 * len(found) == most:
+        return found, _partners(basis, found)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
         f"curvature spans {most} dimensions, but {len(found)} units were found in it: neither a "
