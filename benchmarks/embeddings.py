@@ -7,9 +7,9 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 The order of tokens is from the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
 besides), from another one (HellaSwag and DREAM alone), and from the corpus that ships; `--rows 1,3`
 takes some. Row 4 are the two secrets of OWASP's lab for embedding inversion, which recovers
-neither, with the corpus that ships and the judge. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
-GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
-model.
+neither, with the corpus that ships and the judge. A text that gives the vector back within 1e-6 and
+is another is counted as wrong. On a GPU all vectors are searched together, on a CPU one after the
+other. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
