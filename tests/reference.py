@@ -292,3 +292,41 @@ def binomial_tail(hits: int, drawn: int, chance: Fraction) -> Fraction:
         ),
         Fraction(0),
     )
+
+
+def block(
+    X: np.ndarray, parts: dict[str, np.ndarray], activation: str, norm: str, epsilon: float,
+    epsilon_behind: float,
+) -> np.ndarray:  # fmt: skip
+    """The last token's answer of a Transformer block, head by head and unit by unit."""
+
+    def normed(x: np.ndarray, e: float) -> np.ndarray:
+        if norm == "none":
+            return x
+        x = x - x.mean() if norm == "layer" else x
+        return x / np.sqrt((x * x).mean() + e)
+
+    def bent(z: float) -> float:
+        if activation == "relu":
+            return max(z, 0.0)
+        if activation == "silu":
+            return z / (1 + math.exp(-z))
+        return z * (1 + math.erf(z / math.sqrt(2))) / 2
+
+    T = [normed(x, epsilon) for x in X]
+    each = len(parts["Q"]) // len(parts["K"])
+    h = X[-1] + parts["b"]
+    for i in range(len(parts["Q"])):
+        query = T[-1] @ parts["Q"][i] + parts["q"][i]
+        K, V = parts["K"][i // each], parts["V"][i // each]
+        weights = softmax(np.array([query @ (t @ K) for t in T]))
+        for weight, t in zip(weights, T, strict=True):
+            h = h + weight * (t @ V) @ parts["O"][i]
+    u = normed(h, epsilon_behind)
+    y = h + parts["c"]
+    for k in range(len(parts["A"])):
+        unit = bent(parts["A"][k] @ u + parts["a"][k])
+        if len(parts["G"]):
+            unit *= parts["G"][k] @ u + parts["g"][k]
+        y = y + unit * parts["C"][:, k]
+    return y

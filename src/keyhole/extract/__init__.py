@@ -6,6 +6,7 @@ docs/mathematics.md has all of it in one notation.
 from keyhole.core import Status
 from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Auto, choose
+from keyhole.extract.block import TransformerBlock
 from keyhole.extract.canonical import canonical, same_function
 from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
@@ -58,6 +59,7 @@ __all__ = [
     "Status",
     "Tolerant",
     "TolerantAsPublished",
+    "TransformerBlock",
     "Tried",
     "against_defences",
     "canonical",

@@ -13,6 +13,7 @@ from typing import Any
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.extract.auto import Auto, Kind
+from keyhole.extract.block import TransformerBlock
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
 from keyhole.extract.full_output import FullOutput
@@ -130,4 +131,5 @@ METHODS: Registry[Method, Row] = Registry(
         Row(_vectors("every-token"), Kind.EVERY_VECTOR, _VECTOR),
     )),
     Entry("attention-sub-layer", AttentionSubLayer),
+    Entry("transformer-block", TransformerBlock),
 )  # fmt: skip

@@ -69,6 +69,7 @@ _PAIRS = 3
 _FAINT = 0.5  # scores below this, on average, cost too many digits
 _BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
 _WIDEST = 0.95  # of the radius, for one
+_INWARDS = 0.45  # of the length of asking tokens, for differences that lead to shorter ones
 _SCORES = 0.7  # where logarithms of weights lose least
 
 
@@ -85,28 +86,44 @@ class AttentionSubLayer(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        view = open_surroundings(oracle, stream)
-        d = view.dim
-        length = min(math.sqrt(d), _BOUND * view.radius)
-        total = read_total(view, length, stream)
-        length = _fitting_length(view, total, length, stream)
-        subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
-        positions = _positions_matter(view, length, stream)
-        probe = Probe(view, total, subspace, length, positions)
-        anchor = find_anchor(probe, stream)
-        if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
-            probe = strengthened(probe, anchor, stream)
-            anchor = find_anchor(probe, stream, anchor.delta)
-        view, total = find_residual(view, total, anchor)
-        probe = replace(probe, view=view, total=total)
-        values = Values.of(total, *read_vectors(probe, anchor, stream))
-        scores = float(anchor.scores.square().mean().sqrt())
-        length = min(length * math.sqrt(_SCORES / max(2 * scores, 1e-3)), _WIDEST * view.radius)
-        reader = Reader(view, values.of_heads, values.O)
-        factors = read_factors(reader, values.groups, length, positions, stream)
-        model = _assembled(view, values, factors)
-        yield Step(model, model.unknowns, model.unknowns, numbers=view.outputs,
+        model = read_attention(open_surroundings(oracle, stream), stream)
+        yield Step(model, model.unknowns, model.unknowns, numbers=model.outputs,
                    remark=_described(model))  # fmt: skip
+
+
+def read_attention(
+    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, share: float = 1.0
+) -> SubLayer:
+    """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too.
+
+    Tokens are as long as suits their gates, or a share of that.
+    """
+    d = view.dim
+    length = min(math.sqrt(d), _BOUND * view.radius)
+    if total is None:
+        total = read_total(view, length, stream)
+    if view.asking is None:
+        length = share * _fitting_length(view, total, length, stream)
+    else:
+        length = _INWARDS * view.asking
+    subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
+    positions = _positions_matter(view, length, stream)
+    probe = Probe(view, total, subspace, length, positions)
+    anchor = find_anchor(probe, stream)
+    if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
+        probe = strengthened(probe, anchor, stream)
+        anchor = find_anchor(probe, stream, anchor.delta)
+    view, total = find_residual(view, total, anchor)
+    probe = replace(probe, view=view, total=total)
+    values = Values.of(total, *read_vectors(probe, anchor, stream))
+    scores = float(anchor.scores.square().mean().sqrt())
+    stronger = _SCORES / max(2 * scores, 1e-3)
+    length = length * (math.sqrt(stronger) if view.asking is None else stronger)
+    reader = Reader(view, values.of_heads, values.O)
+    factors = read_factors(
+        reader, values.groups, min(length, _WIDEST * view.radius), positions, stream
+    )
+    return _assembled(view, values, factors)
 
 
 def _fitting_length(
@@ -134,6 +151,7 @@ def _fitting_length(
 def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
     """Does a key answer otherwise one place further in front?"""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
+    x = x if view.asking is None else x * view.asking / length
     near, further = view.answer(
         torch.stack([torch.stack([0 * x, key, x]), torch.stack([key, 0 * x, x])])
     )

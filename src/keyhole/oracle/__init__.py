@@ -1,6 +1,7 @@
 """What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
 
 from keyhole.core.endpoint import EndpointOptions
+from keyhole.oracle.block import Block
 from keyhole.oracle.completions import VectorPrompts
 from keyhole.oracle.defences import (
     Clipped,
@@ -25,6 +26,7 @@ from keyhole.oracle.sub_layer import SubLayer
 __all__ = [
     "KINDS",
     "Attention",
+    "Block",
     "BudgetExhausted",
     "Clipped",
     "Counted",

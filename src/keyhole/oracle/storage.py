@@ -20,6 +20,7 @@ from keyhole.core.errors import (
 )
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
+from keyhole.oracle.block import Block
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import (
@@ -34,7 +35,17 @@ from keyhole.oracle.planted import (
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
-Planted = Head | MultiHead | BiasedHeads | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
+Planted = (
+    Head
+    | MultiHead
+    | BiasedHeads
+    | OneLayer
+    | ReluFfn
+    | Attention
+    | OutputMatrix
+    | SubLayer
+    | Block
+)
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
 # What a file may hold, by kind; orthogonal heads are stored as heads like any other.
 _CLASSES: dict[str, type[Planted]] = {
@@ -48,6 +59,7 @@ _CLASSES: dict[str, type[Planted]] = {
         Attention,
         OutputMatrix,
         SubLayer,
+        Block,
     )
 }
 
@@ -195,7 +207,9 @@ def from_tensors(
                 tensor = tensors[field.name]
                 given[field.name] = _each_head(tensor) if made is MultiHead else tensor
             elif field.name in metadata:
-                given[field.name] = _setting(field.name, metadata[field.name])
+                text = metadata[field.name]
+                named = isinstance(field.default, str)
+                given[field.name] = text if named else _setting(field.name, text)
         return made(**given)
     except KeyError as missing:
         got = ", ".join(sorted(tensors)) or "nothing"

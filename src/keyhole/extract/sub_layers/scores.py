@@ -68,7 +68,7 @@ def read_factors(
     d, k = reader.values.shape[1:]
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = length * random_orthogonal(d, stream)[: min(count, d)]
+    xs = (reader.view.asking or length) * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
@@ -110,7 +110,8 @@ def _read_queries(
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
-    points = length * torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
+    points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
+    points = (reader.view.asking or length) * points
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
@@ -222,7 +223,8 @@ class Reader:
     @property
     def keys(self) -> int:
         """How many keys a sequence should hold at most."""
-        return max(1, math.floor(_FULL * self.outputs.shape[2] / len(self.outputs)) - 1)
+        heads, k, m = self.outputs.shape
+        return max(1, math.floor(_FULL * min(k, m / heads)) - 1)
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
@@ -233,6 +235,8 @@ class Reader:
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
         (p, d), heads = keys.shape, len(self.outputs)
+        if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
+            return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
         answers = self.view.answer(torch.cat([ahead, xs.unsqueeze(1)], 1)).unsqueeze(-1)
@@ -249,3 +253,24 @@ class Reader:
                 Status.MISMATCH, "the answers leave the range that attention weights allow"
             )
         return torch.log(weights / rest)
+
+    def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
+        """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
+
+        Of two tokens `a_h` is σ of a difference of scores: s_h beside 0, z_h − s_h beside x.
+        """
+        own, other = self._written(xs), self._written(key)
+        pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
+        alone, both = (
+            self.view.answer(pairs.view(-1, 2, xs.shape[1])).view(len(xs), 2, -1).unbind(1)
+        )
+        s = torch.linalg.lstsq(own.mT, alone[..., None]).solution[..., 0]
+        rest = (both - own.sum(1))[..., None]
+        z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
+        weights = torch.stack([z, s], -1)
+        if not bool(((weights > 0) & (weights < 1)).all()):
+            raise Unsuccessful(
+                Status.MISMATCH, "the answers leave the range that attention weights allow"
+            )
+        z, s = torch.logit(weights).unbind(-1)
+        return torch.stack([z + s, s], -1)

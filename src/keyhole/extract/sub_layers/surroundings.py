@@ -30,7 +30,10 @@ _FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens,
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A sub-layer to be asked with the tokens t that its attention sees; the last one answers."""
+    """A sub-layer to be asked with the tokens t that its attention sees; the last one answers.
+
+    `asking` is the length of the last token, where answers can be used for one length only.
+    """
 
     oracle: Oracle
     b: Tensor
@@ -38,6 +41,7 @@ class Surroundings:
     residual: bool = False
     every_token: bool = False
     causal: bool = False
+    asking: float | None = None
 
     @property
     def dim(self) -> int:

@@ -21,6 +21,7 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.sub_layers.surroundings import Surroundings
 
 _ATTEMPTS = 4
+_AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
 _RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
@@ -37,6 +38,8 @@ class Probe:
     """The points x_i, from a small subspace, and τ_i at which every difference is asked.
 
     Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
+    Where the x_i have the largest length that there is, they are around the subspace's first axis,
+    and differences lead inwards: only τ above 0 is asked.
     """
 
     view: Surroundings
@@ -54,6 +57,9 @@ class Probe:
         """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
+        if self.view.asking is not None:
+            xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
+            return self.view.asking * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
         xi = xi * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
         signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
@@ -64,7 +70,10 @@ class Probe:
         delta = torch.randn(self.view.dim, generator=stream, dtype=torch.float64)
         delta = delta - self.subspace.mT @ (self.subspace @ delta)
         if near is not None:
+            near = near - self.subspace.mT @ (self.subspace @ near)
             delta = delta - near * (near @ delta) / (near @ near)
+        elif self.view.asking is not None:
+            delta = normalize(delta, dim=0) - self.subspace[0]
         return self.length * delta / torch.linalg.vector_norm(delta)
 
     def rows(self, deltas: Tensor, xi: Tensor, tau: Tensor) -> Tensor:
@@ -159,15 +168,17 @@ def _anchored(
         count = heads + theta.shape[1] + _SPARE
         xi, tau = xi[:count], tau[:count]
         return Anchor(delta, values, xi, tau, torch.zeros(heads, count, dtype=torch.float64), theta)
-    # κ of points in more dimensions, which part the gates better: from τ and −τ.
+    # κ of points in more dimensions, which part the gates better: from τ and −τ, or τ/2.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
-    both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, -tau)])
+    other = -1 if probe.view.asking is None else 0.5
+    both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, other * tau)])
     z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
     if not bool(torch.isfinite(z).all()):
         raise Unsuccessful(Status.MISMATCH, "the answers leave the range that attention allows")
-    slopes = least_squares(linear_features(xi, tau), ((z[:, 0] - z[:, 1]) / 2).mT).mT
-    return Anchor(delta, values, xi, tau, (z[:, 0] + z[:, 1]) / 2, slopes)
+    linear, rest = z[:, 0] - z[:, 1], z[:, 1] - other * z[:, 0]
+    slopes = least_squares(linear_features(xi, tau), (linear / (1 - other)).mT).mT
+    return Anchor(delta, values, xi, tau, rest / (1 - other), slopes)
 
 
 def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:

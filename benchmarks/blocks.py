@@ -1,0 +1,101 @@
+"""Whole Transformer blocks taken by queries: attention, feed-forward layer, biases, norms.
+
+Planted blocks of every kind, ten seeds each; `error` is the largest on fresh queries, relative to
+the answers, of sequences of 1 to 8 tokens. The lower bound is the number of unknowns, with what
+symmetries take away, over the numbers in an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+import show
+from keyhole.extract import Status, TransformerBlock, judge
+from keyhole.oracle.block import plant_block
+from show import Row
+
+BITS = 2.0**-45  # of blocks without norms: ePrint 2026/1678 reads d = 8, 6 heads at 2⁻⁵¹
+TOLERANCE = 1e-6
+LEAST = 9  # of ten seeds
+SWIGLU = {"activation": "silu", "gated": True}
+LLAMA = {**SWIGLU, "groups": 2, "rotary": True, "biases": False}
+KINDS: dict[str, tuple[dict[str, Any], float]] = {
+    "ReLU, d = 8, 6 heads": (
+        {"dim": 8, "heads": 6, "head_dim": 1, "width": 16, "activation": "relu", "norm": "none"},
+        BITS,
+    ),
+    "GELU, d = 16": ({"norm": "none"}, TOLERANCE),
+    "SwiGLU, d = 16": ({**SWIGLU, "norm": "none"}, TOLERANCE),
+    "LayerNorm, GELU, d = 16": ({"norm": "layer"}, TOLERANCE),
+    "RMSNorm, GELU, d = 16": ({"norm": "rms"}, TOLERANCE),
+    "LayerNorm, SwiGLU, d = 16": ({**SWIGLU, "norm": "layer"}, TOLERANCE),
+    "RMSNorm, SwiGLU, rotary, grouped keys, d = 16": (LLAMA, TOLERANCE),
+    "ReLU, d = 32, 8 heads": (
+        {"dim": 32, "heads": 8, "width": 64, "activation": "relu", "norm": "none"}, BITS,
+    ),
+    "LayerNorm, GELU, d = 32": ({"dim": 32, "heads": 8, "width": 64, "norm": "layer"}, TOLERANCE),
+    "RMSNorm, GELU, d = 32": ({"dim": 32, "heads": 8, "width": 64, "norm": "rms"}, TOLERANCE),
+    "RMSNorm, SwiGLU, rotary, grouped keys, d = 32": (
+        {**LLAMA, "dim": 32, "heads": 8, "width": 64}, TOLERANCE,
+    ),
+}  # fmt: skip
+
+
+def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
+    """`kinds` are those whose name contains it."""
+    chosen = {name: each for name, each in KINDS.items() if kinds in name}
+    if quick:
+        chosen, seeds = dict(list(KINDS.items())[:1]), 1
+        yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    try:
+        every = {
+            name: [pool.submit(measure, name, seed) for seed in range(seeds)] for name in chosen
+        }
+        for name, kind in chosen.items():
+            least = LEAST if seeds == 10 else seeds
+            yield summary(name, kind, [each.result() for each in every[name]], least)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def measure(name: str, seed: int) -> dict[str, Any]:
+    target = plant_block(**KINDS[name][0], seed=seed)
+    result = TransformerBlock(seed=seed)(target)
+    error = None if result.model is None else judge(target, result.model, seed + 100).worst
+    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
+            "queries": result.queries, "seconds": result.seconds,
+            "bound": -(-target.unknowns // target.dim)}  # fmt: skip
+
+
+def summary(
+    name: str, kind: tuple[dict[str, Any], float], items: list[dict[str, Any]], least: int
+) -> Row:
+    allowed = kind[1]
+    right = [item for item in items if item["status"] == Status.RECOVERED]
+    exact = [item for item in right if item["error"] <= allowed]
+    false = len(right) - len([item for item in right if item["error"] <= TOLERANCE])
+    details = ""
+    if right:
+        worst = max(item["error"] for item in right)
+        queries = sorted(item["queries"] for item in right)[len(right) // 2]
+        seconds = sorted(item["seconds"] for item in right)[len(right) // 2]
+        bound = right[0]["bound"]
+        details = (f"largest error {worst:.1e}; median {queries:,} queries, lower bound {bound:,}, "
+                   f"{queries / bound:.0f} times; {seconds:.0f} s")  # fmt: skip
+    row = Row(
+        name, f"{len(exact)} of {len(items)} recovered, {false} false",
+        f">= {least} with error <= {allowed:.0e}, 0 false",
+        len(exact) >= least and not false, details,
+    )  # fmt: skip
+    return show.itemised(row, items)
+
+
+if __name__ == "__main__":
+    show.main(run)

@@ -1,0 +1,613 @@
+"""A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
+
+The target is `y` of oracle/block.py. Nothing of this is assumed: whether there are norms and which,
+the activation, gates, widths, heads and every ε show in the answers. Vectors of the last token are
+asked for.
+
+    single tokens        the softmax of one token is 1: y is a function of one vector
+    blocks/units.py      the units of the feed-forward layer from how it bends
+    blocks/fit.py        all of its numbers, by least squares
+    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [x ; 0]
+    sub_layer.py         everything else of attention, from answers that the layer is taken off of
+
+Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v beside a linear map. Every
+answer is that of some single token v, `h = v(1 + M)`, and
+
+    v([x ; 0]) − v([−x ; 0]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
+
+is M. Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
+feed-forward layer on a sphere beside a linear map; tokens of ordinary length then show M and b,
+which turn N(h) away from N(x), and both ε.
+
+What can be known. Besides the symmetries of attention (sub_layer.py):
+- the order of the units; the length of a unit's row in ReLU, and of G's with a gate, against its
+  column of C: they have length 1 here;
+- φ(z) or φ(−z), since φ(z) − φ(−z) = z for ReLU, GELU and SiLU: the signs are those for which what
+  stands beside the units is the residual alone;
+- without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
+- a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
+
+Limits. Units are told apart where they bend, so ReLU units are not read here. Their number is
+bounded by the width d: about d²/2 in all, half as many with gates. A norm behind the sum (BERT)
+takes away the length of every answer: refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.kinks import find_relu_units, straight
+from keyhole.extract.blocks.units import Field, Units, derivative, find_units
+from keyhole.extract.extraction import Step
+from keyhole.extract.judge import Method
+from keyhole.extract.sub_layer import read_attention
+from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.oracle.block import Block
+from keyhole.oracle.protocol import NotFinite, Oracle, ask
+from keyhole.oracle.sub_layer import SubLayer
+
+_FAR = 2.0**20  # lengths at which a norm sees the token alone
+_LONG = 2.0**16
+_MORE = 1.5  # answers for each unknown of a fit
+_SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
+_LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
+_STEPS = 3
+_TINY = 1e-7  # a change of ε, to differentiate by it
+_NEWTON = 20
+_SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
+_LENGTH = 64.0  # of tokens that ask, where there are norms
+# Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
+_SHARES = (0.6, 0.3, 0.15, 0.08)
+_FRESH = 8
+_TOKENS = 4
+_ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
+_POLISH = 5
+_CHUNK = 64
+_MOST = 3000  # numbers that are polished together
+_SAME = 1e-9
+_SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Method):
+    """Exact extraction of a whole block that returns vectors."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        view = _View.open(oracle, stream)
+        if view.norm == "none":
+            network, undone = _without_norm(view, self.seed, stream)
+        else:
+            network, undone = _behind_norms(view, stream)
+        model = self._model(view, network, undone, stream)
+        yield Step(
+            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+        )
+
+    def _model(
+        self, view: _View, network: _Network, undone: _Undone, stream: torch.Generator
+    ) -> Block:
+        """With attention; read again from other questions where an h was not the right one."""
+        tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+        answers = last(view.oracle, tokens)
+        why = "what was read does not answer alike"
+        for share in _SHARES:
+            try:
+                layer = read_attention(undone.surroundings(), stream, undone.total, share)
+                model = _assembled(view, network, layer)
+                off = (last(model, tokens) - answers).abs().max()
+                if float(off) <= _ROUGH * float(answers.abs().max()):
+                    return _polished(view, model, stream)
+            except (Unsuccessful, LinAlgError, NotFinite) as error:
+                why = str(error)
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"{len(network.units.A)} {network.units.activation} units were read, but not the "
+            f"attention in front of them: {why}",
+        )
+
+
+def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+    """All numbers at once, by Gauss–Newton steps: the solves in a row cost digits.
+
+    In a wide block those of attention only; the feed-forward layer's were fitted together.
+    """
+    names = [name for name in model.NAMES if getattr(model, name).numel()]
+    if sum(getattr(model, name).numel() for name in names) > _MOST:
+        names = [name for name in names if name in SubLayer.NAMES]
+    names = [name for name in names if name != "b" or model.norm != "none"]
+    shapes = [getattr(model, name).shape for name in names]
+    sizes = [shape.numel() for shape in shapes]
+    count = math.ceil(_MORE * sum(sizes) / view.dim) + 16
+    tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    y = last(view.oracle, tokens)
+
+    def given(theta: Tensor) -> Tensor:
+        parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
+        changed, layer = (
+            copy(model),
+            copy(model.sub_layer),
+        )  # past the checks, which look at numbers
+        layer_of = {name: part for name, part in zip(names, parts, strict=True)
+                    if name in SubLayer.NAMES}  # fmt: skip
+        vars(layer).pop("_stacked", None)
+        vars(layer).update(layer_of)
+        vars(changed).update(zip(names, parts, strict=True), sub_layer=layer)
+        answers = changed.answers(tokens)
+        return answers[:, -1] if answers.ndim == 3 else answers
+
+    theta = torch.cat([getattr(model, name).flatten() for name in names])
+    rest = y - given(theta)
+    for _ in range(_POLISH):
+        at = theta.clone().requires_grad_()
+        with torch.enable_grad():
+            answers = given(at).flatten()
+        rows = torch.eye(len(answers), dtype=torch.float64).split(_CHUNK)
+        J = torch.cat([
+            torch.autograd.grad(answers, at, part, retain_graph=True, is_grads_batched=True)[0]
+            for part in rows
+        ])  # fmt: skip
+        square = J.mT @ J
+        ridge = 1e-12 * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
+        step = torch.linalg.solve(square + ridge, J.mT @ rest.flatten())
+        new = y - given(theta + step)
+        if not float(new.square().sum()) < float(rest.square().sum()):
+            break
+        theta, rest = theta + step, new
+    parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
+    return replace(model, **dict(zip(names, parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class _View:
+    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
+
+    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
+    """
+
+    oracle: Oracle
+    norm: str
+    axes: Tensor
+    every_token: bool
+    causal: bool
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    @classmethod
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
+        """Which norms there are: how answers grow with a token, and whether its mean matters."""
+        d = oracle.dim
+        x = math.sqrt(d) * random_orthogonal(d, stream)[0]
+        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+        if pairs.ndim not in (2, 3) or pairs.shape[-1] != d:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"expected vectors of {d} numbers, as long as a token, got answers of shape "
+                f"{tuple(pairs.shape[1:])}",
+            )
+        every = pairs.ndim == 3
+        causal = every and bool(
+            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
+        )
+        view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
+        one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
+        if float(two.abs().max()) < 2 * math.sqrt(_FAR):
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "answers do not grow with a token: a norm behind the sum takes away the length of "
+                "every answer, and such a block is not read",
+            )
+        if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
+            return view
+        rest = one - _FAR * x
+        moved = shifted - _FAR * (x + x.mean().sign()) - rest
+        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
+            return replace(view, norm="rms")
+        ones = torch.ones(d, 1, dtype=torch.float64)
+        rows = torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1)
+        return replace(view, norm="layer", axes=torch.linalg.qr(rows)[0][:, 1:].contiguous())
+
+    def ask(self, tokens: Tensor) -> Tensor:
+        """Answers to single tokens (n, d)."""
+        return last(self.oracle, tokens.unsqueeze(1))
+
+    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
+        """What stands behind a norm, in coordinates (n, e)."""
+        if self.norm == "none":
+            return tokens
+        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
+
+    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
+        """Random ones, of so many times the length √d."""
+        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
+        return length * xi @ self.axes.mT
+
+
+def last(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """The last token's vectors."""
+    parts = sequences.split(batch_rows(*sequences.shape[1:]))
+    answers = torch.cat([ask(oracle, part) for part in parts])
+    return answers[:, -1] if answers.ndim == 3 else answers
+
+
+@dataclass(frozen=True)
+class _Network:
+    """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
+
+    view: _View
+    units: Units
+    c: Tensor
+    epsilon: float = 0.0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h + values(self.units, self.view.normed(h, self.epsilon)) @ self.units.C.mT + self.c
+
+    def slopes(self, h: Tensor) -> Tensor:
+        """dy/dh, (n, d, d) with h last."""
+        identity = torch.eye(h.shape[1], dtype=torch.float64)
+        return identity + _slopes(self.view, self.units, h, self.epsilon)
+
+    def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """An h that answers with y, by Newton's method; what is left, relative to y."""
+        scale, h = y.abs().amax(1), h.clone()
+        rest = self(h) - y
+        going = torch.arange(len(h))
+        for _ in range(_NEWTON):
+            at, off = h[going], rest[going]
+            step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
+            size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
+            tried = off
+            for _ in range(4):
+                tried = self(at - share * step) - y[going]
+                worse = tried.square().sum(1) > size
+                if not bool(worse.any()):
+                    break
+                share = torch.where(worse[:, None], share / 5, share)
+            h[going], rest[going] = at - share * step, tried
+            arrived = tried.abs().amax(1) <= 4e-15 * scale[going]
+            stuck = (share[:, 0] < 1) & (size < 1e-24 * scale[going].square())
+            going = going[~(arrived | stuck)]
+            if not len(going):
+                break
+        rest = self(h) - y
+        return h, rest.abs().amax(1) / scale
+
+
+def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+    """d(C·f(N(h)))/dh, (n, d, d)."""
+    u = view.normed(h, epsilon)
+    z = u @ units.A.mT + units.a
+    slope = derivative(units.activation, 1)(z)
+    if len(units.G):
+        gates = u @ units.G.mT + units.g
+        inside = derivative(units.activation, 0)(z)
+        rows = (slope * gates)[..., None] * units.A + inside[..., None] * units.G
+    else:
+        rows = slope[..., None] * units.A
+    outer = units.C @ rows  # (n, d, e)
+    if view.norm == "none":
+        return outer
+    centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
+    size = (centred.square().mean(1) + epsilon).sqrt()
+    along = torch.einsum("nme,ne->nm", outer, u)
+    full = outer @ view.axes.mT - along[..., None] * (u @ view.axes.mT)[:, None] / h.shape[1]
+    return full / size[:, None, None]
+
+
+def _count(view: _View, units: Units) -> int:
+    """Answers for a fit of all numbers of the units, and of a linear map beside."""
+    width, e = units.A.shape
+    numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
+    return math.ceil(_MORE * numbers / view.dim) + 16
+
+
+def _share(view: _View, units: Units, parts: int) -> int:
+    """Likewise, of tokens of one length among several."""
+    return math.ceil(_count(view, units) / parts) + 8
+
+
+def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+    d = view.dim
+    if straight(view.ask, d, stream):
+        units = find_relu_units(view.ask, d, seed, stream)
+    else:
+        units = find_units(Field(view.ask, d, sphere=False), stream)
+    x = view.tokens(_count(view, units), 1.0, stream)
+    ones = torch.ones(len(x), 1, dtype=torch.float64)
+    units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
+    _expect_fitted(left)
+    single = _Single(units, linear[:-1], linear[-1])
+    for share in _SHORT:
+        basis = share * math.sqrt(d) * random_orthogonal(d, stream)
+        both = torch.cat([basis, -basis])
+        y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
+        forth, back = single.undone(y, both / 4).chunk(2)
+        shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
+        R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
+        placed = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
+        beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
+        signed = _turned(placed, beside, linear[-1])
+        if signed is not None:
+            network = _Network(view, *signed)
+            M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
+            return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+    raise _not_a_block()
+
+
+def _not_a_block() -> Unsuccessful:
+    return Unsuccessful(
+        Status.NOT_APPLICABLE,
+        "what single tokens answer is not a residual and a feed-forward layer",
+    )
+
+
+def _expect_fitted(left: float) -> None:
+    if left > 1e-6:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
+        )
+
+
+@dataclass(frozen=True)
+class _Single:
+    """Answers to single tokens, `v·N + C·f(v) + c`."""
+
+    units: Units
+    linear: Tensor
+    c: Tensor
+
+    def undone(self, y: Tensor, v: Tensor) -> Tensor:
+        """As the network's, with v(1 + M) in the place of h."""
+        for _ in range(_NEWTON):
+            rest = v @ self.linear + values(self.units, v) @ self.units.C.mT + self.c - y
+            if float(rest.abs().max()) <= 4e-15 * float(y.abs().max()):
+                break
+            z = v @ self.units.A.mT + self.units.a
+            slope = derivative(self.units.activation, 1)(z)
+            rows = slope[..., None] * self.units.A
+            if len(self.units.G):
+                gates = v @ self.units.G.mT + self.units.g
+                inside = derivative(self.units.activation, 0)(z)
+                rows = rows * gates[..., None] + inside[..., None] * self.units.G
+            jacobian = self.linear.mT + self.units.C @ rows
+            v = v - torch.linalg.solve(jacobian, rest[..., None])[..., 0]
+        return v
+
+
+def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor] | None:
+    """Units with the signs for which nothing linear (e, d) stands beside them; and the constant."""
+    products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
+    if len(units.G):
+        shares = torch.zeros(len(units.A), dtype=torch.float64)
+    else:
+        shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
+    turned = shares > 0.5
+    off = (shares - turned.to(torch.float64)).abs().max()
+    rest = beside.flatten() + turned.to(torch.float64) @ products
+    if float(off) > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
+        return None
+    # φ(z) = φ(−z) + z
+    sign = torch.where(turned, -1.0, 1.0).to(torch.float64)
+    moved = units.C @ (turned.to(torch.float64) * units.a)
+    return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
+
+
+def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+    d, e = view.axes.shape
+    shrink = math.sqrt(d / e)
+
+    def far(xi: Tensor) -> Tensor:
+        x = _FAR * xi @ view.axes.mT
+        return view.ask(x) - x
+
+    units = find_units(Field(far, e, sphere=True), stream)
+    units = replace(units, A=units.A / shrink, G=units.G / shrink)
+    units, start = _rough(view, units, stream)
+    x = torch.cat([
+        view.tokens(_share(view, units, len(_LENGTHS)), length, stream) for length in _LENGTHS
+    ])  # fmt: skip
+    units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
+    _expect_fitted(left)
+    network = _Network(view, units, linear[0], inputs.behind)
+    return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
+
+    view: _View
+    x: Tensor
+    M: Tensor
+    b: Tensor
+    epsilon: float = 0.0
+    behind: float = 0.0
+
+    @property
+    def h(self) -> Tensor:
+        return self.x + self.view.normed(self.x, self.epsilon) @ self.M + self.b
+
+    @property
+    def u(self) -> Tensor:
+        return self.view.normed(self.h, self.behind)
+
+    @property
+    def added(self) -> Tensor:
+        return self.h
+
+    @property
+    def beside(self) -> Tensor:
+        return torch.ones(len(self.x), 1, dtype=torch.float64)
+
+    def jacobian(self, units: Units) -> Tensor:
+        view, d = self.view, self.view.dim
+        outer = torch.eye(d, dtype=torch.float64) + _slopes(view, units, self.h, self.behind)
+        t = view.normed(self.x, self.epsilon)
+        of_M = torch.einsum("ne,nmj->nmej", t, outer).flatten(2)
+        front = (view.normed(self.x, self.epsilon + _TINY) - t) / _TINY @ self.M
+        behind = values(units, view.normed(self.h, self.behind + _TINY)) - values(units, self.u)
+        of_both = torch.stack([(outer @ front[..., None])[..., 0], behind @ units.C.mT / _TINY], 2)
+        return torch.cat([of_M, outer, of_both], 2)
+
+    def moved(self, step: Tensor) -> _Shifted:
+        e, d = self.M.shape
+        step = step[-(e + 1) * d - 2 :]
+        return replace(
+            self, M=self.M + step[: e * d].view(e, d), b=self.b + step[e * d : -2],
+            epsilon=max(0.0, self.epsilon + float(step[-2])),
+            behind=max(0.0, self.behind + float(step[-1])),
+        )  # fmt: skip
+
+
+def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
+    """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
+    d, e = view.axes.shape
+    x = view.tokens(_count(view, units), _LONG, stream)
+    u = view.normed(x, 0.0)
+    features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
+    _expect_fitted(left / 1e3)
+    M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    for length in _SHORTER:
+        M, b = _attention_sum(view, units, linear, (M, b), length, stream)
+    signed = _turned(units, linear[:-1] - M, linear[-1] - b)
+    if signed is None:
+        raise _not_a_block()
+    return signed[0], _Shifted(view, x, M, b)
+
+
+def _attention_sum(
+    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    stream: torch.Generator,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
+
+    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b.
+    """
+    M, b = start
+    e, d = M.shape
+    identity = torch.eye(d, dtype=torch.float64)
+    x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
+    y, t = view.ask(x), view.normed(x, 0.0)
+    for _ in range(_STEPS):
+        h = x + t @ M + b
+        u = view.normed(h, 0.0)
+        beside = linear[:-1] - M
+        rest = y - (h + u @ beside + values(units, u) @ units.C.mT + linear[-1] - b)
+        outer = _slopes(view, units, h, 0.0) + _linear_slopes(view, beside, h, 0.0)
+        of_M = torch.einsum("ne,nmj->nmej", t, outer + identity)
+        of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
+        step = least_squares(
+            torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
+        )[:, 0]
+        M, b = M + step[: e * d].view(e, d), b + step[e * d :]
+    return M, b
+
+
+def _linear_slopes(view: _View, linear: Tensor, h: Tensor, epsilon: float) -> Tensor:
+    """d(N(h)·linear)/dh."""
+    u = view.normed(h, epsilon)
+    centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
+    size = (centred.square().mean(1) + epsilon).sqrt()
+    outer = linear.mT.expand(len(h), -1, -1)
+    along = u @ linear
+    full = outer @ view.axes.mT - along[..., None] * (u @ view.axes.mT)[:, None] / h.shape[1]
+    return full / size[:, None, None]
+
+
+@dataclass(frozen=True)
+class _Undone:
+    """What attention answers, `h − x`, with everything behind it taken off: the last token's.
+
+    Tokens are coordinates of the view. `y = h + F(N(h))` may have several solutions h, unless x is
+    long next to what attention adds: behind a norm the last token is that long, and all tokens of
+    its direction are one to attention.
+    """
+
+    view: _View
+    network: _Network
+    M: Tensor
+    b: Tensor
+    epsilon: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        return self.view.axes.shape[1]
+
+    @property
+    def total(self) -> Tensor:
+        """Σ_h M_h, for tokens behind an RMS norm of the coordinates."""
+        d, e = self.view.axes.shape
+        return self.M * math.sqrt(d / e)
+
+    def surroundings(self) -> Surroundings:
+        d, e = self.view.axes.shape
+        causal = {"every_token": self.view.every_token, "causal": self.view.causal}
+        if self.view.norm == "none":
+            return Surroundings(self, self.b, **causal)
+        # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
+        epsilon = self.epsilon * d / e
+        left = max(epsilon / _LENGTH**2, 1e-12)
+        return Surroundings(self, self.b, epsilon, asking=math.sqrt(e * (1 - left)), **causal)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        tokens = sequences @ self.view.axes.mT
+        y = last(self.view.oracle, tokens)
+        t = self.view.normed(tokens.flatten(0, 1), self.epsilon).unflatten(0, tokens.shape[:2])
+        x = tokens[:, -1]
+        return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
+
+
+def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
+    d, e = view.axes.shape
+    units, lift = network.units, view.axes
+    scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
+    A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
+    if len(G):
+        length = G.norm(dim=1)
+        G, g, C = G / length[:, None], g / length, C * length
+    elif units.activation == "relu":
+        length = A.norm(dim=1)
+        A, a, C = A / length[:, None], a / length, C * length
+    return Block(
+        Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
+        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
+        frequencies=layer.frequencies,
+        A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
+        c=network.c, activation=units.activation, norm=view.norm,
+        epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
+        every_token=view.every_token, causal=view.causal,
+    )  # fmt: skip
+
+
+def _described(model: Block) -> str:
+    heads, _, k = model.Q.shape
+    parts = [f"{heads} heads of width {k}"]
+    if len(model.K) < heads:
+        parts.append(f"{heads // len(model.K)} share keys and values each")
+    if model.sub_layer.rotary:
+        parts.append("rotary positions")
+    gate = " with gates" if len(model.G) else ""
+    parts.append(f"{len(model.A)} {model.activation} units{gate}")
+    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms"}
+    norm = names[model.norm]
+    if model.norm != "none":
+        norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
+    return ", ".join([*parts, norm])

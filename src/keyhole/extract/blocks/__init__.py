@@ -1,0 +1,1 @@
+"""Parts of the extraction of a whole Transformer block."""

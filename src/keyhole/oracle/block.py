@@ -1,0 +1,170 @@
+"""One block of a Transformer: attention and a feed-forward layer, each with its residual.
+
+For tokens x_1 … x_n, of which the last or every one asks, with N a norm or nothing,
+
+    h_i = x_i + Attention(N(x_1), …, N(x_n))_i          (oracle/sub_layer.py)
+    y_i = h_i + C·f(N(h_i)) + c
+    f_k(u) = φ(A_k·u + a_k)                             (ReLU, GELU, …)
+    f_k(u) = φ(A_k·u + a_k)·(G_k·u + g_k)               (gated, as SwiGLU: G is not empty)
+
+The norms are RMS norms or LayerNorms, each with its ε; their gains and biases are part of the
+matrices and biases behind them. A norm behind the sum (BERT) is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from keyhole import attention
+from keyhole.core.errors import InputError, expect_among
+from keyhole.oracle.planted import Parametric
+from keyhole.oracle.sub_layer import SubLayer
+
+
+def _tanh_gelu(z: Tensor) -> Tensor:
+    return functional.gelu(z, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "gelu-tanh": _tanh_gelu,
+    "silu": functional.silu,
+}
+NORMS = ("none", "rms", "layer")
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Parametric):
+    """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention's as there.
+
+    `epsilon` is that of the norm in front of attention, `epsilon_behind` of the one in front of the
+    feed-forward layer.
+    """
+
+    Q: Tensor
+    q: Tensor
+    K: Tensor
+    V: Tensor
+    O: Tensor  # noqa: E741
+    b: Tensor
+    frequencies: Tensor
+    A: Tensor
+    a: Tensor
+    G: Tensor
+    g: Tensor
+    C: Tensor
+    c: Tensor
+    activation: str = "relu"
+    norm: str = "none"
+    epsilon: float = 0.0
+    epsilon_behind: float = 0.0
+    every_token: bool = False
+    causal: bool = False
+    kind = "block"
+    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c")
+
+    def __post_init__(self) -> None:
+        expect_among("activation", self.activation, tuple(ACTIVATIONS))
+        expect_among("norm", self.norm, NORMS)
+        d, width = self.Q.shape[1], len(self.A)
+        self._require("A", self.A, None, d)
+        self._require("a", self.a, width)
+        self._require("G", self.G, width if len(self.G) else 0, d)
+        self._require("g", self.g, len(self.G))
+        self._require("C", self.C, d, width)
+        self._require("c", self.c, d)
+        if self.sub_layer.outputs != d:
+            raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.dim
+
+    @cached_property
+    def sub_layer(self) -> SubLayer:
+        """Its attention, which takes tokens as the norm leaves them."""
+        parts = {name: getattr(self, name) for name in SubLayer.NAMES}
+        return SubLayer(**parts, every_token=self.every_token, causal=self.causal)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+    def flags(self) -> dict[str, str]:
+        return {
+            "activation": self.activation, "norm": self.norm, "epsilon": repr(self.epsilon),
+            "epsilon_behind": repr(self.epsilon_behind), "every_token": str(self.every_token),
+            "causal": str(self.causal),
+        }  # fmt: skip
+
+    @property
+    def unknowns(self) -> int:
+        """The numbers that the function has: parameters less those that symmetries take away.
+
+        A unit of ReLU, and one with a gate, may be multiplied and its column of C divided; without
+        a norm, b moves into a and c. Behind a LayerNorm nothing reads the mean of a token.
+        """
+        free = len(self.A) if self.activation == "relu" or len(self.G) else 0
+        free += self.dim if self.norm == "none" else -2
+        if self.norm == "layer":
+            groups, _, k = self.K.shape
+            free += len(self.Q) * k + groups * (k + self.V.shape[2]) + len(self.A) + len(self.G)
+        network = sum(getattr(self, name).numel() for name in ("A", "a", "G", "g", "C", "c"))
+        return self.sub_layer.unknowns + network - free
+
+    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
+        if self.norm == "none":
+            return tokens
+        return attention.normed(tokens, epsilon, centred=self.norm == "layer")
+
+    def feed_forward(self, u: Tensor) -> Tensor:
+        units = ACTIVATIONS[self.activation](u @ self.A.mT + self.a)
+        if len(self.G):
+            units = units * (u @ self.G.mT + self.g)
+        return units @ self.C.mT + self.c
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        asking = tokens if self.every_token else tokens[:, -1]
+        h = asking + self.sub_layer.answers(self.normed(tokens, self.epsilon))
+        return h + self.feed_forward(self.normed(h, self.epsilon_behind))
+
+
+def plant_block(
+    dim: int = 16, *, heads: int = 4, groups: int | None = None, head_dim: int | None = None,
+    width: int = 32, activation: str = "gelu", gated: bool = False, norm: str = "rms",
+    rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
+    causal: bool = False, seed: int = 0,
+) -> Block:  # fmt: skip
+    """A random block of known weights; states and scores of about 1 for tokens of norm √d."""
+    stream = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    k, groups = head_dim or dim // heads, groups or heads
+    narrow, share = dim**-0.5, 0.3 * biases
+    turns = 10000.0 ** -(torch.arange(0, k, 2, dtype=torch.float64) / k)
+    gates = width if gated else 0
+    epsilon = 0.0 if norm == "none" else epsilon
+    return Block(
+        Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
+        K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,
+        O=normal(heads, k, dim) * 0.7 * (heads * k) ** -0.5, b=normal(dim) * share,
+        frequencies=turns.repeat(groups, 1) if rotary else normal(groups, 0),
+        A=normal(width, dim) * narrow, a=normal(width) * share,
+        G=normal(gates, dim) * narrow, g=normal(gates) * share,
+        C=normal(dim, width) * width**-0.5, c=normal(dim) * share,
+        activation=activation, norm=norm, epsilon=epsilon, epsilon_behind=epsilon,
+        every_token=every_token, causal=causal,
+    )  # fmt: skip
