@@ -1,0 +1,240 @@
+"""The order of a block's tokens where rounding hides the directions of its keys.
+
+Values still tell which tokens a block holds. Which stands where is a question to all of them at
+once (block_squares.py): first an assignment by what single keys say; then, for as long as the
+squares fall, one by what they would be with one token exchanged; then exchanges of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.judge import ODDS
+from keyhole.recover.layers.block_reader import LIST, Reader
+from keyhole.recover.layers.block_spans import DEVIATIONS, Map, Side
+from keyhole.recover.layers.block_squares import directions, exchanged, fitted, squares
+
+_SETTLED = 12  # rounds of solving for C and the free directions
+_MOVES = 8  # rounds of exchanges in a block, of each kind
+_PAIRS = 32  # exchanges of two tokens that are compared exactly, those that promise most
+_AGAIN = 1e6  # what a token's second place costs in an assignment: first come those not yet placed
+_LONGER = 4  # tokens of a last block, at most, that are there twice
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Tokens (n,) at the first places of a block: their squares, and how many were expected.
+
+    `margins` (n,) are what the squares rise by, at least, if another one of the block is there.
+    """
+
+    tokens: Tensor
+    cost: float
+    expected: float
+    margins: Tensor
+
+    @property
+    def fits(self) -> bool:
+        return self.cost <= self.expected + DEVIATIONS * (2 * self.expected) ** 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """One block, and arrangements of tokens in it."""
+
+    reader: Reader
+    number: int
+
+    def sides(self) -> list[tuple[Side, Map]]:
+        pairs = zip(self.reader.blocks.sides, self.reader.blocks.maps, strict=True)
+        return [(side, found) for side, found in pairs if found is not None]
+
+    def rows(self, side: Side, tokens: Tensor, places: Tensor) -> Tensor:
+        """Rows (…, d) of tokens (…) at places (…) of the block."""
+        at = (places + self.number * self.reader.blocks.size).expand_as(tokens).flatten()
+        return self.reader.table.rows(side, tokens.flatten(), at).double().view(*tokens.shape, -1)
+
+    def fit(self, tokens: Tensor, near: Tensor) -> tuple[float, float, Tensor, list[Fitted]]:
+        """Squares of an arrangement (n,), how many there are, and (n, c) with others by keys."""
+        blocks, count, places = self.reader.blocks, len(tokens), torch.arange(len(tokens))
+        added = any(found.hidden is not None for _, found in self.sides())
+        total, expected, made = 0.0, 0.0, list[Fitted]()
+        rest = torch.zeros(count, len(near), dtype=torch.float64)
+        for side, found in self.sides():
+            seen = places != (-1 if found.hidden is None else found.hidden)
+            plain, block = self.rows(side, tokens, places), side.blocks[self.number]
+            own = (plain @ found.matrix)[seen & (once(tokens) | side.keys)]
+            spread = side.spreads(self.number, plain)
+            free = max(found.free(count, blocks.size - count, added), int(added))
+            cost, _, more = fitted(block, spread, own[None], directions(block, own, free), _SETTLED)
+            made.append(Fitted(side, found, seen, spread, float(cost), more[0]))
+            total += float(cost)
+            expected += len(block) * (block.shape[1] - len(own) - free)
+            if side.keys:
+                others = self.rows(side, near.expand(count, -1), places[:, None]) @ found.matrix
+                rest[seen] += exchanged(block, spread, own, more[0], others[seen]) - float(cost)
+        return total, expected, rest, made
+
+    def exact(self, made: list[Fitted], tokens: Tensor, others: Tensor) -> Tensor:
+        """By how much other arrangements (h, n) have larger squares (h,)."""
+        rises, places = torch.zeros(len(others), dtype=torch.float64), torch.arange(len(tokens))
+        for each in made:
+            shown, own = others[:, each.seen], tokens[each.seen]
+            if each.side.keys:
+                which = (shown != own).any(-1)
+            else:  # those matter that come to be hidden, or no longer are
+                which = ~(shown[..., None] == own).any(1).all(-1)
+                which |= ~(shown[..., None] == own).any(2).all(-1)
+            if bool(which.any()):
+                given = self.rows(each.side, others[which], places) @ each.found.matrix
+                given = given[:, each.seen] * (once(shown[which]) | each.side.keys)[..., None]
+                block = each.side.blocks[self.number]
+                rises[which] += squares(block, each.spread, given, each.free) - each.cost
+        return rises
+
+    def settled(self, tokens: Tensor, near: Tensor, fixed: int) -> Order:
+        """The arrangement after exchanges; the first `fixed` tokens stay."""
+        cost, expected, rest, made = self.fit(tokens, near)
+        for _ in range(_MOVES):
+            better = _assigned(rest, near, tokens[:fixed])
+            if bool((better == tokens).all()):
+                break
+            again = self.fit(better, near)
+            if again[0] >= cost:
+                break
+            tokens, (cost, expected, rest, made) = better, again
+        rises, where = torch.zeros(0), list[list[int]]()
+        for _ in range(_MOVES):
+            others, where = _exchanges(tokens, near, rest, fixed)
+            rises = self.exact(made, tokens, others)
+            used, changed = set[int](), tokens.clone()
+            for each in rises.argsort().tolist():
+                if float(rises[each]) < 0 and used.isdisjoint(where[each]):
+                    changed[where[each]] = others[each][where[each]]
+                    used |= set(where[each])
+            if not used:
+                break
+            again = self.fit(changed, near)
+            if again[0] >= cost:  # not all of them go together
+                each = int(rises.argmin())
+                changed, again = others[each], self.fit(others[each], near)
+                if again[0] >= cost:
+                    break
+            tokens, (cost, expected, rest, made) = changed, again
+        margins = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
+        for rise, places in zip(rises.tolist(), where, strict=True):
+            margins[places] = margins[places].clamp(max=rise)
+        return Order(tokens, cost, expected, margins)
+
+    def inside(self) -> Tensor:
+        """The tokens (c,) that the block holds, by their values; one head may hide one."""
+        blocks, table = self.reader.blocks, self.reader.table
+        near = self.reader.shortlist(self.number, LIST * blocks.size)
+        pairs = [(side, found) for side, found in self.sides() if not side.keys]
+        misfits = torch.stack([
+            found.misfits(side, table.values[side.head, near], self.number) for side, found in pairs
+        ])  # fmt: skip
+        count = max(1, len(pairs) - 1)
+        total = (misfits.sum(0) - (misfits.amax(0) if len(pairs) > 1 else 0.0)) / count
+        free = count * min(float(side.free[self.number]) for side, _ in pairs)
+        return near[total <= max(1.0, blocks.level) * (1 + DEVIATIONS * (2 / free) ** 0.5)]
+
+    def found(self, known: Tensor, last: bool) -> Order | None:
+        """The block's tokens in their order, of which some first ones may be known.
+
+        A last block may be filled up: a token more has to lower the squares by more than chance.
+        """
+        size, near = self.reader.blocks.size, self.inside()
+        near = torch.cat([near, known]).unique()
+        places = list(range(self.number * size, (self.number + 1) * size))
+        scores = self.reader.fit(near, places).score if len(near) else torch.zeros(size, 0)
+        best: Order | None = None
+        least = max(len(known), min(size, len(near))) if last else size
+        for count in range(least, min(size, least + _LONGER) + 1) if len(near) else ():
+            order = self.settled(_assigned(scores[:count], near, known), near, len(known))
+            if best is not None and _excess(best) - _excess(order) < 2 * ODDS + 2 * len(near) ** 0.5:
+                break
+            best = order
+        return best
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """One side's squares for an arrangement."""
+
+    side: Side
+    found: Map
+    seen: Tensor
+    spread: Tensor
+    cost: float
+    free: Tensor
+
+
+def once(tokens: Tensor) -> Tensor:
+    """Which of tokens (…, n) are not there before: their values count once."""
+    return ~(tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
+
+
+def _excess(order: Order) -> float:
+    return order.cost - order.expected
+
+
+def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
+    """The tokens (n,) by costs (n, c), each of them somewhere before one is there twice."""
+    from scipy.optimize import linear_sum_assignment  # on demand: seldom needed
+
+    costs = costs.double().clone()
+    for place, token in enumerate(known.tolist()):
+        costs[place] = torch.where(near == token, -_AGAIN, costs[place])
+    again = -(-len(costs) // len(near)) + 2
+    whole = torch.cat([costs + n * _AGAIN for n in range(again)], 1)
+    tokens = near[torch.as_tensor(linear_sum_assignment(whole.numpy())[1]) % len(near)]
+    tokens[: len(known)] = known
+    return tokens
+
+
+def _exchanges(
+    tokens: Tensor, near: Tensor, rest: Tensor, fixed: int
+) -> tuple[Tensor, list[list[int]]]:
+    """Arrangements (h, n) next to one: two tokens exchanged, or one for another that is there."""
+    at = torch.searchsorted(near, tokens)  # `near` is sorted
+    promised: list[tuple[float, list[int], Tensor]] = []
+    for a, b in combinations(range(fixed, len(tokens)), 2):
+        if tokens[a] != tokens[b]:
+            promised.append((float(rest[a, at[b]] + rest[b, at[a]]), [a, b], tokens[[b, a]]))
+    for place in range(fixed, len(tokens)):
+        if int((tokens == tokens[place]).sum()) > 1:
+            for other in near[near != tokens[place]]:
+                column = int(torch.searchsorted(near, other))
+                promised.append((float(rest[place, column]), [place], other[None]))
+    promised.sort(key=lambda each: each[0])
+    others, where = tokens.repeat(min(_PAIRS, len(promised)), 1), list[list[int]]()
+    for row, (_, places, given) in zip(others, promised, strict=False):
+        row[places] = given
+        where.append(places)
+    return others, where
+
+
+def ordered(reader: Reader, known: Mapping[int, int]) -> tuple[Reader, list[int]]:
+    """The text by a map that some known tokens gave, and again by the one that the text gives."""
+    size, count = reader.blocks.size, len(reader.blocks.sides[0].blocks)
+    first = torch.tensor([known[place] for place in range(len(known))])
+    ids: list[int] = []
+    for _ in range(2):
+        ids = []
+        for number in range(count):
+            own = first[number * size : (number + 1) * size]
+            if len(own) == size:
+                ids += own.tolist()
+                continue
+            order = Orders(reader, number).found(own, number == count - 1)
+            if order is None:
+                return reader, ids
+            ids += order.tokens.tolist()
+        reader = reader.solved(dict(enumerate(ids)))
+    return reader, ids
