@@ -7,7 +7,7 @@ squares fall, one by what they would be with one token exchanged; then exchanges
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -21,8 +21,9 @@ from keyhole.recover.layers.block_squares import directions, exchanged, fitted, 
 
 _SETTLED = 12  # rounds of solving for C and the free directions
 _MOVES = 8  # rounds of exchanges in a block, of each kind
-_PAIRS = 32  # exchanges of two tokens that are compared exactly, those that promise most
+_PAIRS, _NEAR = 48, 2  # exchanges that are compared exactly: of near places, and that promise most
 _AGAIN = 1e6  # what a token's second place costs in an assignment: first come those not yet placed
+_PASSES = 3  # over the text, with the map solved for again
 _LONGER = 4  # tokens of a last block, at most, that are there twice
 
 
@@ -36,11 +37,20 @@ class Order:
     tokens: Tensor
     cost: float
     expected: float
+    free: int
     margins: Tensor
 
     @property
     def fits(self) -> bool:
         return self.cost <= self.expected + DEVIATIONS * (2 * self.expected) ** 0.5
+
+    def follows(self, shorter: Order) -> bool:
+        """Is the last token there? It has to explain more than chance, or what else is free."""
+        if self.free < shorter.free:
+            return self.fits
+        fewer = shorter.expected - self.expected
+        least = fewer + DEVIATIONS * (2 * fewer) ** 0.5 + 2 * ODDS
+        return shorter.cost - self.cost > least
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +78,16 @@ class Orders:
         for side, found in self.sides():
             seen = places != (-1 if found.hidden is None else found.hidden)
             plain, block = self.rows(side, tokens, places), side.blocks[self.number]
-            own = (plain @ found.matrix)[seen & (once(tokens) | side.keys)]
+            own = (plain @ found.matrix)[seen]
+            own = own if side.keys else own[once(tokens[seen])]
             spread = side.spreads(self.number, plain)
-            free = max(found.free(count, blocks.size - count, added), int(added))
+            free = found.free(count, blocks.size - count, added)
+            if added and found.hidden is None:
+                free = 1 + (count < blocks.size)
             cost, _, more = fitted(block, spread, own[None], directions(block, own, free), _SETTLED)
             made.append(Fitted(side, found, seen, spread, float(cost), more[0]))
             total += float(cost)
-            expected += len(block) * (block.shape[1] - len(own) - free)
+            expected += (len(block) - free) * (block.shape[1] - len(own) - free)
             if side.keys:
                 others = self.rows(side, near.expand(count, -1), places[:, None]) @ found.matrix
                 rest[seen] += exchanged(block, spread, own, more[0], others[seen]) - float(cost)
@@ -129,7 +142,7 @@ class Orders:
         margins = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
         for rise, places in zip(rises.tolist(), where, strict=True):
             margins[places] = margins[places].clamp(max=rise)
-        return Order(tokens, cost, expected, margins)
+        return Order(tokens, cost, expected, sum(len(each.free) for each in made), margins)
 
     def inside(self) -> Tensor:
         """The tokens (c,) that the block holds, by their values; one head may hide one."""
@@ -157,7 +170,7 @@ class Orders:
         least = max(len(known), min(size, len(near))) if last else size
         for count in range(least, min(size, least + _LONGER) + 1) if len(near) else ():
             order = self.settled(_assigned(scores[:count], near, known), near, len(known))
-            if best is not None and _excess(best) - _excess(order) < 2 * ODDS + 2 * len(near) ** 0.5:
+            if best is not None and not order.follows(best):
                 break
             best = order
         return best
@@ -178,10 +191,6 @@ class Fitted:
 def once(tokens: Tensor) -> Tensor:
     """Which of tokens (…, n) are not there before: their values count once."""
     return ~(tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
-
-
-def _excess(order: Order) -> float:
-    return order.cost - order.expected
 
 
 def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
@@ -206,7 +215,8 @@ def _exchanges(
     promised: list[tuple[float, list[int], Tensor]] = []
     for a, b in combinations(range(fixed, len(tokens)), 2):
         if tokens[a] != tokens[b]:
-            promised.append((float(rest[a, at[b]] + rest[b, at[a]]), [a, b], tokens[[b, a]]))
+            promise = float(rest[a, at[b]] + rest[b, at[a]]) if b - a > _NEAR else -torch.inf
+            promised.append((promise, [a, b], tokens[[b, a]]))
     for place in range(fixed, len(tokens)):
         if int((tokens == tokens[place]).sum()) > 1:
             for other in near[near != tokens[place]]:
@@ -220,21 +230,24 @@ def _exchanges(
     return others, where
 
 
-def ordered(reader: Reader, known: Mapping[int, int]) -> tuple[Reader, list[int]]:
-    """The text by a map that some known tokens gave, and again by the one that the text gives."""
+def ordered(reader: Reader, known: Sequence[int]) -> tuple[Reader, list[int]]:
+    """The text by a map that its first tokens gave, and again by those that the text gives."""
     size, count = reader.blocks.size, len(reader.blocks.sides[0].blocks)
-    first = torch.tensor([known[place] for place in range(len(known))])
-    ids: list[int] = []
-    for _ in range(2):
-        ids = []
-        for number in range(count):
-            own = first[number * size : (number + 1) * size]
-            if len(own) == size:
-                ids += own.tolist()
-                continue
-            order = Orders(reader, number).found(own, number == count - 1)
-            if order is None:
-                return reader, ids
-            ids += order.tokens.tolist()
+    first, ids = torch.tensor(known), list[int]()
+    for number in range(count):
+        own = first[number * size : (number + 1) * size]
+        order = None if len(own) == size else Orders(reader, number).found(own, number == count - 1)
+        if order is None and len(own) < size:
+            break
+        ids += own.tolist() if order is None else order.tokens.tolist()
+    for _ in range(_PASSES):
         reader = reader.solved(dict(enumerate(ids)))
+        before, text = list(ids), torch.tensor(ids)
+        for number, own in enumerate(text.split(size)):
+            fixed = min(max(0, len(first) - number * size), size)
+            if fixed < len(own):
+                order = Orders(reader, number).settled(own, own.unique(), fixed)
+                ids[number * size : (number + 1) * size] = order.tokens.tolist()
+        if ids == before:
+            break
     return reader, ids

@@ -9,7 +9,7 @@ its tokens together still have to give its numbers,
 
 with C (b, n + k) free and z the few directions that are not the tokens': the row under A, and those
 that fill the block up. Every number's own deviation s_ij is known, from its exponent, and what was
-rounded before the mix adds to it: so the squares of ε / s sum to a chi-square of b (d − n − k)
+rounded before the mix adds to it: so the squares of ε / s sum to a chi-square of (b − k)(d − n − k)
 dimensions for the right tokens in the right order. M is solved for by the same squares, alternating
 between C, z and M, each of which the others give by a linear equation.
 """
@@ -84,25 +84,25 @@ def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor
     return torch.cat(each)
 
 
-def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor) -> Tensor:
+def exchanged(
+    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor
+) -> Tensor:
     """Sums of squares (n, c) with each of rows (n, d) exchanged for each of its others (n, c, d)."""
     weights, every = spread.square().reciprocal(), torch.cat([rows, free])
+    found = _coefficients(block, weights, every[None])[0]
+    left = block - found @ every
+    every = torch.nn.functional.normalize(every, dim=-1)
     weighted = every * weights[:, None]  # (b, n + k, d)
-    gram = weighted @ every.mT
-    _ridge(gram)
-    inverse, right = torch.linalg.inv(gram), (weighted @ block[..., None])[..., 0]
-    whole, made = (block.square() * weights).sum(), list[Tensor]()
+    gram, made = weighted @ every.mT, list[Tensor]()
     for place, given in enumerate(others):
         kept = torch.arange(len(every)) != place
-        column = inverse[:, kept, place]
-        without = inverse[:, kept][:, :, kept] - column[:, :, None] * column[:, None] / (
-            inverse[:, place, place][:, None, None]
-        )
-        found = (without @ right[:, kept, None])[..., 0]
-        least = whole - (found * right[:, kept]).sum()
-        inside = weighted[:, kept] @ given.mT  # (b, n + k - 1, c)
-        length = weights @ given.square().mT - (inside * (without @ inside)).sum(1)
-        along = (weights * block) @ given.mT - (inside * found[..., None]).sum(1)
+        aim = left + found[:, place, None] * rows[place]  # what the others do not explain
+        right, inside = weighted[:, kept] @ aim[..., None], weighted[:, kept] @ given.mT
+        solution = torch.linalg.solve(gram[:, kept][:, :, kept], torch.cat([right, inside], -1))
+        mine, theirs = solution.split([1, len(given)], -1)  # (b, n + k - 1, c)
+        least = (aim.square() * weights).sum() - (mine * right).sum()
+        length = weights @ given.square().mT - (inside * theirs).sum(1)
+        along = (weights * aim) @ given.mT - (inside * mine).sum(1)
         made.append(least - (along.square() / length.clamp(min=1e-9)).sum(0))
     return torch.stack(made)
 
@@ -122,7 +122,7 @@ def turned(
         for block, spread, given in zip(blocks, spreads, rows, strict=True):
             made = _real(planes(given) * found)
             cost, mix, _ = fitted(block, spread, made[None], directions(block, made, free), 1)
-            left, count = left + float(cost), count + len(block) * (made.shape[1] - mix.shape[2])
+            left, count = left + float(cost), count + (len(block) - free) * (made.shape[1] - mix.shape[2])
             own, other = mix[0].to(found.dtype).split([len(given), free], -1)
             weights = planes(spread).abs().square().reciprocal()  # of both numbers of a plane
             base = other[None] * weights.sqrt().mT[..., None]  # (d/2, b, k)
