@@ -135,3 +135,34 @@ def test_right_tokens_lie_as_far_outside_as_rounding_puts_them(llama):
     assert 0.7 < solved.level < 1.3  # a chi-square: q = 1
     others = [each.flip(0) for each in rows]
     assert blocks.solved(others, torch.arange(len(TEXT))).level > 3
+
+
+@pytest.fixture(scope="module")
+def biased():
+    """Keys as Qwen2.5 has them: a few planes a hundred times as large as what tokens add."""
+    made = tiny.model(
+        "llama", hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attention_bias=True
+    )
+    bias = made.layers[0].self_attn.k_proj.bias
+    bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(0))
+    bias.data.view(2, 2, -1)[:, :, -4:] *= 200
+    return made
+
+
+def test_keys_whose_directions_rounding_hides_are_read_by_squares(biased, words):
+    leak = cloaked(biased, dtype=torch.bfloat16)
+    plain = leak_of(biased, None, TEXT, "kv:0")
+    blocks = Blocks.cut(leak, [BLOCK])[0]
+    assert min(len(base) for side in blocks.sides if side.keys for base in side.bases) < BLOCK - 2
+    rows = [(plain.keys if side.keys else plain.values)[side.head] for side in blocks.sides]
+    assert blocks.solved(rows, torch.arange(len(TEXT))).coarse
+    read = recover_text(biased, words, leak)
+    assert read.ids == TEXT
+    assert read.verified
+    target = Target.of(biased, words)
+    for a, b in ((20, 21), (12, 14), (40, 41)):
+        swapped = list(TEXT)
+        swapped[a], swapped[b] = TEXT[b], TEXT[a]
+        assert not judge_mixed(target, leak, swapped).verified
+    for other in ([*TEXT[:30], TEXT[30] + 1, *TEXT[31:]], TEXT[:-1], [*TEXT, 5], [*TEXT, TEXT[-1]]):
+        assert not judge_mixed(target, leak, other).verified

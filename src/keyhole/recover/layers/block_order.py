@@ -19,26 +19,26 @@ from keyhole.recover.layers.block_reader import LIST, Reader
 from keyhole.recover.layers.block_spans import DEVIATIONS, Map, Side
 from keyhole.recover.layers.block_squares import directions, exchanged, fitted, squares
 
-_SETTLED = 12  # rounds of solving for C and the free directions
+_SETTLED = 6  # rounds of solving for C and the free directions
 _MOVES = 8  # rounds of exchanges in a block, of each kind
 _PAIRS, _NEAR = 48, 2  # exchanges that are compared exactly: of near places, and that promise most
 _AGAIN = 1e6  # what a token's second place costs in an assignment: first come those not yet placed
 _PASSES = 3  # over the text, with the map solved for again
+_NOT_FILLED = 2.0  # times what is expected: rows that fill a block up are far larger than tokens
 _LONGER = 4  # tokens of a last block, at most, that are there twice
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Tokens (n,) at the first places of a block: their squares, and how many were expected.
+    """Tokens (n,) at the first places of a block: their squares, and how many are expected.
 
-    `margins` (n,) are what the squares rise by, at least, if another one of the block is there.
+    `free` counts the directions of all sides that are no token's.
     """
 
     tokens: Tensor
     cost: float
     expected: float
     free: int
-    margins: Tensor
 
     @property
     def fits(self) -> bool:
@@ -47,7 +47,7 @@ class Order:
     def follows(self, shorter: Order) -> bool:
         """Is the last token there? It has to explain more than chance, or what else is free."""
         if self.free < shorter.free:
-            return self.fits
+            return self.cost < _NOT_FILLED * self.expected
         fewer = shorter.expected - self.expected
         least = fewer + DEVIATIONS * (2 * fewer) ** 0.5 + 2 * ODDS
         return shorter.cost - self.cost > least
@@ -139,10 +139,38 @@ class Orders:
                 if again[0] >= cost:
                     break
             tokens, (cost, expected, rest, made) = changed, again
-        margins = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
-        for rise, places in zip(rises.tolist(), where, strict=True):
-            margins[places] = margins[places].clamp(max=rise)
-        return Order(tokens, cost, expected, sum(len(each.free) for each in made), margins)
+        return Order(tokens, cost, expected, sum(len(each.free) for each in made))
+
+    def as_it_is(self, tokens: Tensor) -> Order:
+        return self.settled(tokens, tokens.unique(), len(tokens))
+
+    def margins(self, tokens: Tensor) -> Tensor:
+        """What the squares rise by (n,), at least, if another one of the block is at a place."""
+        near = tokens.unique()
+        _, _, rest, made = self.fit(tokens, near)
+        others, where = _exchanges(tokens, near, rest, 0)
+        least = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
+        for rise, places in zip(self.exact(made, tokens, others).tolist(), where, strict=True):
+            least[places] = least[places].clamp(max=rise)
+        return least
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """A last block's tokens (n,) without those that chance explains, or with what is missing."""
+        own = self.as_it_is(tokens)
+        while len(tokens) > 1 and not own.follows(shorter := self.as_it_is(tokens[:-1])):
+            tokens, own = tokens[:-1], shorter
+        while len(tokens) < self.reader.blocks.size:
+            longer = [self.as_it_is(torch.cat([tokens, each[None]])) for each in tokens.unique()]
+            best = min(longer, key=lambda order: order.cost)
+            if not best.follows(own):
+                break
+            tokens, own = best.tokens, best
+        return tokens
+
+    def ends(self, tokens: Tensor) -> bool:
+        """Are these (n,) all tokens of a last block? One that no keys show may follow them."""
+        hidden = all(found.hidden == len(tokens) for side, found in self.sides() if side.keys)
+        return torch.equal(self.cut(tokens), tokens) and not hidden
 
     def inside(self) -> Tensor:
         """The tokens (c,) that the block holds, by their values; one head may hide one."""
@@ -230,7 +258,7 @@ def _exchanges(
     return others, where
 
 
-def ordered(reader: Reader, known: Sequence[int]) -> tuple[Reader, list[int]]:
+def ordered(reader: Reader, known: Sequence[int]) -> list[int]:
     """The text by a map that its first tokens gave, and again by those that the text gives."""
     size, count = reader.blocks.size, len(reader.blocks.sides[0].blocks)
     first, ids = torch.tensor(known), list[int]()
@@ -248,6 +276,8 @@ def ordered(reader: Reader, known: Sequence[int]) -> tuple[Reader, list[int]]:
             if fixed < len(own):
                 order = Orders(reader, number).settled(own, own.unique(), fixed)
                 ids[number * size : (number + 1) * size] = order.tokens.tolist()
+        if len(ids) > (last := count * size - size):
+            ids[last:] = Orders(reader, count - 1).cut(torch.tensor(ids[last:])).tolist()
         if ids == before:
             break
-    return reader, ids
+    return ids

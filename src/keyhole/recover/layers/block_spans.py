@@ -25,7 +25,8 @@ _STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
 _ENOUGH = 1.25  # equations for each unknown
 _HIDES = 0.9  # of the level: what is left of it without the place that A hides
 LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
-_COARSE = 1.5  # level from which on rounding hides directions of a block
+_COARSE = 1.5  # level from which on spans are not enough, if …
+_SEEN = 0.8  # … fewer of a block's directions are above rounding
 _TURNS = (2, 6)  # rounds for each place that A may hide, and for the best of them
 _TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
 
@@ -157,28 +158,31 @@ def products(rows: Tensor) -> Tensor:
 
 
 def solved(
-    side: Side, rows: Tensor, places: Tensor, block: int, coarse: bool = False
-) -> Map | None:
+    side: Side, rows: Tensor, places: Tensor, block: int,
+    before: Map | None = None, coarse: bool = False,
+) -> Map | None:  # fmt: skip
     """M from rows (n, d) of tokens known to stand at `places` (n,).
 
     None if they are too few, or if rounding leaves fewer directions of their blocks than half of
     them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given. By
-    blocks that are known whole it is solved for by squares where spans do not do (or if `coarse`).
+    blocks that are known whole it is solved for by squares where spans do not do (or if `coarse`),
+    from what it was before.
     """
     numbers, size, classes = places // block, rows.shape[1], places % block
     if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
         return None
+    every = [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
     jacobians = products(rows)
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
 
-    def fit(hidden: int | None) -> tuple[float, int | None, Tensor] | None:
+    def fit(hidden: int | None, rounds: int = 2) -> tuple[float, int | None, Tensor] | None:
         seen = (classes != (-1 if hidden is None else hidden)).double()
         given = float(equations @ seen)
         if given < _ENOUGH * size:
             return None
         error, theta = errors.diagonal(dim1=1, dim2=2).mean(-1), outside.new_zeros(size)
-        for _ in range(2):
+        for _ in range(rounds):
             sums = torch.einsum("n,nij->ij", seen / error, outside)
             theta = torch.linalg.eigh(sums)[1][:, 0]
             error = theta @ errors @ theta
@@ -194,20 +198,21 @@ def solved(
     without = [found for each in worst if (found := fit(each)) is not None]
     best = min(without, key=lambda found: found[0], default=whole)
     level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
-    every = [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
-    coarse = coarse or level > _COARSE
-    if every and coarse:
+    lost = level > _COARSE and min([len(side.bases[n]) for n in every], default=0) < _SEEN * block
+    if every and (coarse or lost):
         starts = [(hidden, theta)]
-        if level > _COARSE:
-            tried = [fit(each) for each in (None, *range(block))]
+        if lost:
+            tried = [fit(each, 1) for each in (None, *range(block))]
             starts = [found[1:] for found in tried if found is not None]
+        if before is not None and before.coarse:
+            starts = [(before.hidden, before.matrix[: size // 2].reshape(size // 2, 2, -1).diagonal(dim1=0, dim2=2).flatten())]
         found = _by_squares(side, rows, places, block, every, starts)
         if found is not None:
             hidden, theta = found
             seen = (classes != (-1 if hidden is None else hidden)).double()
             misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
             own = float(seen @ misfits) / float(seen @ equations)
-            return Map(products(theta[None])[0], hidden, own, coarse=level > _COARSE)
+            return Map(products(theta[None])[0], hidden, own, coarse=lost)
     return Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
 
 
@@ -317,9 +322,10 @@ class Blocks:
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""
+        before = self.maps or [None] * len(self.sides)
         maps = [
-            solved(side, each, places, self.size)
-            for side, each in zip(self.sides, rows, strict=True)
+            solved(side, each, places, self.size, found)
+            for side, each, found in zip(self.sides, rows, before, strict=True)
         ]
         if any(each is not None and each.coarse for each in maps):
             maps = [
@@ -354,8 +360,11 @@ class Blocks:
 
     @property
     def coarse(self) -> bool:
-        """Does rounding hide directions of some side's blocks, so that squares are needed?"""
-        return any(each is not None and each.coarse for each in self.maps)
+        """Does rounding hide directions of keys, so that squares have to order what values tell?"""
+        pairs = [each for each in zip(self.sides, self.maps, strict=True) if each[1] is not None]
+        return any(side.keys and found.coarse for side, found in pairs if found) and any(
+            not side.keys and not found.coarse for side, found in pairs if found
+        )
 
     def fine(self) -> Blocks:
         """Without the sides that are coarse."""
