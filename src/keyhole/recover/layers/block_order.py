@@ -88,7 +88,7 @@ class Orders:
             made.append(Fitted(side, found, seen, spread, float(cost), more[0]))
             total += float(cost)
             expected += (len(block) - free) * (block.shape[1] - len(own) - free)
-            if side.keys:
+            if side.keys and len(near) and len(own):
                 others = self.rows(side, near.expand(count, -1), places[:, None]) @ found.matrix
                 rest[seen] += exchanged(block, spread, own, more[0], others[seen]) - float(cost)
         return total, expected, rest, made
@@ -142,7 +142,8 @@ class Orders:
         return Order(tokens, cost, expected, sum(len(each.free) for each in made))
 
     def as_it_is(self, tokens: Tensor) -> Order:
-        return self.settled(tokens, tokens.unique(), len(tokens))
+        cost, expected, _, made = self.fit(tokens, tokens[:0])
+        return Order(tokens, cost, expected, sum(len(each.free) for each in made))
 
     def margins(self, tokens: Tensor) -> Tensor:
         """What the squares rise by (n,), at least, if another one of the block is at a place."""

@@ -211,7 +211,7 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
 
 
 def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> Verdict:
-    by_order, ends = None, False
+    reader, by_order, ends = None, list[float](), False
     if blocks.coarse and first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
         by_order, ends = _in_order(reader, ids)
@@ -224,17 +224,22 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
         spans = blocks.spans(own, number)
         left = max([left, *(torch.inf if each is None else each.left for each in spans)])
         tokens = ids[start : start + size]
+        by_keys = None
+        if reader is not None and tokens:
+            by_keys = Orders(reader, number).fit(torch.tensor(tokens), others(start)[0])[2]
         for inside, token in enumerate(tokens):
             fit = blocks.fit([each[inside][None, None] for each in own], [start + inside])
             fitting.append(bool(fit.fits(level)))
             near, given = others(start + inside)
             lost = lost_with(spans, inside, given)
             same = near == token
-            if by_order is not None or (not float(fit.keys_free) and tokens.count(token) == 1):
+            if by_keys is not None:  # values tell tokens, and keys do as well where those show
+                lost = (lost + by_keys[inside]) * bool(fit.free)
+            if by_keys is not None or (not float(fit.keys_free) and tokens.count(token) == 1):
                 # Another one of the block cannot stand here as well: this one would be missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
-    if by_order is None:
+    if reader is None:
         ends = _ends(target, blocks, rows, ids)
     else:
         margins = [min(pair) for pair in zip(margins, by_order, strict=True)]
