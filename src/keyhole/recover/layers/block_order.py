@@ -156,7 +156,7 @@ class Orders:
         return least
 
     def cut(self, tokens: Tensor) -> Tensor:
-        """A last block's tokens (n,) without those that chance explains, or with what is missing."""
+        """The tokens (n,) of a last block less those that chance explains, or with what lacks."""
         own = self.as_it_is(tokens)
         while len(tokens) > 1 and not own.follows(shorter := self.as_it_is(tokens[:-1])):
             tokens, own = tokens[:-1], shorter

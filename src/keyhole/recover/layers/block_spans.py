@@ -124,8 +124,14 @@ class Map:
     def shows(self, place: int) -> bool:
         return self.hidden != place
 
+    @property
+    def start(self) -> tuple[int | None, Tensor]:
+        """The place and M, as complex numbers (d/2,), to solve for it again from."""
+        half = len(self.matrix) // 2
+        return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
+
     def free(self, count: int, fill: int, added: bool) -> int:
-        """How many directions of a block are no token's: `count` tokens are there, `fill` others."""
+        """How many directions of a block with `count` tokens and `fill` other rows are none of its."""
         if not fill:
             return int(self.hidden is not None)
         # A is on a token, or on a row that fills the block up: is it the only one?
@@ -157,21 +163,16 @@ def products(rows: Tensor) -> Tensor:
     return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
 
 
-def solved(
-    side: Side, rows: Tensor, places: Tensor, block: int,
-    before: Map | None = None, coarse: bool = False,
-) -> Map | None:  # fmt: skip
+def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     """M from rows (n, d) of tokens known to stand at `places` (n,).
 
     None if they are too few, or if rounding leaves fewer directions of their blocks than half of
-    them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given. By
-    blocks that are known whole it is solved for by squares where spans do not do (or if `coarse`),
-    from what it was before.
+    them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given.
+    Where spans do not do, it is solved for by squares if blocks are known whole.
     """
     numbers, size, classes = places // block, rows.shape[1], places % block
     if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
         return None
-    every = [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
     jacobians = products(rows)
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
@@ -198,51 +199,60 @@ def solved(
     without = [found for each in worst if (found := fit(each)) is not None]
     best = min(without, key=lambda found: found[0], default=whole)
     level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
-    lost = level > _COARSE and min([len(side.bases[n]) for n in every], default=0) < _SEEN * block
-    if every and (coarse or lost):
-        starts = [(hidden, theta)]
-        if lost:
-            tried = [fit(each, 1) for each in (None, *range(block))]
-            starts = [found[1:] for found in tried if found is not None]
-        if before is not None and before.coarse:
-            starts = [(before.hidden, before.matrix[: size // 2].reshape(size // 2, 2, -1).diagonal(dim1=0, dim2=2).flatten())]
-        found = _by_squares(side, rows, places, block, every, starts)
-        if found is not None:
-            hidden, theta = found
-            seen = (classes != (-1 if hidden is None else hidden)).double()
-            misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
-            own = float(seen @ misfits) / float(seen @ equations)
-            return Map(products(theta[None])[0], hidden, own, coarse=lost)
-    return Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
+    found = Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
+    ranks = [len(side.bases[n]) for n in whole_blocks(places, block)]
+    if level > _COARSE and min(ranks, default=block) < _SEEN * block:
+        tried = [fit(each, 1) for each in (None, *range(block))]
+        starts = [(each[1], planes(each[2])) for each in tried if each is not None]
+        return by_squares(side, rows, places, block, starts) or found
+    return found
 
 
-def _by_squares(
-    side: Side, rows: Tensor, places: Tensor, block: int, numbers: Sequence[int],
+def whole_blocks(places: Tensor, block: int) -> list[int]:
+    """The blocks all of whose places are among `places`."""
+    numbers = places // block
+    return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
+
+
+def by_squares(
+    side: Side,
+    rows: Tensor,
+    places: Tensor,
+    block: int,
     starts: Sequence[tuple[int | None, Tensor]],
-) -> tuple[int | None, Tensor] | None:  # fmt: skip
-    """The place that A hides and θ, by all squares of blocks that are known whole."""
-    given = [rows[places // block == n].double() for n in numbers]
-    spreads = [side.spreads(n, each) for n, each in zip(numbers, given, strict=True)]
+) -> Map | None:
+    """The map by all squares of blocks that are known whole, from places that A may hide and M."""
+    numbers, inside = whole_blocks(places, block), places % block
+    given = {n: rows[places // block == n].double() for n in numbers}
+    spreads = {n: side.spreads(n, each) for n, each in given.items()}
 
-    def turn(hidden: int | None, start: Tensor, rounds: int, most: int | None = None):
-        shown = [
-            each[places[places // block == n] % block != (-1 if hidden is None else hidden)]
-            .unique(dim=0) for n, each in zip(numbers, given, strict=True)
-        ]  # fmt: skip
-        # Of values, A may hide one that is there twice, so that nobody knows where it is.
+    def turn(hidden: int | None, start: Tensor, rounds: int, where: list[int]) -> Turn:
+        kept = inside != (-1 if hidden is None else hidden)
+        shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
+        # A may hide a token that is there twice, so that values do not tell its place.
         free = int(hidden is not None or len(starts) == 1)
-        found, left = turned(
-            [side.blocks[n] for n in numbers[:most]], spreads[:most], shown[:most], free,
-            start, rounds,
-        )  # fmt: skip
+        blocks, each = [side.blocks[n] for n in where], [spreads[n] for n in where]
+        found, left = turned(blocks, each, shown, free, start, rounds)
         return left, hidden, found
 
-    hidden, start = starts[0][0], planes(starts[0][1])
+    if not numbers or not starts:
+        return None
+    hidden, start = starts[0]
     if len(starts) > 1:
-        tried = [turn(each, planes(theta), _TURNS[0], 1) for each, theta in starts]
+        tried = [turn(*each, _TURNS[0], numbers[:1]) for each in starts]
         _, hidden, start = min(tried, key=lambda each: each[0])
-    left, hidden, found = turn(hidden, start, _TURNS[1])
-    return (hidden, torch.cat([found.real, found.imag])) if left < _COARSE else None
+    left, hidden, found = turn(hidden, start, _TURNS[1], numbers)
+    if not left < _COARSE:
+        return None
+    made = Map(products(torch.cat([found.real, found.imag])[None])[0], hidden, 1.0, True)
+    kept = inside != (-1 if hidden is None else hidden)
+    misfits = torch.cat([
+        made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
+    ])  # fmt: skip
+    return replace(made, level=float(misfits.mean()))
+
+
+Turn = tuple[float, int | None, Tensor]  # the mean square that is left, the place that A hides, M
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,16 +333,25 @@ class Blocks:
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""
         before = self.maps or [None] * len(self.sides)
+
+        def again(side: Side, given: Tensor, found: Map) -> Map | None:
+            return by_squares(side, given, places, self.size, [found.start])
+
         maps = [
-            solved(side, each, places, self.size, found)
+            found and found.coarse and again(side, each, found)
+            or solved(side, each, places, self.size)
             for side, each, found in zip(self.sides, rows, before, strict=True)
-        ]
-        if any(each is not None and each.coarse for each in maps):
+        ]  # fmt: skip
+        if any(found is not None and found.coarse for found in maps):  # then all by squares
+            fine = [found is not None and not found.coarse for found in maps]
+            better = [
+                again(side, each, found) if found and more else None
+                for side, each, found, more in zip(self.sides, rows, maps, fine, strict=True)
+            ]
             maps = [
-                found if found is None or found.coarse
-                else solved(side, each, places, self.size, coarse=True)
-                for found, side, each in zip(maps, self.sides, rows, strict=True)
-            ]  # fmt: skip
+                found if more is None else replace(more, coarse=False)
+                for found, more in zip(maps, better, strict=True)
+            ]
         return replace(self, maps=maps)
 
     def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:

@@ -84,10 +84,8 @@ def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor
     return torch.cat(each)
 
 
-def exchanged(
-    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor
-) -> Tensor:
-    """Sums of squares (n, c) with each of rows (n, d) exchanged for each of its others (n, c, d)."""
+def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor) -> Tensor:
+    """Sums of squares (n, c), each of rows (n, d) exchanged for each of its others (n, c, d)."""
     weights, every = spread.square().reciprocal(), torch.cat([rows, free])
     found = _coefficients(block, weights, every[None])[0]
     left = block - found @ every
@@ -122,7 +120,8 @@ def turned(
         for block, spread, given in zip(blocks, spreads, rows, strict=True):
             made = _real(planes(given) * found)
             cost, mix, _ = fitted(block, spread, made[None], directions(block, made, free), 1)
-            left, count = left + float(cost), count + (len(block) - free) * (made.shape[1] - mix.shape[2])
+            left += float(cost)
+            count += (len(block) - free) * (made.shape[1] - mix.shape[2])
             own, other = mix[0].to(found.dtype).split([len(given), free], -1)
             weights = planes(spread).abs().square().reciprocal()  # of both numbers of a plane
             base = other[None] * weights.sqrt().mT[..., None]  # (d/2, b, k)
