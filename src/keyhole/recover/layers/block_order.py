@@ -19,7 +19,6 @@ from keyhole.recover.layers.block_reader import LIST, Reader
 from keyhole.recover.layers.block_spans import DEVIATIONS, Map, Side
 from keyhole.recover.layers.block_squares import directions, exchanged, fitted, squares
 
-_SETTLED = 6  # rounds of solving for C and the free directions
 _MOVES = 8  # rounds of exchanges in a block, of each kind
 _PAIRS, _NEAR = 48, 2  # exchanges that are compared exactly: of near places, and that promise most
 _AGAIN = 1e6  # what a token's second place costs in an assignment: first come those not yet placed
@@ -84,7 +83,7 @@ class Orders:
             free = found.free(count, blocks.size - count, added)
             if added and found.hidden is None:
                 free = 1 + (count < blocks.size)
-            cost, _, more = fitted(block, spread, own[None], directions(block, own, free), _SETTLED)
+            cost, _, more = fitted(block, spread, own[None], directions(block, own, free))
             made.append(Fitted(side, found, seen, spread, float(cost), more[0]))
             total += float(cost)
             expected += (len(block) - free) * (block.shape[1] - len(own) - free)

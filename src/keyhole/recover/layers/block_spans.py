@@ -131,7 +131,7 @@ class Map:
         return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
 
     def free(self, count: int, fill: int, added: bool) -> int:
-        """How many directions of a block with `count` tokens and `fill` other rows are none of its."""
+        """How many directions of a block are of no token: of `count` and `fill` other rows."""
         if not fill:
             return int(self.hidden is not None)
         # A is on a token, or on a row that fills the block up: is it the only one?
@@ -334,23 +334,20 @@ class Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""
         before = self.maps or [None] * len(self.sides)
 
-        def again(side: Side, given: Tensor, found: Map) -> Map | None:
-            return by_squares(side, given, places, self.size, [found.start])
+        def again(side: Side, given: Tensor, found: Map | None, coarse: bool) -> Map | None:
+            if found is None or found.coarse != coarse:
+                return None
+            made = by_squares(side, given, places, self.size, [found.start])
+            return None if made is None else replace(made, coarse=coarse)
 
         maps = [
-            found and found.coarse and again(side, each, found)
-            or solved(side, each, places, self.size)
+            again(side, each, found, coarse=True) or solved(side, each, places, self.size)
             for side, each, found in zip(self.sides, rows, before, strict=True)
-        ]  # fmt: skip
+        ]
         if any(found is not None and found.coarse for found in maps):  # then all by squares
-            fine = [found is not None and not found.coarse for found in maps]
-            better = [
-                again(side, each, found) if found and more else None
-                for side, each, found, more in zip(self.sides, rows, maps, fine, strict=True)
-            ]
             maps = [
-                found if more is None else replace(more, coarse=False)
-                for found, more in zip(maps, better, strict=True)
+                again(side, each, found, coarse=False) or found
+                for side, each, found in zip(self.sides, rows, maps, strict=True)
             ]
         return replace(self, maps=maps)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 _RIDGE = 1e-12  # of the diagonal: rows may be zero
 _AT_ONCE = 64  # arrangements of a block, for memory's sake
-_ROUNDS = 3  # of solving for C and z
+_ROUNDS = 40  # of solving for C and z, at most …
+_STILL = 0.1  # … until the squares fall by less
 
 
 def planes(rows: Tensor) -> Tensor:
@@ -63,9 +64,13 @@ def fitted(
     as it is if the columns of C are orthogonal, as S has them, so that it is good for other tokens.
     """
     weights = spread.square().reciprocal()
-    free = free.expand(len(rows), -1, -1)
+    free, cost = free.expand(len(rows), -1, -1), torch.inf
     for _ in range(rounds if free.shape[1] else 0):
-        found = _coefficients(block, weights, torch.cat([rows, free], 1))
+        every = torch.cat([rows, free], 1)
+        found = _coefficients(block, weights, every)
+        before, cost = cost, float(((block - found @ every).square() * weights).sum())
+        if before - cost < _STILL * len(rows):
+            break
         own, other = found.split([rows.shape[1], free.shape[1]], -1)
         left = (block - own @ rows) * weights
         gram = (other.mT[:, :, None] * other.mT[:, None]) @ weights  # (h, k, k, d)

@@ -32,6 +32,10 @@ for the right token, whatever S, M and the rounding are: a chi-square, whose sum
 and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that directions which are no larger
 than the rounding count as outside.
 
+**Coarse rounding.** Where it hides directions of a block's keys (a large bias, few bits), single
+tokens are nowhere outside of it; whole blocks are still told apart (block_squares.py,
+block_order.py).
+
 **No token known.** The text's common tokens are guessed (block_reader.py).
 
 **What it does not read.** Where the rows of a block span all of a head (b ≥ d, if the text is as
@@ -269,10 +273,11 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
 def _in_order(reader: Reader, ids: list[int]) -> tuple[list[float], bool]:
     """By squares: how far other orders of each block's tokens are off, and does the text end?
 
-    There are fewer of these than tokens of a vocabulary. A block that does not fit has no order.
+    Fewer of these are for a place than tokens of a vocabulary: an exchange with each other place,
+    or for each other token of the block. A block that does not fit has no order.
     """
     text, size = torch.tensor(ids), reader.blocks.size
-    fewer = 2 * log(len(reader.table.values[0]) / (size * size))
+    fewer = 2 * log(len(reader.table.values[0]) / (2 * size))
     margins = list[float]()
     for number, tokens in enumerate(text.split(size)):
         orders = Orders(reader, number)
