@@ -151,15 +151,14 @@ def biased():
 
 
 def test_keys_whose_directions_rounding_hides_are_read_by_squares(biased, words):
-    text = TEXT[:32]
-    leak = cloaked(biased, text, dtype=torch.bfloat16)
+    leak = cloaked(biased, dtype=torch.bfloat16)
     blocks = Blocks.cut(leak, [BLOCK])[0]
     assert min(len(base) for side in blocks.sides if side.keys for base in side.bases) < BLOCK - 2
     read = recover_text(biased, words, leak)
-    assert read.ids == text
+    assert read.ids == TEXT
     assert read.verified
     target = Target.of(biased, words)
-    swapped = [*text[:12], text[13], text[12], *text[14:]]
+    swapped = [*TEXT[:20], TEXT[21], TEXT[20], *TEXT[22:]]
     assert not judge_mixed(target, leak, swapped).verified
 
 
