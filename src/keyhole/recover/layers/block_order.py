@@ -120,7 +120,6 @@ class Orders:
             if again[0] >= cost:
                 break
             tokens, (cost, expected, rest, made) = better, again
-        rises, where = torch.zeros(0), list[list[int]]()
         for _ in range(_MOVES):
             others, where = _exchanges(tokens, near, rest, fixed)
             rises = self.exact(made, tokens, others)

@@ -121,9 +121,6 @@ class Map:
     level: float
     coarse: bool = False
 
-    def shows(self, place: int) -> bool:
-        return self.hidden != place
-
     @property
     def start(self) -> tuple[int | None, Tensor]:
         """The place and M, as complex numbers (d/2,), to solve for it again from."""
