@@ -23,7 +23,7 @@ import httpx
 
 import show
 import subjects
-from last_layer import served
+from servers import served
 from show import Row
 
 TOGETHER = 0.02  # seconds between chunks of one step; a step of the model takes longer

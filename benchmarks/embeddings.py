@@ -4,15 +4,12 @@ Sentences of SST-2's development set (none that is a line of the corpus) are sea
 vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
 `--tokens` (special ones not counted). Exact means the very same tokens.
 
-`--parts search`: the order of tokens from the same domain (SST-2's training set; on a GPU with
-HellaSwag and DREAM besides), from another one (HellaSwag and DREAM alone), and from the corpus that
-ships; with `--drawn FILE` from what `keyhole lab corpus` drew from a language model. `--rows 1,3`
-takes some. A text that gives the vector back within 1e-6 and is another is counted as wrong. On a
-GPU all vectors are searched together, on a CPU one after the other.
-
-`--parts stored`: vectors as stores keep them, rounded, or with noise of a share of their spread
-that is known to the attacker; the whole way from the leak to the judge. Verified means that the
-judge says so, false that it says so of another text. `--quick` takes a random-weight model.
+The order of tokens is from the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
+besides), from another one (HellaSwag and DREAM alone), and from the corpus that ships; `--rows 1,3`
+takes some. Row 4 are the two secrets of OWASP's lab for embedding inversion, which recovers
+neither, with the corpus that ships and the judge. A text that gives the vector back within 1e-6 and
+is another is counted as wrong. On a GPU all vectors are searched together, on a CPU one after the
+other. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -31,18 +28,17 @@ import show
 import subjects
 from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
-from keyhole.recover import Pooled, recover_texts
+from keyhole.recover import Pooled, leak_of, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
-from stored_forms import Change, changes, vectors_of
 
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
 ON_CPU = {(4, 9): 80}  # … and on two cores
-FORMS = ("float32", "float16", "8 bits, a scale", "4 bits", "1 bit", "%, stated")
+SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
 
 
@@ -62,10 +58,8 @@ def run(
     device: str = subjects.DEVICE,
     texts: int = 100,
     passes: int | None = None,
-    rows: list[int] = [1, 2, 3],  # noqa: B006 - read, never changed
-    drawn: Path | None = None,
+    rows: list[int] = [1, 2, 3, 4],  # noqa: B006 - read, never changed
     tokens: str = "4-9,10-16,17-24,25-32",
-    parts: list[str] = ["search", "stored"],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
         loaded = subjects.tiny("bert", words=96)
@@ -73,26 +67,38 @@ def run(
         cases = [Case("its own words", lines[4:])]
         search = SumSearch(passes=400)
         yield from searched(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
-        yield from stored(loaded, lines[4:], lines[:2], [(1, 3)], search, 3, texts)
         return
     loaded, on_gpu = subjects.minilm(encoder, device), device.startswith("cuda")
     reviews, secrets = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
     shape = (subjects.lengths(tokens), SumSearch(passes=passes))
     max_length = CountedReader(corpus=()).max_length
-    if "search" in parts:
-        others = [*subjects.hellaswag(data), *subjects.turns(data)]
-        same = [*reviews, *others] if on_gpu else reviews
-        cases = [
-            Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
-            Case("another domain", others),
-            Case("the corpus that ships", read_texts(SHIPPED)),
-        ]
-        cases = [case for row, case in enumerate(cases, 1) if row in rows]
-        if drawn:
-            cases.append(Case("drawn from a language model", read_texts(drawn)))
-        yield from searched(loaded, cases, secrets, *shape, max_length, texts)
-    if "stored" in parts:
-        yield from stored(loaded, reviews, secrets, *shape, max_length, texts)
+    others = [*subjects.hellaswag(data), *subjects.turns(data)]
+    same = [*reviews, *others] if on_gpu else reviews
+    cases = [
+        Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
+        Case("another domain", others),
+        Case("the corpus that ships", read_texts(SHIPPED)),
+    ]
+    cases = [case for row, case in enumerate(cases, 1) if row in rows]
+    yield from searched(loaded, cases, secrets, *shape, max_length, texts)
+    if 4 in rows:
+        yield from labelled(loaded, shape[1])
+
+
+def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
+    """The secrets of OWASP's lab, from the leak to the judge, one by one."""
+    for text in SECRETS:
+        leak = cast("Pooled", leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")))
+        reader, clock = CountedReader(search=search), _Clock()
+        (made,) = recover_texts(
+            loaded.model, loaded.tokenizer, [replace(leak, tokens=None)], method=reader
+        )
+        exact = made.ids == loaded.tokenizer(text)["input_ids"]
+        words = f"{'exact' if exact else 'not read'}, {'' if made.verified else 'not '}verified"
+        yield Row(
+            f"{Path(loaded.name).name}: {text}", words, "exact, verified",
+            exact and made.verified, f"{made.passes:,} passes, {clock.words()}",
+        )  # fmt: skip
 
 
 def of_lengths(
@@ -158,53 +164,6 @@ def measure(
         {"tokens": len(ids), "exact": reading.tokens == ids, "cosine": reading.cosine,
          "f1": subjects.f1(reading.tokens, ids), "passes": reading.passes}
         for reading, ids in zip(readings, secrets, strict=True)
-    ])  # fmt: skip
-
-
-def stored(
-    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths],
-    search: SumSearch, max_length: int, texts: int,
-) -> Iterator[Row]:  # fmt: skip
-    target = Target.of(loaded.model, loaded.tokenizer)
-    some = loaded.tokenizer(list(corpus[:512]))["input_ids"]
-    forms = changes(vectors_of(target, some), (), 0, (1,))
-    reader = CountedReader(list(corpus), max_length, search).ready(target, Exposure("pooled"))
-    lines = token_lists(loaded, corpus)
-    for (least, most), few in of_lengths(loaded, secrets, lines, lengths, texts):
-        for name, change in forms.items():
-            if any(part in name for part in FORMS):
-                what = f"{least}–{most} tokens, {name}"
-                yield read_from_store(what, loaded, reader, change, few)
-
-
-def read_from_store(
-    what: str, loaded: Loaded, reader: CountedReader, change: Change, secrets: list[list[int]]
-) -> Row:
-    first, *last = loaded.tokenizer("")["input_ids"]
-    framed = [[first, *ids, *last] for ids in secrets]
-    given = [cast("Pooled", subjects.leak_of(loaded, ids, Exposure("pooled"))) for ids in framed]
-    leaks = [change(replace(leak, tokens=None)) for leak in given]
-    clock = _Clock()
-    made = recover_texts(loaded.model, loaded.tokenizer, leaks, method=reader)
-    pace = clock.words(len(secrets))
-    pairs = list(zip(made, framed, strict=True))
-    exact = sum(recovery.ids == ids for recovery, ids in pairs)
-    verified = sum(recovery.verified and recovery.ids == ids for recovery, ids in pairs)
-    false = sum(recovery.verified and recovery.ids != ids for recovery, ids in pairs)
-    shared = statistics.mean(subjects.f1(recovery.ids[1:-1], ids[1:-1]) for recovery, ids in pairs)
-    passes = statistics.mean(recovery.passes for recovery in made)
-    row = Row(
-        what,
-        f"{exact} of {len(secrets)} exact, {verified} of them verified, {false} false",
-        "0 false",
-        false == 0,
-        f"token F1 {shared:.3f}; {passes:,.0f} passes and {pace} a text",
-    )
-    return show.itemised(row, [
-        {"tokens": len(ids) - 1 - len(last), "exact": recovery.ids == ids,
-         "verified": recovery.verified, "f1": subjects.f1(recovery.ids[1:-1], ids[1:-1]),
-         "passes": recovery.passes}
-        for recovery, ids in pairs
     ])  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from keyhole.recover.files.arrays import arrays_of_slot, read_slot
 from keyhole.recover.files.contents import as_served, with_served_noise
 from keyhole.recover.files.readings import readings_of
 from keyhole.recover.leaks import Leak
-from last_layer import served
+from servers import served
 from show import Row
 
 PARTS = ["apart", "texts", "float32"]

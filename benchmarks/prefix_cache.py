@@ -23,7 +23,7 @@ import httpx
 
 import show
 import subjects
-from last_layer import served
+from servers import served
 from show import Row
 
 OWN = 5  # prompts of the asker's, for the threshold

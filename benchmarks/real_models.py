@@ -4,7 +4,7 @@
 hidden states at a quarter, half and all of its layers, and from the caches of a causal one: turns
 of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right. Of an encoder
 and a decoder both are read: the decoder's text is what the model itself answers to the turn, behind
-the encoder's states of it. An encoder that reads no text (Whisper's; a folder of CTranslate2, too)
+the encoder's states of it. An encoder that reads no text (Whisper's)
 is given noise, and the turns are what the decoder is read from.
 
 `--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
@@ -33,7 +33,6 @@ from keyhole.models.pairs import decoder_of, encoder_of, is_pair
 from keyhole.recover import recover_texts
 from show import Row
 from subjects import leak_of
-from whisper_files import whisper
 
 # Layers, width, width of the feed-forward layer, heads: SmolLM2, Qwen2.5-1.5B and Llama 2 7B.
 SHAPES = {0.1: (30, 576, 1536, 9), 1.5: (28, 1536, 8960, 12), 7.0: (32, 4096, 11008, 32)}
@@ -70,8 +69,6 @@ def run(
 
 
 def opened(name: Path, device: str) -> Loaded:
-    if (name / "model.bin").exists():
-        return whisper(name)
     task = "base" if task_of(name) in ("classification", "choice", "causal") else task_of(name)
     return load_model(name, device=device, task=task)
 

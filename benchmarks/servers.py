@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -40,6 +41,28 @@ SETTINGS = {
         "--api-key", "secret",
     ),
 }  # fmt: skip
+LLAMA_CPP = """
+import sys, xllamacpp as x
+p = x.CommonParams()
+p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256, 1
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
+    if name == "slots":
+        p.slot_save_path, p.swa_full = value, True
+    elif name == "flash":
+        p.flash_attn_type = int(value)
+    elif name == "draft":
+        p.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        p.speculative.ngram_simple.size_n, p.speculative.ngram_simple.size_m = 2, int(value)
+    elif name == "cache":
+        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
+    else:
+        p.embedding = True
+        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
+server = x.Server(p)
+print("listening", flush=True)
+sys.stdin.read()
+"""
 _SMALL = ("--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager")
 _QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -83,6 +106,22 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+@contextmanager
+def served(file: Path, *settings: str) -> Generator[str]:
+    """llama.cpp's server; `settings` are what LLAMA_CPP reads of them, such as slots=FOLDER."""
+    port = free_port()
+    command = [sys.executable, "-c", LLAMA_CPP, str(file), str(port), *settings]
+    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **quiet) as process:
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline().strip() != "listening":
+                raise SystemExit(f"xllamacpp does not serve {file}")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 @contextmanager

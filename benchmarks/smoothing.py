@@ -21,10 +21,9 @@ have the smoothed classifier as their target, as its mean probability over MASKS
 The vote is then taken again after 1, 4, 16, … units, over JUDGES fresh random masks or the whole
 partition. A certified text that flips breaks the promise. ρ = 1 is the plain model, trained and
 attacked alike, against which a last row sets the votes: flips by 1% of the units of the texts that
-both get right, and accuracy. `--consistency` (of S-Attend) and `--divisions` were tried to keep
-more of that. `--tasks hellaswag,dream` are multiple choice. On a GPU products are in TF32, for the
-vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and leaves out what
-they have.
+both get right, and accuracy. `--tasks hellaswag,dream` are multiple choice. On a GPU products are
+in TF32, for the vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and
+leaves out what they have.
 """
 
 from __future__ import annotations
@@ -258,8 +257,6 @@ class Options:
     epochs: int | None = None
     batch: int | None = None
     rate: float | None = None
-    consistency: float = 0.0
-    divisions: int = 1
     masks_at_once: int = 512
     data: Path = subjects.DATA
     encoder: Path | None = None
@@ -315,7 +312,7 @@ class Bench:
             Mean(loaded.model.base_model)
         training = trained.fit(
             loaded, train[: self.options.examples or count],
-            f"sattend:rate={1 - keep:.9g}:emptied=true:consistency={self.options.consistency}",
+            f"sattend:rate={1 - keep:.9g}:emptied=true",
             self.options.device, epochs=epochs,
             batch=batch, rate=rate, seed=self.options.seed, pool=32, max_length=length,
         )  # fmt: skip
@@ -379,12 +376,9 @@ def run(
     yield from (Row(run=each, **each["line"]) for each in runs)
     for name, readout, keep in product(tasks, readouts, keeps):
         what = f"{options.model}, {name}, {readout}, ρ = {keep:g}"
-        what += f", consistency {options.consistency:g}" if options.consistency else ""
-        what += f", {options.divisions} divisions" if options.divisions > 1 else ""
         ways = [
             Smoothing(
-                keep, kind, options.samples, options.divisions, batch=options.masks_at_once,
-                seed=options.seed,
+                keep, kind, options.samples, batch=options.masks_at_once, seed=options.seed
             )
             for kind in cast("list[Kind]", kinds if 0 < keep < 1 else ["partition"])
             if not any(each["row"] == f"{what}, {kind}" for each in runs)

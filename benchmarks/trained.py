@@ -1,6 +1,6 @@
 """What benchmarks share that train a model and then attack it: options, training, attacks, table.
 
-A run is what one model (a task's, a family's) trained with one method and one seed gave: `what`,
+A run is what one model trained with one method and one seed gave: `what`,
 `method`, `seed`, `settings`, `curve` (accuracy on the dev set after each epoch), `training`,
 `attacks` (flips of right answers), and `answers`: for every right answer that was attacked its
 margin, its number of tokens, the entropy of attention, and what each attack did to it. One process
@@ -17,7 +17,6 @@ Methods of training (`--methods`, with commas):
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
     METHOD>SHARE>METHOD   the second from that share of the steps on
-    sweep                 the settings of attack masks in PRESETS
 """
 
 from __future__ import annotations
@@ -47,14 +46,6 @@ from keyhole.models.masking import rewriting
 from show import Row
 
 Run = dict[str, Any]
-PRESETS = (
-    "attack-masks:0.35:0.01:random:2:labels",
-    "attack-masks:0.5:0.01:random:2:labels",
-    "attack-masks:0.35:0.01:random:1:consistency",
-    "attack-masks:2:0.05:random:1:consistency",
-    "freelb+attack-masks:0.5:0.01",
-    "freelb+attack-masks:1:0.01",
-)
 ATTACKS: dict[str, Callable[..., Attacker]] = {
     "random": HackAttend.random,
     "as-released": HackAttend.as_released,
@@ -93,12 +84,9 @@ class Options:
     @property
     def trainings(self) -> list[tuple[str, int]]:
         """Every method with every seed; what is misspelt is refused before hours of training."""
-        names = [
-            name for given in self.methods for name in (PRESETS if given == "sweep" else (given,))
-        ]
-        for name in names:
+        for name in self.methods:
             defence(name)
-        return [(name, seed) for name in names for seed in self.seeds]
+        return [(name, seed) for name in self.methods for seed in self.seeds]
 
     def minilm(self, seed: int, task: str = "classification") -> Loaded:
         """MiniLM with a new head, drawn from the seed."""

@@ -134,15 +134,14 @@ class Checkout:
         source = self.root / "src" / "keyhole"
         return [Path(path).relative_to(source).parts[0] for path in paths]
 
-    def ends(self, newer: bool) -> dict[str, object]:
+    def ends(self) -> dict[str, object]:
         """How each of the commands below ends: its exit code and the status it prints."""
         found: dict[str, object] = {}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "vllm.sh").write_text("vllm serve m --host 0.0.0.0\n", "utf-8")
-            for older, new in COMMANDS.items():
-                code, printed = self.call(Path(folder), new or older if newer else older)
-                status = re.findall(r'"status": "([^"]+)"', printed)[:1]
-                found[older] = (code, *status)
+            for command in COMMANDS:
+                code, printed = self.call(Path(folder), command)
+                found[command] = (code, *re.findall(r'"status": "([^"]+)"', printed)[:1])
         return found
 
 
@@ -164,32 +163,24 @@ sys.setprofile(None)
 print(json.dumps([path for path in entered if path.endswith(".py")]))
 """
 
-COMMANDS = {  # as they were, and as they are where that differs
-    "plant head.safetensors --dim 6": "lab plant head.safetensors -o dim=6",
-    "extract head.safetensors --json": "",
-    "extract head.safetensors --method sign-only --json": "",
-    "extract head.safetensors --budget 10 --json": "",
-    "extract missing.safetensors": "",
-    "extract head.safetensors --method nonsense": "",
-    "plant layer.safetensors --kind inversion --dim 4 --tokens 4": (
-        "lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=4"
-    ),
-    "invert layer.safetensors --json": "",
-    'capture demo --text "a secret" --expose hidden:3 --out leak.safetensors': (
-        'lab capture demo --text "a secret" --expose hidden:3 --out leak.safetensors'
-    ),
-    "invert text demo leak.safetensors --json": "recover demo leak.safetensors --json",
-    "disrupt demo --examples 1 --json": "",
-    "audit head.safetensors": "",
-    "audit head.safetensors --force --baseline keyhole-report.json": (
-        "audit head.safetensors --force --baseline keyhole-head.safetensors.json"
-    ),
-    "report keyhole-report.json --output markdown=-": (
-        "report keyhole-head.safetensors.json --output markdown=-"
-    ),
-    "check-config vllm.sh": "",
-    "audit head.safetensors --fail": "",
-}
+COMMANDS = (
+    "lab plant head.safetensors -o dim=6",
+    "extract head.safetensors --json",
+    "extract head.safetensors --method sign-only --json",
+    "extract head.safetensors --budget 10 --json",
+    "extract missing.safetensors",
+    "extract head.safetensors --method nonsense",
+    "lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=4",
+    "invert layer.safetensors --json",
+    'lab capture demo --text "a secret" --expose hidden:3 --out leak.safetensors',
+    "recover demo leak.safetensors --json",
+    "disrupt demo --examples 1 --json",
+    "audit head.safetensors",
+    "audit head.safetensors --force --baseline keyhole-head.safetensors.json",
+    "report keyhole-head.safetensors.json --output markdown=-",
+    "check-config vllm.sh",
+    "audit head.safetensors --fail",
+)
 
 
 def run(
@@ -218,7 +209,7 @@ def run(
         parts = [sum(name in frame for name in names) for names in entered]
         yield row("of them in cli, audit, assess and report", *parts, "<= 25")
         yield from compared("finding", was.findings(), now.findings())
-        yield from compared("end of a command", was.ends(False), now.ends(True))
+        yield from compared("end of a command", was.ends(), now.ends())
     if rows:
         yield from compared("row", *(_rows(folder) for folder in rows))
 

@@ -79,9 +79,6 @@ def _section(title: str, command: Any, parameters: list[str], shared: set[str]) 
     context = command.context_class(command, info_name=title)
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
-    for name in _names(command) if title == "keyhole" else ():  # those of the lab follow it
-        inner = command.get_command(None, name)
-        parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
     parts += ["", *(line for line in parameters if line not in shared)]
     if common := [str(_name(line)) for line in parameters if line in shared]:
         parts.append(f"\nAlso, as above: {', '.join(common)}.")

@@ -220,24 +220,6 @@ def invert() -> Sheet:
     return sheet
 
 
-def layers() -> Sheet:
-    sheet = Sheet("Layers are taken off from the top, or all at once", 720, 190)
-    for number in range(4):
-        x = 40 + 160 * number
-        name = ["the input"] if not number else [f"layer {number}"]
-        sheet.box(x, 30, 120, 48, name, "gained" if not number else "plain")
-        if number:
-            sheet.path([(x - 40, 54), (x - 2, 54)])
-            sheet.path([(x + 40, 80), (x + 40, 110), (x - 90, 110), (x - 90, 80)], "tap dash")
-    sheet.path([(640, 54), (690, 54)])
-    sheet.text(642, 44, "output", "leak small")
-    sheet.text(
-        60, 140, "peel: each layer is inverted in turn, and multiplies errors by its condition"
-    )
-    sheet.text(60, 164, "end to end: all layers in one system, from what peeling found", "soft")
-    return sheet
-
-
 def recover() -> Sheet:
     """Propose, run, compare: what every attack on text does."""
     sheet = Sheet("Propose a text, run the model on it, compare with the leak", 720, 210)
@@ -297,7 +279,7 @@ def harden() -> Sheet:
 DRAWINGS: dict[str, Callable[[], Sheet]] = {
     "hidden-states": hidden_states, "embeddings": embeddings, "logits": logits, "scores": scores,
     "maps-and-caches": maps_and_caches, "gradients": gradients, "masks": masks,
-    "extract": extract, "invert": invert, "layers": layers, "recover": recover,
+    "extract": extract, "invert": invert, "recover": recover,
     "disrupt": disrupt, "harden": harden,
 }  # fmt: skip
 

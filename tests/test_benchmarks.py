@@ -17,9 +17,7 @@ BENCHMARKS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "\n    show.main(" in path.read_text("utf-8")
 )
 # More than five seconds even where it should be quick, of what other tests look at too.
-LONG = {
-    "defences", "endpoint_mlserver", "text_recovery",
-}  # fmt: skip
+LONG = {"text_recovery"}
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
 

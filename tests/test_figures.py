@@ -22,13 +22,12 @@ STRICT = {
 }
 
 # To be measured again on a GPU; each record says why it still stands.
-NOT_YET_AGAIN = {"disrupt-minilm", "disrupt-smollm2", "families", "harden_cost"}
+NOT_YET_AGAIN = {"disrupt-minilm", "disrupt-smollm2"}
 # Records of which every row is one run, one time or one count; or planted weights with fixed seeds,
 # which need nothing but this repository: the command gives every item again, digit for digit.
 ROWS_ARE_ITEMS = {
-    "architectures", "demo", "endpoint_mlserver", "error_against_queries", "fleet",
-    "inversion_training", "leaking_targets", "multi_head", "one_layer", "orthogonal_heads",
-    "published_theorems", "start", "substitution", "threads",
+    "demo", "error_against_queries", "fleet", "leaking_targets", "multi_head", "one_layer",
+    "orthogonal_heads", "published_theorems", "substitution",
 }  # fmt: skip
 # What the rows of a record were made from, by the command's --join.
 JOINED = {

@@ -18,7 +18,6 @@ import pytest
 
 import tiny_models
 from keyhole import audit, invert, oracle, recover
-from keyhole.lab import stacks
 from keyhole.models import load_model
 from kill_points import (
     CTRL_C,
@@ -65,8 +64,6 @@ def place(tmp_path_factory):
     oracle.save(oracle.plant("attention", dim=4, every_token=True), folder / "layer.safetensors")
     oracle.save(oracle.plant(dim=128, seed=1), folder / "head.safetensors")
     invert.plant(5, 5, scale=1.5, seed=1)[0].save(folder / "problem.safetensors")
-    stack, _ = stacks.plant(4, 4, 3, residual=True, seed=3)
-    stack.save(folder / "stack.safetensors")
     classifier(folder, 32)
     tiny_models.save("bert", folder / "model")
     words = [" ".join(f"w{(7 * i + 3 * j) % 190}" for j in range(24)) for i in range(24)]
@@ -93,10 +90,6 @@ def fleet_checks(folder):
 def answers_remembered(folder, words):
     result = json.loads((folder / "stolen.json").read_text())
     return result["remembered"] + result["check"]["remembered"]
-
-
-def searches_done(folder, words):
-    return int(re.search(r"^resuming: (\d+) searches are done$", words, re.M)[1])
 
 
 def epochs_resumed(folder, words):
@@ -144,13 +137,6 @@ def cases(place):
             ("invert", place / "problem.safetensors", "-o", "starts=64", "--method",
              "levenberg-marquardt", "-o", "solutions=64", "--out", "input.json"),
             ("input.json", "input.safetensors"),
-        ),
-        "invert layers": Case(
-            ("lab", "stacks", place / "stack.safetensors", "-o", "starts=48", "-o", "solutions=48",
-             "-o", "branches=2", "--out", "first.json"),
-            ("first.json", "first.safetensors"), records("first.json.journal"),
-            r"\d+ finished searches are in first.json.journal: the same command resumes",
-            taken_over=searches_done,
         ),
         "invert text": Case(
             ("recover", place / "model", place / "leaks", "--out", "texts.jsonl"),

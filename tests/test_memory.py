@@ -40,9 +40,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_to_do(tmp_path, monkeypa
 def test_a_pass_takes_little_beside_the_weights_and_of_what_is_free(monkeypatch):
     parts = anatomy(tiny.language_model("llama"))
     monkeypatch.setattr(machine, "available", lambda device: 2**40)
-    free, gigabyte = machine.room("cpu", 10**6), 10**9
-    assert free == machine.room("cpu", 0) < 2 * gigabyte  # a small model: a pass worth its while
-    assert machine.room("cpu", 100 * gigabyte) == 10 * gigabyte
+    free, gigabyte = machine.memory_of_a_pass("cpu", 10**6), 10**9
+    assert (
+        free == machine.memory_of_a_pass("cpu", 0) < 2 * gigabyte
+    )  # a small model: a pass worth its while
+    assert machine.memory_of_a_pass("cpu", 100 * gigabyte) == 10 * gigabyte
     many = parts.at_once(16)
     assert many > parts.at_once(1024) > parts.at_once(1024, kept=10**6)
     assert parts.at_once(16, modest=False) > many

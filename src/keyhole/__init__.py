@@ -8,7 +8,6 @@
     keyhole.disrupt.run("./model", "dev.tsv")   predictions flipped by cutting attention
     keyhole.harden.run("./model", "train.tsv", "hardened")   training against that
     keyhole.configs.check(["deploy/"])          settings that open what attacks need
-    keyhole.lab.cost.head(64, rank=8)           what an attack would cost
     keyhole.report.render(audit)                the page of an audit
 
 Each package holds the methods too: `keyhole.extract.SingleHead()(oracle)`, and so on. Results show

@@ -19,7 +19,6 @@ from command_line import inside
 from keyhole import disrupt, harden
 from keyhole.core import Exposure
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
-from keyhole.lab import certificates
 from keyhole.models import load_model
 from tiny_classifiers import classifier
 
@@ -87,29 +86,11 @@ def test_any_method_by_its_name(keyhole, place):
         )  # fmt: skip
 
 
-def test_certificates_by_the_command(keyhole, place, tmp_path):
-    view = ("lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3)
-    done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
-    data = json.loads(done.stdout)
-    assert json.loads((tmp_path / "c.json").read_text()) == data
-    found = certificates.Certification.load(tmp_path / "c.json")
-    assert found == certificates.Certification.from_dict(data)
-    assert len(found.certificates) == 3
-    open_ = len(found.right) - found.certified
-    assert done.returncode == (1 if found.flipped else 3 if open_ or not found.right else 0)
-    for proof in found.right:
-        assert proof.units in (2 * 4 * 7**2, 2 * 4 * 8**2)  # layers, heads, words
-        assert proof.alone <= proof.margin
-    printed = keyhole(*view, cwd=place).stdout
-    assert "right answers stand whichever single unit is cut" in printed
-    assert "whichever 2 units of one layer are cut" in printed
-
-
 @pytest.mark.parametrize("kind", ["random", "partition"])
 def test_smoothing_by_the_command(keyhole, place, tmp_path, kind):
     view = (
-        "lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3, "--method",
-        "smoothing", "-o", f"kind={kind}", "-o", "keep=0.1", "-o", "samples=100", "--seed", 5,
+        "lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3,
+        "-o", f"kind={kind}", "-o", "keep=0.1", "-o", "samples=100", "--seed", 5,
     )  # fmt: skip
     done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
     found = harden.Smoothed.load(tmp_path / "c.json")
@@ -322,9 +303,8 @@ def written(folder, family, task):
     (folder.parent / "t.txt").write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize(("family", "task"), [("t5", "seq2seq"), ("opt", "causal")])
-def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family, task):
-    written(tmp_path / "model", family, task)
+def test_an_encoder_with_a_decoder_through_the_commands(keyhole, tmp_path):
+    written(tmp_path / "model", "t5", "seq2seq")
     view = ("model", "--data", "t.txt", "--json")
     options = (
         "--share", 0.05, "--output", "html=p.html", "-o", "continuation=2", "-o", "spare=padding",

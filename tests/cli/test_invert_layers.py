@@ -33,19 +33,17 @@ def keyhole(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-@pytest.mark.parametrize("method", ["peel", "end-to-end"])
-def test_a_planted_stack_comes_back(tmp_path, keyhole, method):
+def test_a_planted_stack_comes_back(tmp_path, keyhole):
     assert keyhole(*PLANT, "-o", "residual=true", "-o", "scale=0.3").returncode == 0
     done = keyhole(
-        "lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8", "--json",
-        "--out", "f.json",
+        "lab", "stacks", "s.safetensors", "-o", "starts=8", "--json", "--out", "f.json",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["status"] == "recovered"
     _, secret = stacks.plant(2, 5, 4, scale=0.3, residual=True)
     result = stacks.StackInversion.load(tmp_path / "f.json")
     assert min(float((X - secret).abs().max()) for X in result.solutions) < 1e-8
-    words = keyhole("lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8").stdout
+    words = keyhole("lab", "stacks", "s.safetensors", "-o", "starts=8").stdout
     assert "errors in the output grow" in words
 
 
@@ -65,8 +63,7 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
-        ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
+        ("s.safetensors -o steps=2", "stacks has no option 'steps'"),
         ("s.safetensors -o starts=0", "starts must be 1 or more, not 0"),
         (
             "p.safetensors",

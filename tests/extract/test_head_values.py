@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from planted_layers import layer
 
-from keyhole.extract.vector_answers import open_panel, separate_values
+from keyhole.extract.vector_answers import open_vectors, separate_values
 from keyhole.oracle import Counted
 
 
 def test_values_are_separated_with_few_queries():
     truth = layer(10, 3, 10, False)
     counted = Counted(truth)
-    panel, total = open_panel(counted)
-    V = separate_values(panel, total, torch.Generator().manual_seed(0))
+    vectors, total = open_vectors(counted)
+    V = separate_values(vectors, total, torch.Generator().manual_seed(0))
     assert len(V) == 3
     for V_h in truth.V:
         assert min(float((V_h - found).abs().max()) for found in V) < 1e-11

@@ -1,4 +1,4 @@
-"""What the panel of probe sequences measures, against the formula."""
+"""What the vectors of probe sequences measures, against the formula."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from planted_layers import KINDS, layer
 
 from any_function import normal
-from keyhole.extract.vector_answers import Panel, open_panel, solve_scores
+from keyhole.extract.vector_answers import VectorOracle, open_vectors, solve_scores
 from keyhole.oracle import Counted
 
 
 @pytest.mark.parametrize(("every", "causal"), KINDS)
 def test_answers_are_what_the_formula_says(every, causal):
     truth = layer(5, 2, 4, every, causal)
-    panel = Panel(truth, 4, every, causal)
+    vectors = VectorOracle(truth, 4, every, causal)
     keys, xs = normal(1, 3, 5), normal(2, 2, 5)
-    got = panel.respond(keys[None], xs, square=0.5, zeros=2)[0]
-    counts = panel.references(2, zeros=2)
+    got = vectors.respond(keys[None], xs, square=0.5, zeros=2)[0]
+    counts = vectors.references(2, zeros=2)
     for i, x in enumerate(xs):
         expected = np.zeros(4)
         for W, V in zip(truth.W.numpy(), truth.V.numpy(), strict=True):
@@ -50,7 +50,7 @@ def test_scores_come_back_through_the_linear_solve():
 def test_values_and_causality_are_read_off(every, causal, d):
     truth = layer(d, 3, 4, every, causal)
     counted = Counted(truth)
-    panel, total = open_panel(counted)
-    assert (panel.every_token, panel.causal) == (every, causal)
+    vectors, total = open_vectors(counted)
+    assert (vectors.every_token, vectors.causal) == (every, causal)
     assert torch.allclose(total, truth.V.sum(0), atol=1e-13)
     assert counted.queries == (1 if causal else d)

@@ -8,9 +8,10 @@ import torch
 from command_line import inside
 from keyhole.core.errors import InputError
 from keyhole.core.journal import records_in
-from keyhole.lab import defences, gaussian
+from keyhole.lab import defences
 from keyhole.lab.defences import DefenceTable, Verdict
 from keyhole.models.demo import TEXTS, load_demo
+from keyhole.recover.defences import stated
 from keyhole.recover.gradients.update import noise_for
 from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of, shown_again
 from keyhole.recover.simulate import leak_of
@@ -28,8 +29,8 @@ def plans():
 
 
 def test_privacy_that_says_nothing_is_no_proof():
-    assert "2.98e+03/N" in gaussian.stated(noise_for(8), 1.0, 10, 4096)[1]
-    assert gaussian.stated(0.001, 1.0, 10, 4096)[1] == ""
+    assert "2.98e+03/N" in stated(noise_for(8), 1.0, 10, 4096)[1]
+    assert stated(0.001, 1.0, 10, 4096)[1] == ""
 
 
 @pytest.mark.parametrize("form", SECRETS)

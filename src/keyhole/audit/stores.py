@@ -41,6 +41,7 @@ from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.pooling import (
     AGREES,
     AGREES_QUANTISED,
+    PREFIXES,
     Pooling,
     embeddings,
     encoder_max_length,
@@ -48,6 +49,7 @@ from keyhole.recover.embeddings.pooling import (
     from_settings,
     from_statistics,
     from_texts,
+    likely_prefix,
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
@@ -258,16 +260,26 @@ def _pooling(
     encoder = (loaded.model, loaded.tokenizer)
     agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
-    if pairs:
-        rows, witnesses = [row for row, _ in pairs], [text for _, text in pairs]
-        return from_texts(*encoder, witnesses, vectors[rows], max_length, agrees, width)
-    if known:
-        return from_known(*encoder, known[:_WITNESSES], store.batches(), max_length, agrees, width)
+    rows, witnesses = [row for row, _ in pairs], [text for _, text in pairs]
+
+    def by_texts(prefixes: Sequence[str]) -> Pooling:
+        rest = (max_length, agrees, width, prefixes)
+        if pairs:
+            return from_texts(*encoder, witnesses, vectors[rows], *rest)
+        return from_known(*encoder, known[:_WITNESSES], store.batches(), *rest)
+
+    if pairs or known:
+        plain = by_texts(("",))
+        begun = plain if plain.sure else by_texts(PREFIXES)
+        return begun if begun.sure else plain
     many = store.read(sample(store.count, _MANY, 0))
-    declared = from_settings(loaded.name, many, width)
-    if declared is not None:
-        return declared
-    return from_statistics(*encoder, ORDINARY, many, width)
+    guess = from_settings(loaded.name, many, width)
+    guess = guess or from_statistics(*encoder, ORDINARY, many, width)
+    prefix = likely_prefix(*encoder, ORDINARY, many, guess.exposure)
+    reason = (
+        f'{guess.reason}; texts seem to begin with "{prefix.strip()}"' if prefix else guess.reason
+    )
+    return replace(guess, prefix=prefix, reason=reason)
 
 
 def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
@@ -303,8 +315,11 @@ def _ready_once(target: StoreTarget) -> _Ready:
         if not isinstance(method, CountedReader):
             return method
         if not made:
-            attacked = Attacked.of(target.loaded.model, target.loaded.tokenizer)
-            made.append(method.ready(replace(attacked, track=track), target.pooling.exposure))
+            attacked, how = (
+                Attacked.of(target.loaded.model, target.loaded.tokenizer),
+                target.pooling,
+            )
+            made.append(method.ready(replace(attacked, track=track), how.exposure, how.prefix))
         return made[0]
 
     return attack
@@ -396,7 +411,7 @@ def _opened(source: Source, part: Vectors) -> tuple[Loaded, Attack]:
         )
     if isinstance(method, CountedReader):
         attacked = Attacked.of(loaded.model, loaded.tokenizer)
-        method = method.ready(attacked, part.pooling.exposure)
+        method = method.ready(attacked, part.pooling.exposure, part.pooling.prefix)
     return loaded, method
 
 
@@ -459,7 +474,7 @@ def _reading(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) 
     if text is None or not text.strip():
         note = f"vector {part.rows[place]}: the store has no text of it"
         return reading_alone(tokenizer, recovery, note, near)
-    original = Original.of(tokenizer, text, part.max_length)
+    original = Original.of(tokenizer, part.pooling.prefix + text, part.max_length)
     tokens, special = tokens_read(tokenizer, recovery), special_ids(tokenizer)
     truth = [id_ for id_ in original.ids if id_ not in special]
     return Reading(

@@ -19,11 +19,10 @@ import torch
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check, Part, nothing_to_try
-from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget, likeliest, quick
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import LeakTarget, TextTarget
 from keyhole.core import Skip
 from keyhole.core.endpoint import expect_authorized, without_password
 from keyhole.core.errors import InputError, MissingExtra

@@ -4,7 +4,8 @@ The auditor runs the model on texts, takes what would leak, in float32 and as le
 and hands the attacker the model and the leak: nothing else. Because the auditor knows the texts,
 the verdict is about them, and a wrong claim of the judge would show.
 
-Which leaks are tried with which attack stands in recover/registry.py.
+Which leaks are tried with which attack stands in recover/registry.py. A file that holds leaks, or
+the token ids themselves, is a target of its own (`LeakTarget`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.check import Check, Checked, Part, nothing_to_try
 from keyhole.core import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -33,10 +34,12 @@ from keyhole.models.capture import KINDS, capture
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
 from keyhole.models.pieces import unknown_token, written
-from keyhole.recover import Mark, TextRecovery, recover_texts
+from keyhole.recover import Mark, TextRecovery, recover_text, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.files.sources import Opened, Sealed, WrittenIds
+from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.registry import (
@@ -489,3 +492,73 @@ def aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> It
             yield Piece(f"{space}{piece}", mark.value, kind == "equal")
         for _ in range(max(0, (to - from_) - (end - start))):
             yield Piece(" ?", Mark.UNKNOWN.value, False)
+
+
+_IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
+_WHOLE = "float32"
+
+
+@dataclass(frozen=True, eq=False)
+class LeakTarget(Part):
+    """Leaks of one file, and the model whose they are."""
+
+    name: str
+    loaded: Loaded
+    leaks: Sequence[Opened]
+
+    @property
+    def observed(self) -> bool:
+        return True
+
+    @property
+    def identity(self) -> str:
+        digests = " ".join(opened.leak.digest for opened in self.leaks)
+        return f"{digests}; {self.loaded.identity}"
+
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        """For each text of the file: the ids that stand in it, and the attack on the rest."""
+        made: list[Check] = []
+
+        def add(exposure: Exposure, opened: Opened, attack: Attack | None = None) -> None:
+            exposure = replace(exposure, name=opened.name)
+            run = partial(_check_file, exposure, self.loaded, opened, attack)
+            made.append(Check(exposure, run))
+
+        for opened in self.leaks:
+            if opened.ids is not None:
+                add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
+            leaking = opened.leak.exposure
+            layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
+            sealed = Sealed(opened.sealed) if opened.sealed else None
+            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened, sealed)
+        return made
+
+
+def _check_file(
+    exposure: Exposure, loaded: Loaded, opened: Opened, attack: Attack | None, track: Track
+) -> Checked:
+    started = time.perf_counter()
+    leak = opened.leak
+    progress = track(f"tokens from {leak.exposure}", leak.length)
+    recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
+    readings = (reading_alone(loaded.tokenizer, recovery),)
+    result = Readings(leak.exposure.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
+    finding = Finding(
+        exposure=exposure,
+        attack=recovery.method,
+        status=recovery.status,
+        reason=recovery.reason,
+        remedy=_IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method),
+        error=None,
+        queries=0,
+        seconds=time.perf_counter() - started,
+        known=result.known if recovery.status is not Status.MISMATCH else 0.0,
+        sought="text",
+        texts=(result,),
+    )
+    return Checked((finding,))
+
+
+def _remedy(leak: Leak, method: str) -> str:
+    kind = "mixed" if method == MixedKeys.__name__ else leak.kind
+    return next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)

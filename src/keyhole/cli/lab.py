@@ -63,13 +63,11 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.extract.registry import METHODS as EXTRACTIONS
     from keyhole.harden.defences import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
-    from keyhole.lab.certificates import METHODS as CERTIFICATES
-    from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
 
     return {
-        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
-        "disrupt": ATTACKERS, "harden": DEFENCES, "lab certify": CERTIFICATES,
+        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS,
+        "disrupt": ATTACKERS, "harden": DEFENCES,
     }  # fmt: skip
 
 
@@ -342,7 +340,6 @@ def stacks(
             help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
         ),
     ],
-    method: opt.Method = None,
     option: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -352,17 +349,14 @@ def stacks(
 ) -> None:
     """Read the input of several layers back from their weights and the last output.
 
-    With --out every finished search is kept in FILE.journal until the result is saved, and the
-    same command resumes.
+    -o sets the search at each layer: starts (64), solutions (inputs looked for, 4), seconds, and
+    branches (candidates that are carried down, 8).
     """
-    from keyhole.lab.stacks import METHODS, Stack, run
+    from keyhole.lab.stacks import Stack, run
 
     expect_new(*and_tensors(out), force=force)
-    name = method or "peel"
-    options = opt.method_options(METHODS, name, option)
-    journal = None if out is None else out.with_name(f"{out.name}.journal")
-    kept = interruptible(lambda: "" if journal is None else _kept(journal, "finished searches"))
-    with kept, bars("invert layers", each=False) as track:
+    options = settings(option or (), types_of(run, hidden=("device", "seed")), "stacks")
+    with interruptible(), bars("invert layers", each=False) as track:
         asked = Stack.load(stack)
 
         def begun(name: str, total: int | None = None) -> Progress:
@@ -370,22 +364,16 @@ def stacks(
             say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
             return track(name, total)
 
-        result = run(
-            asked, name, **options, device=device, seed=seed, journal=journal, force=force,
-            track=begun, resuming=lambda done: say(f"resuming: {done} searches are done"),
-        )  # fmt: skip
+        result = run(asked, **options, device=device, seed=seed, track=begun)
         if out is not None:
             result.save(out)
-    if journal is not None:
-        journal.unlink(missing_ok=True)
     answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
 
 
 @command(
-    "keyhole lab certify ./my-classifier 1 --data dev.tsv --examples 2",
-    "keyhole lab certify ./my-classifier 4 --method smoothing -o keep=0.02 -o kind=partition "
-    "--data dev.tsv --examples 2",
+    "keyhole lab certify ./my-classifier 4 -o keep=0.02 -o kind=partition --data dev.tsv "
+    "--examples 2",
     group=lab,
 )
 def certify(
@@ -393,7 +381,6 @@ def certify(
     k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
     data: opt.Data = None,
     *,
-    method: opt.Method = None,
     option: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     out: opt.Out = None,
@@ -403,19 +390,18 @@ def certify(
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
-    bounds (the default): of a BERT classifier as it is, exactly for 1 unit, by a bound for more.
-    smoothing: of any classifier or multiple choice that votes over random masks of its attention,
-    as keyhole harden --method sattend -o emptied=true trains them.
+    Of any classifier or multiple choice that votes over masks of its attention, as keyhole harden
+    --method sattend -o emptied=true trains them. -o sets keep (the share of units that a mask
+    keeps, 0.05), kind (random, or partition for a proof), samples (of random masks, 1000),
+    confidence (0.999) and spare (what is never cut: padding, special or "first token").
     """
-    from keyhole.lab.certificates import METHODS, certify_all
+    from keyhole.harden.smoothing import Smoothing, certify_all
 
     expect_new(out, force=force)
-    name = method or "bounds"
-    options = opt.method_options(METHODS, name, option)
+    options = settings(option or (), types_of(Smoothing, hidden=("seed",)), "smoothing")
+    way = Smoothing(**options, seed=seed)
     with interruptible(), bars("disrupt", "examples") as track:
-        proofs = certify_all(
-            model, data, k, method=name, **options, **examples.keywords(), seed=seed, track=track
-        )
+        proofs = certify_all(model, data, k, way, **examples.keywords(), track=track)
         if out is not None:
             proofs.save(out)
     units = "one unit" if k == 1 else f"up to {k} units"
@@ -469,30 +455,3 @@ def defences(
         time = f"×{row.factor:.1f}"
         shown.add_row(row.guards, what, row.attack, row.attacker, row.honest, time, verdict)
     answer(found.to_dict(), shown, as_json=as_json)
-
-
-@command(
-    "keyhole lab cost head -o width=64 -o rank=8 -o exposure=scores -o rate=50 -o price=0.01",
-    "keyhole lab cost layer -o width=576 -o exposure=log-probabilities -o vocabulary=49152",
-    "keyhole lab cost text -o tokens=12 -o texts=100000 -o price=2.5",
-    group=lab,
-)
-def cost(
-    what: Annotated[
-        str, typer.Argument(metavar="[head|layer|text]", help="What the attack would take.")
-    ],
-    option: opt.MethodOptions = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Tell what an attack would cost: queries, tokens, hours and money.
-
-    head takes width, rank, exposure (scores, rounded, signs, vectors) and accuracy; layer width,
-    heads, exposure (vectors, checkpoint, log-probabilities), vocabulary and top; both the prices
-    rate (queries a second, 10), price (of a query), token_price (of a million tokens) and daily (a
-    client's budget of queries, 1000). text takes tokens, exposure, processor (gpu or cpu), texts,
-    price (of an hour) and seconds (for a thousand passes, if not as measured).
-    """
-    from keyhole.lab import cost as costs
-
-    bill = costs.bill(what, option or ())
-    answer(bill.to_dict(), bill.summary(), as_json=as_json)

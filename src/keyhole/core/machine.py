@@ -1,7 +1,7 @@
-"""Memory is looked at before it is taken: sizes that cannot fit are refused in one line.
+"""This machine: how much memory is free, which devices there are, how many threads to compute with.
 
-A machine that runs out of memory ends programs, not always the one that asked. What a caller's
-sizes would take is known from their shapes, in whole numbers that cannot overflow.
+Sizes that cannot fit into memory are refused in one line, before any is taken: a machine that runs
+out of it ends programs, not always the one that asked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def expect_memory(
         raise InputError(f"{words}: {instead}" if instead else words)
 
 
-def room(device: str | torch.device, weights: int) -> int:
+def memory_of_a_pass(device: str | torch.device, weights: int) -> int:
     """Bytes that one pass of a model may take besides its weights, of so many bytes.
 
     A small share of them, so that the whole takes little more than the model; of a small model, as
@@ -100,8 +100,7 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
 # The threads of one operation wait for each other at its end. On a small matrix that takes away
 # most of the gain; where another process is busy, a thread that has to wait for its turn holds up
 # all others, thousands of times a second. So small work takes one thread, and large work as many as
-# torch takes by itself, one for each core. `benchmarks/threads.py` measures both, on matrices on
-# both sides of the limit; docs/pipelines.md says what it measured.
+# torch takes by itself, one for each core.
 #
 # Somebody's own choice stands: the environment's, and a number that torch would not have taken.
 

@@ -34,7 +34,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
-from keyhole.extract.vector_answers import Panel, open_panel, separate_values, solve_scores
+from keyhole.extract.vector_answers import VectorOracle, open_vectors, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle
 
@@ -59,47 +59,49 @@ class FullOutput(Method):
         return 2 * dim + 2
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        panel, total = open_panel(oracle)
+        vectors, total = open_vectors(oracle)
         stream = torch.Generator().manual_seed(self.seed)
-        for step in self._search(panel, total, stream):
+        for step in self._search(vectors, total, stream):
             # Where every token answers, one sequence could be long enough for everything.
-            numbers = panel.outputs if not panel.every_token else step.unknowns or 1
+            numbers = vectors.outputs if not vectors.every_token else step.unknowns or 1
             yield replace(step, numbers=numbers)
 
-    def _search(self, panel: Panel, total: Tensor, stream: torch.Generator) -> Iterator[Step]:
+    def _search(
+        self, vectors: VectorOracle, total: Tensor, stream: torch.Generator
+    ) -> Iterator[Step]:
         """One head if the answers can be one's, else several."""
-        d, unknowns = panel.dim, panel.dim * (panel.dim + panel.outputs)
+        d, unknowns = vectors.dim, vectors.dim * (vectors.dim + vectors.outputs)
         # How many heads there are, and so how many unknowns, is open.
-        first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), None)
+        first = Step(_layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
         same = max(_SAME, 16 * self.tolerance)  # of inexact answers more is to be expected
-        single = _SingleHead(panel, total, stream, self.resolution, same)
+        single = _SingleHead(vectors, total, stream, self.resolution, same)
         if single.possible():
             yield from single.steps(unknowns)
             if single.confirmed:
                 return
             yield first  # nothing but the sum of the values is known after all
-        yield from _several_heads(panel, total, stream, unknowns, same)
+        yield from _several_heads(vectors, total, stream, unknowns, same)
 
 
 def _several_heads(
-    panel: Panel, total: Tensor, stream: torch.Generator, unknowns: int, same: float
+    vectors: VectorOracle, total: Tensor, stream: torch.Generator, unknowns: int, same: float
 ) -> Iterator[Step]:
     """Values, then weights. Another key is tried where two heads look like one at the first."""
-    d = panel.dim
+    d = vectors.dim
     for attempt in range(_ATTEMPTS):
         last = attempt == _ATTEMPTS - 1
         try:
-            V = separate_values(panel, total, stream, pairs=16 * 4**attempt)
+            V = separate_values(vectors, total, stream, pairs=16 * 4**attempt)
             everything = len(V) * unknowns
-            yield Step(_layer(panel, torch.zeros(len(V), d, d), V), V.numel(), everything)
-            layer = _layer(panel, _all_heads(panel, V, stream), V)
+            yield Step(_layer(vectors, torch.zeros(len(V), d, d), V), V.numel(), everything)
+            layer = _layer(vectors, _all_heads(vectors, V, stream), V)
         except Unsuccessful as end:
             if last or end.status is Status.NOT_IDENTIFIABLE:
                 raise
             continue
         yield Step(layer, everything, None)
-        if _agrees(panel, layer, stream, same):
+        if _agrees(vectors, layer, stream, same):
             yield Step(layer, everything, everything)
             return
 
@@ -108,9 +110,14 @@ class _SingleHead:
     """The attempt to read the answers as those of one head with values V."""
 
     def __init__(
-        self, panel: Panel, V: Tensor, stream: torch.Generator, resolution: float, same: float
+        self,
+        vectors: VectorOracle,
+        V: Tensor,
+        stream: torch.Generator,
+        resolution: float,
+        same: float,
     ) -> None:
-        self._panel = panel
+        self._vectors = vectors
         self._same = same
         self._V = V
         self._stream = stream
@@ -123,26 +130,26 @@ class _SingleHead:
         The answer to one key points where V says it does if there is one head; but answers of one
         number point nowhere else.
         """
-        if not self._rank or self._panel.every_token:
+        if not self._rank or self._vectors.every_token:
             return bool(self._rank)
-        key, x = random_units(2, self._panel.dim, self._stream)
-        answer = self._panel.respond(key[None, None], x[None])[0, 0]
+        key, x = random_units(2, self._vectors.dim, self._stream)
+        answer = self._vectors.respond(key[None, None], x[None])[0, 0]
         value = key @ self._V
         weight = (answer @ value) / (value @ value)
         apart = torch.linalg.vector_norm(answer - weight * value)
         return bool(apart <= self._same * torch.linalg.vector_norm(value))
 
     def steps(self, unknowns: int) -> Iterator[Step]:
-        d = self._panel.dim
+        d = self._vectors.dim
         X = random_orthogonal(d, self._stream)
-        forms = LayerForms(self._panel, self._V[None], list(self._keys.split(self._rank)))
+        forms = LayerForms(self._vectors, self._V[None], list(self._keys.split(self._rank)))
 
         def layer(Z: Tensor) -> Attention:
             """`Z = X W Δᵀ` for the first rows of X; the others count as zero."""
             W = torch.linalg.solve(self._keys, (X[: len(Z)].mT @ Z).mT).mT
-            return _layer(self._panel, W[None], self._V[None])
+            return _layer(self._vectors, W[None], self._V[None])
 
-        if self._panel.every_token:
+        if self._vectors.every_token:
             more = random_units(_EXTRA, d, self._stream)
             Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
             apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
@@ -151,13 +158,13 @@ class _SingleHead:
                 yield Step(layer(Z[:d]), unknowns, unknowns)
             return
         Z = torch.empty(0, d, dtype=torch.float64)
-        if_one_head = unknowns if self._panel.outputs > 1 else None  # whether there is one head
+        if_one_head = unknowns if self._vectors.outputs > 1 else None  # whether there is one head
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
             yield Step(layer(Z), self._V.numel() + Z.numel(), if_one_head)
-        self.confirmed = _agrees(self._panel, layer(Z), self._stream, self._same)
+        self.confirmed = _agrees(self._vectors, layer(Z), self._stream, self._same)
         if self.confirmed:
             yield Step(layer(Z), unknowns, unknowns)
 
@@ -177,11 +184,11 @@ def key_basis(V: Tensor, resolution: float) -> tuple[Tensor, int]:
     return keys, rank
 
 
-def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
+def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Tensor:
     """W of every head, with as many keys side by side as their values stay independent."""
-    d = panel.dim
+    d = vectors.dim
     keys, X = random_orthogonal(d, stream), random_orthogonal(d, stream)
-    for p in range(max(1, min(d, panel.outputs // len(V))), 0, -1):
+    for p in range(max(1, min(d, vectors.outputs // len(V))), 0, -1):
         blocks = list(keys.split(p))
         if all(_condition(block @ V) < _INDEPENDENT for block in blocks):
             break
@@ -190,20 +197,20 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
             Status.NOT_APPLICABLE,
             f"the values of the {len(V)} heads depend on each other: W_h cannot be separated",
         )
-    Z, errors = LayerForms(panel, V, blocks).measure(X)
+    Z, errors = LayerForms(vectors, V, blocks).measure(X)
     _require_known(errors)
     return X.mT @ Z @ keys
 
 
-def _agrees(panel: Panel, layer: Attention, stream: torch.Generator, same: float) -> bool:
+def _agrees(vectors: VectorOracle, layer: Attention, stream: torch.Generator, same: float) -> bool:
     """One question with two keys and scores of about 1: are these the right heads?"""
-    keys, x = random_units(2, panel.dim, stream), random_units(1, panel.dim, stream)
+    keys, x = random_units(2, vectors.dim, stream), random_units(1, vectors.dim, stream)
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
     square = float(1 / z.abs().max().clamp(min=2.0**-80))
     weights = (square * z).exp()
-    weights = weights / (panel.references(1, 0) + weights.sum(1, keepdim=True))
+    weights = weights / (vectors.references(1, 0) + weights.sum(1, keepdim=True))
     expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
-    answer = panel.respond(keys.unsqueeze(0), x, square)[0, 0]
+    answer = vectors.respond(keys.unsqueeze(0), x, square)[0, 0]
     return bool((answer - expected).abs().max() <= same * expected.abs().max())
 
 
@@ -221,11 +228,11 @@ def _require_known(errors: Tensor) -> None:
         )
 
 
-def _layer(panel: Panel, W: Tensor, V: Tensor) -> Attention:
+def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
     W, V = W.to(torch.float64), V.contiguous()
     if not bool(torch.isfinite(W).all() and torch.isfinite(V).all()):
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
-    return Attention(W.contiguous(), V, every_token=panel.every_token, causal=panel.causal)
+    return Attention(W.contiguous(), V, every_token=vectors.every_token, causal=vectors.causal)
 
 
 # Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
@@ -252,8 +259,8 @@ _Measured = tuple[Tensor, Tensor]  # forms and bounds on their errors
 class LayerForms:
     """Measures `xᵀ W_h δ` for all keys δ in `blocks`; the keys of a block share a sequence."""
 
-    def __init__(self, panel: Panel, V: Tensor, blocks: list[Tensor]) -> None:
-        self._panel = panel
+    def __init__(self, vectors: VectorOracle, V: Tensor, blocks: list[Tensor]) -> None:
+        self._vectors = vectors
         self._V = V
         self._blocks = blocks
         self._square = 1.0
@@ -268,7 +275,7 @@ class LayerForms:
         return forms.transpose(0, 1), errors.transpose(0, 1)
 
     def _block(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-        if self._panel.every_token:
+        if self._vectors.every_token:
             ends = float(_RUNGS[0]), float(_RUNGS[-1])
             return self._fitting(lambda: self._ladder(block, xs), *ends)
         if not self._settled:
@@ -285,8 +292,8 @@ class LayerForms:
     def _at(self, square: float, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
         """Forms and errors (k, H, p) from one question each, all at one scale."""
         zeros = len(block) - 1  # as much weight on the references as on the keys
-        answers = self._panel.respond(block.unsqueeze(0), xs, square, zeros)[0]
-        references = self._panel.references(len(xs), zeros)
+        answers = self._vectors.respond(block.unsqueeze(0), xs, square, zeros)[0]
+        references = self._vectors.references(len(xs), zeros)
         z, errors = solve_scores(answers, block @ self._V, references)
         return z / square, errors / square
 

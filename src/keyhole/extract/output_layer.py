@@ -189,14 +189,6 @@ class _Look:
         )
 
 
-def answers_for(rank: int) -> int:
-    """How many whole answers a layer of this rank takes, where its cliff is as steep as usual."""
-    count = _FIRST
-    while count < rank + _SPARE // 2:
-        count = _more(count)
-    return max(count, _enough(rank))
-
-
 def _more(count: int) -> int:
     return max(count + _SPARE, count * 17 // 16)
 

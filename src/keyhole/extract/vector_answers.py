@@ -41,7 +41,7 @@ _ALIKE = 1e-9  # rows that differ by less, relative to the largest, are the same
 
 
 @dataclass(frozen=True)
-class Panel:
+class VectorOracle:
     """An oracle that answers with vectors, and which of its tokens answer and see what."""
 
     oracle: Oracle
@@ -98,7 +98,7 @@ class Panel:
         return answers
 
 
-def open_panel(oracle: Oracle) -> tuple[Panel, Tensor]:
+def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     """Which tokens answer and what they see, and `Σ_h V_h` (d×m).
 
     A zero token's scores are all zero, so it answers with the mean of what it sees, whatever W
@@ -120,22 +120,22 @@ def open_panel(oracle: Oracle) -> tuple[Panel, Tensor]:
     every_token = answers.ndim == 3
     means = answers[0, ::2] if every_token else answers
     causal = bool((means - means[-1]).abs().max() > _ALIKE * answers.abs().max())
-    panel = Panel(oracle, answers.shape[-1], every_token, causal)
+    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal)
     if causal:
         # Row k of these sees 2k + 1 tokens.
         seen = 2 * torch.arange(d + 1, dtype=torch.float64).unsqueeze(1) + 1
-        return panel, (means * seen).diff(dim=0) / _REACH
+        return vectors, (means * seen).diff(dim=0) / _REACH
     last = means[-1:] * (2 * d + 1)
     if d > 1:
-        rows = panel.ask(basis[: d - 1].unsqueeze(1)).reshape(d - 1, panel.outputs)
+        rows = vectors.ask(basis[: d - 1].unsqueeze(1)).reshape(d - 1, vectors.outputs)
         last = torch.cat([rows, last - rows.sum(0)])
-    return panel, last / _REACH
+    return vectors, last / _REACH
 
 
 def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
     """z and what rounding may have done to it, both (…, k, H, p).
 
-    `answers` is (…, k, m) as from `Panel.respond`, `values` (H, p, m) holds the `V_hᵀδ_j`.
+    `answers` is (…, k, m) as from `VectorOracle.respond`, `values` (H, p, m) holds the `V_hᵀδ_j`.
     """
     heads, p, _ = values.shape
     inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=_EPSILON)
@@ -192,37 +192,37 @@ class _Gates:
 
 
 def separate_values(
-    panel: Panel, total: Tensor, stream: torch.Generator, pairs: int = 16
+    vectors: VectorOracle, total: Tensor, stream: torch.Generator, pairs: int = 16
 ) -> Tensor:
     """`V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
 
     So many pairs of x and −x are asked at a time; the nearer two heads, the more it takes.
     """
-    key = random_units(1, panel.dim, stream)[0]
+    key = random_units(1, vectors.dim, stream)[0]
     # Where every token answers, queries next to each other cost nothing.
-    pairs = 256 if panel.every_token else pairs
-    xs, gates = _at_one_key(panel, key @ total, key, stream, pairs)
-    V = _solve_maps(_LinearMaps(panel, total, ProbeBasis.draw(key, stream), gates), xs)
+    pairs = 256 if vectors.every_token else pairs
+    xs, gates = _at_one_key(vectors, key @ total, key, stream, pairs)
+    V = _solve_maps(_LinearMaps(vectors, total, ProbeBasis.draw(key, stream), gates), xs)
     return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.still else V
 
 
-def _far_field(panel: Panel, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+def _far_field(vectors: VectorOracle, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
     """Answers (keys, xs, m), and the weight of a key in each if its score is 0."""
-    answers = panel.respond((keys * _FAR).unsqueeze(1), xs, zeros=_ZEROS) / _FAR
-    return answers, 1 / (1 + panel.references(len(xs), _ZEROS))
+    answers = vectors.respond((keys * _FAR).unsqueeze(1), xs, zeros=_ZEROS) / _FAR
+    return answers, 1 / (1 + vectors.references(len(xs), _ZEROS))
 
 
 def _at_one_key(
-    panel: Panel, whole: Tensor, key: Tensor, stream: torch.Generator, pairs: int
+    vectors: VectorOracle, whole: Tensor, key: Tensor, stream: torch.Generator, pairs: int
 ) -> tuple[Tensor, _Gates]:
     """Steps 1 and 2, with as many x as it takes until just H vectors of signs fit."""
-    xs = torch.empty(0, panel.dim, dtype=torch.float64)
-    D = torch.empty(0, panel.outputs, dtype=torch.float64)
+    xs = torch.empty(0, vectors.dim, dtype=torch.float64)
+    D = torch.empty(0, vectors.outputs, dtype=torch.float64)
     crossing = torch.empty_like(D)
     heads, signs = 0, xs
     for _ in range(_ROUNDS):
-        more = random_units(pairs, panel.dim, stream)
-        apart, total = _pairs(panel, whole, key, more)
+        more = random_units(pairs, vectors.dim, stream)
+        apart, total = _pairs(vectors, whole, key, more)
         xs = torch.cat([xs, more])
         D, crossing = torch.cat([D, apart]), torch.cat([crossing, total])
         left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
@@ -241,9 +241,9 @@ def _at_one_key(
     return xs, _orient(signs, least_squares(signs, D), crossing.mean(0), whole)
 
 
-def _pairs(panel: Panel, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+def _pairs(vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
     """`o(x) − o(−x)` and `o(x) + o(−x)` for each x, over heads that cross."""
-    answers, flat = _far_field(panel, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1))
+    answers, flat = _far_field(vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1))
     answers, flat = answers[0].unflatten(0, (-1, 2)), flat.unflatten(0, (-1, 2))
     if not bool(answers.any() | whole.any()):
         raise Unsuccessful(
@@ -312,7 +312,7 @@ def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
             if not wanted:
                 break
             # Queries next to each other cost nothing where every token answers.
-            rows = left.nonzero()[:, 0] if around.panel.every_token else torch.tensor(wanted)
+            rows = left.nonzero()[:, 0] if around.vectors.every_token else torch.tensor(wanted)
             left[rows] = False
             fresh, patterns = around.linear_maps(xs, rows, step)
             best = _pivots(patterns, heads - len(weights), weights)
@@ -329,7 +329,7 @@ class _LinearMaps:
     The sums run over all heads and over those that cross; w is the weight of a still one.
     """
 
-    panel: Panel
+    vectors: VectorOracle
     total: Tensor
     basis: ProbeBasis
     gates: _Gates
@@ -337,12 +337,12 @@ class _LinearMaps:
     def linear_maps(self, xs: Tensor, rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
         """Maps (k, d, m) and their weights (k, H) for those x that no gate flipped at."""
         keys = self.basis.unit_v + step * self.basis.Q
-        answers, flat = _far_field(self.panel, keys, xs[rows])
+        answers, flat = _far_field(self.vectors, keys, xs[rows])
         answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ self.total)
         weights = self.gates.open[rows] - flat.unsqueeze(1)
         at_key = (weights @ self.gates.values).unsqueeze(1)
         # The keys sum up to a multiple of δ₀: a gate that flipped at any of them shows here.
-        d = self.panel.dim
+        d = self.vectors.dim
         apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
         calm = apart.abs().amax((1, 2)) <= _EXACT / d * self.gates.values.abs().max()
         maps = self.basis.Q.mT @ (answers - at_key)[calm] / step

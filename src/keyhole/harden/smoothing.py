@@ -14,8 +14,7 @@ for. A cut of A ⊆ U makes f(K ∖ A) of f(K), which is the same wherever K and
   intervals, all at once at `confidence` (Bonferroni; of two classes one bound says both).
 - **partition**: U is divided at random into B = 1/ρ parts and K is each of them in turn. A meets at
   most k parts, so k of B votes change at most, and g = c stands if `N_c − N_j > 2k` for all j ≠ c.
-  Exact, for a division that everybody may know, in B passes. At most (B − 1)/2 units. Of R
-  `divisions` kR votes of RB change at most: as many units, by a vote that is less of a draw.
+  Exact, for a division that everybody may know, in B passes. At most (B − 1)/2 units.
 
 Proofs are in docs/mathematics.md. Both speak of the smoothed model, which is to be used as such:
 g must be asked with masks drawn anew each time (random), or always with the same (partition). A
@@ -29,7 +28,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,10 +37,12 @@ from torch import Tensor
 
 from keyhole.core import Outcome, Result, environment
 from keyhole.core.errors import InputError, expect_among, expect_count
-from keyhole.core.progress import Progress, silent
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Batch, Example, encode
 from keyhole.disrupt.hack_attend import Spare
+from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.models.anatomy import fitting
@@ -51,7 +53,7 @@ Kind = Literal["random", "partition"]
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Keep each unit with probability `keep` (ρ); of a partition, 1/keep parts a division.
+    """Keep each unit with probability `keep` (ρ); of a partition, 1/keep parts.
 
     `samples` masks are drawn, a tenth more to choose the class. `spare`: what no attack may cut is
     always kept, by default nothing but padding. `batch` is the most masked sequences in one pass.
@@ -60,7 +62,6 @@ class Smoothing:
     keep: float = 0.05
     kind: Kind = "random"
     samples: int = 1000
-    divisions: int = 1
     confidence: float = 0.999
     spare: Spare = "padding"
     batch: int = 256
@@ -73,7 +74,6 @@ class Smoothing:
         expect_among("kind", self.kind, Kind)
         expect_among("spare", self.spare, Spare)
         expect_count("samples", self.samples, 10)
-        expect_count("divisions", self.divisions)
         expect_count("batch", self.batch, 1)
 
     @property
@@ -86,11 +86,11 @@ class Smoothing:
         """How many vote; where ρ is 0 or 1 the one that keeps nothing, or everything."""
         if not self.exact:
             return self.samples
-        return self.parts * self.divisions if 0 < self.keep < 1 else 1
+        return self.parts if 0 < self.keep < 1 else 1
 
     @property
     def parts(self) -> int:
-        """Of one division."""
+        """Of a partition."""
         return max(1, round(1 / self.keep)) if self.keep else 1
 
     def ballot(self, model: Any, batch: Batch, label: int, name: str = "0") -> Ballot:
@@ -149,13 +149,10 @@ class Smoothing:
         count = self.masks if self.exact else count
         part = torch.zeros(0, device=device)
         if self.exact and self.keep:
-            part = torch.stack([
-                torch.randperm(units.total, generator=stream, device=device) % self.parts
-                for _ in range(self.divisions)
-            ])  # fmt: skip
+            part = torch.randperm(units.total, generator=stream, device=device) % self.parts
         for numbers in torch.arange(count, device=device).split(max(1, self.batch // rows)):
             if len(part):
-                kept = part[numbers // self.parts] == (numbers % self.parts)[:, None]
+                kept = part == numbers[:, None]
             else:
                 kept = torch.empty(len(numbers), units.total, dtype=torch.bool, device=device)
                 kept.bernoulli_(self.keep, generator=stream)
@@ -170,7 +167,7 @@ class Smoothing:
         if not self.keep:
             return _ANY
         if self.exact:
-            return max(-1, (votes[answer] - max(others, default=0) - 1) // (2 * self.divisions))
+            return max(-1, (votes[answer] - max(others, default=0) - 1) // 2)
         doubt = (1 - self.confidence) / (1 if len(votes) < 3 else len(votes))
         least = at_least(votes[answer], sum(votes), doubt)
         most = max(
@@ -280,3 +277,22 @@ class Smoothed(Result):
 
     def contents(self) -> dict[str, Any]:
         return {**asdict(self), "accuracy": self.accuracy, "certified": self.curve()}
+
+
+def certify_all(
+    model: str | Path, data: str | Path | None = None, k: int = 1,
+    smoothing: Smoothing | None = None,
+    *, text: Sequence[str] = (), label: str | None = None, classes: Sequence[str] = (),
+    examples: int | None = None, max_length: int = 128, device: str = "cpu",
+    allow_pickle: bool = False, track: Track = untracked,
+) -> Smoothed:  # fmt: skip
+    """Which answers stand, whichever k units are cut; arguments as of `keyhole.disrupt.run`."""
+    expect_count("K", k)
+    expect_count("--max-length", max_length)
+    expect_device(device)
+    source = source_of(str(model), None, device, max_length, allow_pickle)
+    chosen = examples_of(source, data, text, label, classes, examples)
+    loaded, tokenizer = source.load()
+    progress = track("disrupt", len(chosen))
+    found = (smoothing or Smoothing()).certify(loaded, tokenizer, chosen, k, max_length, progress)
+    return replace(found, model=str(model), data=SHIPPED if data is None else str(data))

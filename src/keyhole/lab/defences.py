@@ -3,7 +3,8 @@
 A row is one defence with its parameters, in front of one thing: what the attack that knows it got,
 what honest users lose, what it costs in time, and whether anything is proved. All of it is measured
 here, on the model that is given; a cache and logits need a causal model, and where the model is
-none, a Llama of random weights stands in, with the model's tokenizer. Noise and its ε: gaussian.py.
+none, a Llama of random weights stands in, with the model's tokenizer. Noise and its ε: `gaussian`
+in recover/defences.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from keyhole.harden import Smoothing
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.evaluate import attack as attacked
 from keyhole.harden.train import train
-from keyhole.lab.gaussian import gaussian, stated
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
@@ -43,11 +43,16 @@ from keyhole.models.demo import EXAMPLES, NAME, NOTES, TEXTS
 from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, head_of, identity, task_of, transformers
 from keyhole.models.next_token import unembedding
-from keyhole.recover.defences import LeakTried, read_behind
+from keyhole.recover.defences import LeakTried, gaussian, read_behind, stated
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.gradients.recover_batch import recover_batch
-from keyhole.recover.gradients.update import Protocol, batch_of, noise_for, update_of
+from keyhole.recover.gradients.update import (
+    Protocol,
+    batch_of,
+    noise_for,
+    update_of,
+)
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again

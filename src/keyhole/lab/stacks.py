@@ -1,40 +1,32 @@
 """Stacks of layers of which only the last output is known: `X_{ℓ+1} = attention_ℓ(X_ℓ)`.
 
-For researchers (`keyhole lab stacks`). Ours; *Unmasking Transformers* inverts one layer and says
-(its Section 1) that the rest follows by repeating. Two ways:
-
-    Peel       from the top, a layer at a time: the input of one is the output of the one below
-    EndToEnd   Levenberg–Marquardt on `layers(X) − B`, with the Jacobian J_L ⋯ J_1
-
-A layer may have several inputs with one output. Peeling keeps up to `branches` of them, those of
-least norm first; a wrong one is found out when the layer below cannot have produced it. Errors
-multiply: a relative error ε in B may be one of `κ_L ⋯ κ_1 ε` in X, where κ_ℓ is the condition of
-layer ℓ at its input. The result holds each κ, and how far the input of each layer really moves
-when its output is moved at random by 1e-8: the product of the κ bounds what is typical of that.
+For researchers (`keyhole lab stacks`). *Unmasking Transformers* inverts one layer and says (its
+Section 1) that the rest follows by repeating: from the top, the input of a layer is the output of
+the one below. A layer may have several inputs with one output. Peeling keeps up to `branches` of
+them, those of least norm first; a wrong one is found out when the layer below cannot have produced
+it. Errors multiply: a relative error ε in B may be one of `κ_L ⋯ κ_1 ε` in X, where κ_ℓ is the
+condition of layer ℓ at its input. The result holds each κ, and how far the input of each layer
+really moves when its output is moved at random by 1e-8: the product of the κ bounds what is typical
+of that.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, environment
+from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import read_tensors, write_tensors
-from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.machine import expect_memory
 from keyhole.core.progress import Progress, Track, silent, untracked
-from keyhole.core.registry import Entry, Registry
-from keyhole.core.result import typed
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
@@ -43,10 +35,8 @@ from keyhole.invert.problem import plant as plant_layer
 from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
-from keyhole.invert.solvers.starts import SMALL, continued, newton
 
 _MOVED = 1e-8  # relative, when amplification is measured
-_STARTS_AT_ONCE = 8  # that advance side by side; what they found is kept before the next begin
 _TENSORS = ("W", "V", "key_bias", "output_bias")
 _FLAGS = ("causal", "residual")
 
@@ -326,63 +316,6 @@ def _moved(equations: Composed | Equations, X: Tensor) -> float | None:
     return float((nearest - X).norm() / X.norm()) / _MOVED
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What one search found, and how it ended, in words."""
-
-    inputs: Sequence[Tensor]
-    end: str
-
-
-class Searches:
-    """What a run has found so far, by the name of each search; without a journal in memory.
-
-    A search is what takes long in a stack: the inputs of one layer for one output, or a handful of
-    starts through all layers. What one found is written before the next begins, and its numbers
-    come back from JSON bit for bit.
-    """
-
-    def __init__(self, journal: Journal | None = None) -> None:
-        self._journal = Journal(None, {}) if journal is None else journal
-        self.seconds = 0.0  # of all searches, those of earlier runs too
-
-    def made(self, name: str, search: Callable[[], Found], like: Tensor) -> Found:
-        """What a search finds, or found; inputs are of the kind of `like`."""
-        if name not in self._journal:
-            began = time.perf_counter()
-            with stopping_on_ctrl_c():  # what half a search found is not what all of it finds
-                found = search()
-            record = {
-                "inputs": [X.tolist() for X in found.inputs],
-                "end": found.end,
-                "seconds": time.perf_counter() - began,
-            }
-            self._journal.add({name: record})
-        found, seconds = self._journal.recall(name, partial(_found, like))
-        self.seconds += seconds
-        return found
-
-
-def _found(like: Tensor, record: dict[str, Any]) -> tuple[Found, float]:
-    inputs = typed(list[list[list[float]]], record["inputs"], "inputs")
-    found = Found([like.new_tensor(X) for X in inputs], typed(str, record["end"], "end"))
-    return found, typed(float, record["seconds"], "seconds")
-
-
-def _name_of(tensor: Tensor) -> str:
-    """A short name for the numbers of a tensor."""
-    numbers = tensor.detach().cpu().contiguous().to(torch.float64).numpy()
-    return digest(list(tensor.shape), numbers.tobytes())
-
-
-class SolveStack(Protocol):
-    """Any method that inverts a stack; `memory` holds what an earlier run of it had found."""
-
-    def __call__(
-        self, stack: Stack, *, progress: Progress = silent, memory: Searches | None = None
-    ) -> StackInversion: ...
-
-
 @dataclass(frozen=True)
 class Peel:
     """Layer by layer from the top with `method`, at most `branches` candidates at a time.
@@ -395,163 +328,45 @@ class Peel:
     method: Solve = LevenbergMarquardt(starts=64, steps=200, solutions=4)  # noqa: RUF009 - frozen
     branches: int = 8
 
-    def __call__(
-        self, stack: Stack, *, progress: Progress = silent, memory: Searches | None = None
-    ) -> StackInversion:
+    def __call__(self, stack: Stack, *, progress: Progress = silent) -> StackInversion:
         if stack.fault:
             return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self))
-        searches = Searches() if memory is None else memory
-        inputs, reason = self._inputs(stack, progress, searches)
-        return judged(stack, inputs, repr(self), searches.seconds, reason)
+        started = time.perf_counter()
+        inputs, reason = self._inputs(stack, progress)
+        return judged(stack, inputs, repr(self), time.perf_counter() - started, reason)
 
-    def _inputs(
-        self, stack: Stack, progress: Progress, searches: Searches
-    ) -> tuple[list[Tensor], str]:
+    def _inputs(self, stack: Stack, progress: Progress) -> tuple[list[Tensor], str]:
         """Candidates for the input of the first layer, or the reason why there are none."""
         outputs, tolerance = [stack.B], stack.tolerance
         depth = len(stack.layers)
         for number in range(depth, 0, -1):
             progress(depth - number, depth, f"layers, {len(outputs)} candidates")
-            found: list[Found] = []
-            for B in outputs:
-                problem = stack.layers[number - 1].problem(B, tolerance=tolerance)
-                search = partial(self._search, problem)
-                found.append(searches.made(f"layer {number} for {_name_of(B)}", search, B))
-            inputs = [X for search in found for X in search.inputs]
+            layer = stack.layers[number - 1]
+            found = [self.method(layer.problem(B, tolerance=tolerance)) for B in outputs]
+            inputs = [X for inversion in found for X in inversion.solutions]
             if not inputs:
                 several = f" for any of {len(found)} candidates" if len(found) > 1 else ""
-                return [], f"no input of layer {number} found{several}: {found[0].end}"
+                end = f"{found[0].status}, {found[0].reason}"
+                return [], f"no input of layer {number} found{several}: {end}"
             outputs, tolerance = distinct(inputs)[: self.branches], 0.0
         progress(depth, depth, f"layers, {len(outputs)} candidates")
         return outputs, "peeled, but not exact when put through all layers again"
 
-    def _search(self, problem: Problem) -> Found:
-        inversion = self.method(problem)
-        return Found(inversion.solutions, f"{inversion.status}, {inversion.reason}")
-
-
-@dataclass(frozen=True)
-class EndToEnd:
-    """All layers at once; of `method` the starts, steps, seed and damping count.
-
-    Starts: the output itself; for a stack with residual connections, the output carried back while
-    attention grows from nothing, `X_{ℓ+1} = X_ℓ + t·attention_ℓ(X_ℓ)` for t from 0, where X = B,
-    to 1; then Gaussians, of a fifth of the output's size and of its size in turn.
-    """
-
-    method: LevenbergMarquardt = LevenbergMarquardt(starts=32)  # noqa: RUF009 - frozen
-
-    def __call__(
-        self, stack: Stack, *, progress: Progress = silent, memory: Searches | None = None
-    ) -> StackInversion:
-        if stack.fault:
-            return StackInversion(Status.NOT_APPLICABLE, stack.fault, repr(self))
-        searches = Searches() if memory is None else memory
-        starts, inputs = self._starts(stack), list[Tensor]()
-        for first in range(0, len(starts), _STARTS_AT_ONCE):
-            progress(first, len(starts), f"starts, all {len(stack.layers)} layers at once")
-            search = partial(self._search, stack, starts[first : first + _STARTS_AT_ONCE])
-            inputs += searches.made(f"starts from {first}", search, stack.B).inputs
-        tried = f"none of {len(starts)} starts of at most {self.method.steps} steps came through"
-        return judged(stack, inputs, repr(self), searches.seconds, tried)
-
-    def _search(self, stack: Stack, starts: Tensor) -> Found:
-        inputs, losses = self.method.descend(Composed.of(stack), starts)
-        return Found(list(inputs[losses.isfinite()]), f"{len(starts)} starts")
-
-    def _starts(self, stack: Stack) -> Tensor:
-        n, d = len(stack.B), stack.layers[0].W.shape[-1]
-        starts: list[Tensor] = []
-        if d == stack.B.shape[1]:
-            starts.append(stack.B)
-        if all(layer.residual for layer in stack.layers):
-            starts.append(_grown(stack))
-        stream = torch.Generator().manual_seed(self.method.seed)
-        size = float(stack.B.square().mean().sqrt())
-        for k in range(self.method.starts - len(starts)):
-            noise = torch.randn(n, d, generator=stream, dtype=torch.float64).to(stack.B.device)
-            starts.append(size * noise * (SMALL if k % 2 else 1.0))
-        return torch.stack(starts[: self.method.starts])
-
-
-def _grown(stack: Stack) -> Tensor:
-    """B carried to t = 1 by Newton steps, as far as that goes without turning."""
-    composed = Composed.of(stack)
-
-    def solved(t: float, X: Tensor) -> Tensor | None:
-        layers = tuple(replace(e, V=t * e.V, B=t * e.B) for e in composed.layers)
-        return newton(replace(composed, layers=layers), X)
-
-    return continued(solved, stack.B.unsqueeze(0))[0].squeeze(0)
-
-
-def _peel(
-    starts: int = 64, solutions: int = 4, branches: int = 8, seconds: float | None = None,
-    device: str = "cpu", seed: int = 0,
-) -> Peel:  # fmt: skip
-    """The options are those of the search at each layer, but for `branches`."""
-    search = LevenbergMarquardt(
-        starts=starts, steps=200, solutions=solutions, seconds=seconds, device=device, seed=seed
-    )
-    return Peel(search, branches)
-
-
-def _end_to_end(starts: int = 32, seed: int = 0) -> EndToEnd:
-    return EndToEnd(LevenbergMarquardt(starts=starts, seed=seed))
-
-
-METHODS: Registry[SolveStack, None] = Registry(
-    "method",
-    Entry("peel", _peel, method=Peel, note="Layer by layer, from the top."),
-    Entry("end-to-end", _end_to_end, method=EndToEnd, note="Levenberg–Marquardt on all layers."),
-)
-
 
 def run(
-    stack: str | Path | Stack,
-    method: str | SolveStack = "peel",
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    journal: str | Path | None = None,
-    force: bool = False,
-    track: Track = untracked,
-    resuming: Callable[[int], None] = lambda done: None,  # noqa: ARG005
-    **options: Any,
-) -> StackInversion:
+    stack: str | Path | Stack, *, starts: int = 64, solutions: int = 4, branches: int = 8,
+    seconds: float | None = None, device: str = "cpu", seed: int = 0, track: Track = untracked,
+) -> StackInversion:  # fmt: skip
     """Read the input of a stack of layers back from all weights and the last output.
 
-    `stack` is a .safetensors file or a stack; `options` are the hyperparameters of a named
-    method, such as starts=8. `journal` is the file that remembers finished
-    searches, from which a run that was stopped goes on (`resuming` is called with how many there
-    are); another run's is refused, or replaced with `force`.
+    `stack` is a .safetensors file or a stack; the others are options of the search at each layer.
     """
     asked = stack if isinstance(stack, Stack) else Stack.load(stack)
     if asked.fault:
         raise InputError(asked.fault)
-    if isinstance(method, str):
-        expect_search(options, device)
-        expect_count("branches", options.get("branches"))
-        method = METHODS.make(
-            method, **options, seed=seed, device=None if device == "cpu" else device
-        )
-    with Journal(journal, _what_determines(asked, repr(method)), force=force) as finished:
-        progress = track("invert layers")
-        if len(finished):
-            resuming(len(finished))
-        return method(asked, progress=progress, memory=Searches(finished))
-
-
-def _what_determines(stack: Stack, method: str) -> Run:
-    """Everything that the inputs found follow from."""
-    weights: list[object] = [_name_of(stack.B), stack.tolerance]
-    for layer in stack.layers:
-        tensors = (layer.W, layer.V, layer.key_bias, layer.output_bias)
-        weights += [None if tensor is None else _name_of(tensor) for tensor in tensors]
-        weights += [layer.causal, layer.residual]
-    return {
-        "run": "invert layers",
-        "keyhole": environment()["keyhole"],
-        "method": method,
-        "stack": digest(*weights),
-    }
+    expect_search({"starts": starts, "solutions": solutions, "seconds": seconds}, device)
+    expect_count("branches", branches)
+    search = LevenbergMarquardt(
+        starts=starts, steps=200, solutions=solutions, seconds=seconds, device=device, seed=seed
+    )
+    return Peel(search, branches)(asked, progress=track("invert layers"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
-from keyhole.core.machine import room
+from keyhole.core.machine import memory_of_a_pass
 from keyhole.models.discovery import Found, Seen, look
 from keyhole.models.pairs import encoder_of, is_pair
 
@@ -111,7 +111,7 @@ class Anatomy(Found):
         weights = weights if modest else NO_LIMIT
         numbers = kept + 4 * self.heads * seen + _ACTIVATIONS * self.width
         size = self.tokens.weight.dtype.itemsize
-        return max(1, int(room(self.device, weights) / (size * numbers)))
+        return max(1, int(memory_of_a_pass(self.device, weights) / (size * numbers)))
 
     @property
     def positions(self) -> tuple[nn.Embedding, int] | None:

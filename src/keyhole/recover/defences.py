@@ -6,6 +6,7 @@ own leak under the same secret, or none do, and what the defence keeps has to te
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Attack, Target
+from keyhole.recover.gradients.update import DELTA, epsilon_of
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import PRECISIONS, KeyValues, Leak, MixedCache
 from keyhole.recover.recovery import TextRecovery
@@ -190,3 +192,32 @@ def _defended(leak: Leak, defence: str, seed: int) -> Leak:
         return degrade(leak, defence)
     form = f"{defence}:{_KEY}" if defence in SECRETS else defence
     return degrade(leak, seed=seed, forms=[form])
+
+
+def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[str, str]:
+    """What noise promises, and what that proves of texts of so many tokens, if anything.
+
+    Nobody names more than e^ε/N + δ of N equally likely texts, which says something below
+    ε = n log(vocabulary) alone.
+    """
+    epsilon = epsilon_of(noise)
+    proof = f"of N equally likely texts at most {math.exp(min(epsilon, 700)):.3g}/N + {DELTA:g}"
+    says = epsilon < tokens * math.log(vocabulary)
+    return f"ε = {epsilon:.3g}, δ = {DELTA:g}, σ = {sigma:.2g}", f"{proof} are named" * says
+
+
+def gaussian(leak: Leak, clip: float, sigma: float, stream: torch.Generator) -> Leak:
+    """The leak with rows of norm `clip` at most, and noise, whose size everybody knows.
+
+    The Gaussian mechanism, calibrated exactly (Balle and Wang, arXiv 1805.06530, Theorem 8):
+    `epsilon_of` and `noise_for` in recover/gradients/update.py, for what differs by Δ between two
+    texts, with noise in units of Δ. Rows are scaled down to the largest norm C of public texts, so
+    texts of n tokens differ by Δ = 2C√n; of a cache with layers l, μ² = Σ_l μ_l². The length is
+    taken to be public.
+    """
+    scale = (clip / leak.rows(leak.tensors).norm(dim=-1, keepdim=True)).clamp(max=1)
+    made = {
+        name: tensor * scale + sigma * torch.randn(tensor.shape, generator=stream)
+        for name, tensor in leak.tensors.items()
+    }
+    return replace(leak, **made, noise=sigma, precision=None)

@@ -25,8 +25,7 @@ from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.maps import EncoderMaps
 from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.layers.token_search import TokenSearch
-from keyhole.recover.layers.unordered import UnorderedStates
-from keyhole.recover.layers.unordered_decoder import UnorderedPrefixes
+from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
 _COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"

@@ -96,3 +96,16 @@ def test_a_corpus_without_texts_is_refused(loaded):
     leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
     with pytest.raises(InputError, match="the corpus holds no text"):
         recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))
+
+
+def test_a_token_that_promises_nothing_is_found_once_a_text_stands(encoder, lines, secrets):
+    """No line holds the last token, and its odds are set to the lowest of all."""
+    counted = Counted.of(encoder, lines, 5)
+    odd = len(encoder.table) - 1
+    secret = [*secrets[0][0], odd]
+    counted.token_odds.weights[:, odd] = 0
+    counted.token_odds.offset[odd] = -100
+    goals = encoder.vectors(Texts.of([secret], 5))
+    few = Shares(4, 0, 2)
+    (reading,) = SumSearch(passes=20_000, shares=few)(encoder, goals, counted, 5)
+    assert reading.tokens == secret

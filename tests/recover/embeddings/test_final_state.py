@@ -11,7 +11,7 @@ import tiny_models as tiny
 from keyhole.core import Status, Unsuccessful
 from keyhole.models import Exposure, capture
 from keyhole.recover import Logits, leak_of
-from keyhole.recover.embeddings.final_state import final_states, vectors_of
+from keyhole.recover.embeddings.short_prompt import final_states, vectors_of
 
 WAYS = {
     "tied": {"tie_word_embeddings": True},

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from keyhole.recover.embeddings.counts import NGrams
+from keyhole.recover.embeddings.counts import NGrams, token_kinds
 from keyhole.recover.embeddings.encoder import Texts
 
 SIZE = 6
@@ -65,3 +65,31 @@ def test_counts_of_no_lines_know_nothing():
     first, second = torch.meshgrid(places, places, indexing="ij")
     pairs = NGrams.of([], SIZE).pairs(first, second)
     assert torch.allclose(pairs, torch.full((SIZE + 1, SIZE + 1), -math.log(SIZE + 1)))
+
+
+def test_kinds_of_tokens_say_what_may_follow():
+    kinds = torch.tensor([0, 0, 0, 3, 3, 3])  # words, and later pieces
+    ngrams = NGrams.of([[0, 3], [1, 3, 4], [2]], SIZE, kinds)
+    places = torch.arange(SIZE + 1)
+    first, second = torch.meshgrid(places, places, indexing="ij")
+    p = ngrams.pairs(first, second).exp()
+    assert torch.allclose(p.sum(-1), torch.ones(SIZE + 1), atol=1e-5)
+    # Of pairs that were not seen, a piece is likelier behind a word, and not at the beginning.
+    plain = NGrams.of([[0, 3], [1, 3, 4], [2]], SIZE).pairs(first, second).exp()
+    assert p[0, 5] / p[0, 1] > plain[0, 5] / plain[0, 1]
+    assert p[SIZE, 5] < plain[SIZE, 5]
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["the", "##min", "123", "##45", "&", "##."], [0, 3, 1, 4, 2, 5]),
+        (["\u0120the", "min", "\u0120123", "45", "\u0120&", "."], [0, 3, 1, 4, 2, 5]),
+    ],
+)
+def test_the_kinds_of_a_tokenizer(names, kinds):
+    class Named:
+        def convert_ids_to_tokens(self, ids):
+            return [names[number] for number in ids]
+
+    assert token_kinds(Named(), len(names)).tolist() == kinds

@@ -18,6 +18,7 @@ from keyhole.recover.embeddings.pooling import (
     from_settings,
     from_statistics,
     from_texts,
+    likely_prefix,
     ways,
 )
 from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
@@ -43,6 +44,25 @@ def test_every_pooling_is_found_out(way):
         way.normalised,
         True,
     )
+
+
+@pytest.mark.parametrize("prefix", ["", "w30 w31 "])
+def test_words_before_every_text_are_found_out(prefix, tmp_path, monkeypatch):
+    begun = [prefix + text for text in TEXTS]
+    vectors = embeddings(MODEL, WORDS, begun, Exposure("pooled"))
+    prefixes = ("", "w40 ", "w30 w31 ")
+    for pooling in (
+        from_texts(MODEL, WORDS, TEXTS, vectors, prefixes=prefixes),
+        from_known(MODEL, WORDS, TEXTS, [(range(3), vectors)], prefixes=prefixes),
+    ):
+        assert (pooling.prefix, pooling.sure) == (prefix, True)
+        assert ('begin with "w30 w31"' in pooling.reason) == bool(prefix)
+    # Without known texts: where the encoder says which words it wants.
+    assert likely_prefix(MODEL, WORDS, OTHERS, vectors, Exposure("pooled")) == ""
+    prompts = {"prompts": {"query": "w40 ", "document": "w30 w31 ", "other": ""}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    monkeypatch.setattr(MODEL, "name_or_path", str(tmp_path))
+    assert likely_prefix(MODEL, WORDS, OTHERS, vectors, Exposure("pooled")) == prefix
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from keyhole.recover.attack import Target
 from keyhole.recover.layers import decoder, judge
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.precision import rounding_error
-from keyhole.recover.layers.unordered_decoder import UnorderedPrefixes
+from keyhole.recover.layers.unordered import UnorderedPrefixes
 from keyhole.recover.leaks import rows_of
 from keyhole.recover.run import recover_text, recover_texts
 from keyhole.recover.simulate import degrade, leak_of

@@ -10,7 +10,7 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
-from keyhole.recover.layers.unordered_decoder import UnorderedPrefixes
+from keyhole.recover.layers.unordered import UnorderedPrefixes
 
 WORDS = tiny.tokenizer(causal=True)
 IDS = tiny.ids(texts=2, length=12)

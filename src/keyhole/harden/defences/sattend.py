@@ -16,8 +16,7 @@ A row whose every key was drawn is left as it was (see keyhole.models.masking); 
 query gets nothing, as smoothing over masks wants it (harden/smoothing.py), up to a rate of 1, where
 there is no attention at all. Draws depend on the seed, the process's rank, the training step and
 the site alone, so a run that is resumed draws what it would have drawn, and gradient checkpointing
-finds the same mask again. With a weight λ of `consistency` (ours) the model learns its answer with
-all units too, and to give it under masks: CE(f(x), y) + CE(f(x; M), y) + λ KL(f(x) ‖ f(x; M)).
+finds the same mask again.
 
 In anyone's script, one of
 
@@ -42,9 +41,7 @@ from keyhole.harden.defences.defence import (
     Batch,
     answer,
     cross_entropy,
-    divergence,
     draw,
-    positive,
 )
 from keyhole.models.loading import transformers
 from keyhole.models.masking import Site, Untouched, rewriting
@@ -58,14 +55,12 @@ class SAttend:
     mode: Literal["unit", "token"] = "unit"
     seed: int = 0
     emptied: bool = False
-    consistency: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1 and not (self.emptied and self.rate == 1):
             raise InputError(f"rate must be at least 0 and below 1, got {self.rate}")
         if self.mode not in ("unit", "token"):
             raise InputError(f"mode must be unit or token, got {self.mode}")
-        positive(consistency=self.consistency)
 
     @contextmanager
     def apply(self, model: nn.Module, tokenizer: Any = None) -> Generator[Drops]:
@@ -85,18 +80,11 @@ class SAttend:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed, whole = draw(stream), None
-        if self.consistency:
-            whole = answer(model, batch, seed)
-            yield cross_entropy(whole, labels)
+        seed = draw(stream)
         # Inside the context: gradient checkpointing runs layers again in the backward pass.
         with replace(self, seed=draw(stream)).apply(model) as drops:
             drops.special = batch.get(SPECIAL)
-            scores = answer(model, batch, seed)
-            loss = cross_entropy(scores, labels)
-            if whole is not None:
-                loss = loss + self.consistency * divergence(whole.detach(), scores)
-            yield loss
+            yield cross_entropy(answer(model, batch, seed), labels)
 
 
 class Drops(Untouched):

@@ -75,7 +75,8 @@ class Counted:
         if encoder.exposure.pooling == "last":
             endings = Endings.of(encoder, texts, seed)
         token_odds = TokenOdds.of(*seen, endings.of_tokens if endings else alone(encoder))
-        ngrams = NGrams.of(lines, len(encoder.table)).to(device)
+        size = len(encoder.table)
+        ngrams = NGrams.of(lines, size, token_kinds(encoder.target.tokenizer, size)).to(device)
         return cls(encoder, token_odds, ngrams, texts, vectors, frame, endings)
 
     def nearest(self, goals: Tensor, count: int, max_length: int) -> tuple[Texts, Tensor]:
@@ -224,9 +225,15 @@ def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
 # c counts pairs of neighbours, q(b) is the share of the distinct pairs that end in b: a word that
 # follows many others is likely after a new one. Before the first token and behind the last one
 # stands a mark of its own, V. Of no lines at all, every token is as likely everywhere.
+#
+# Names, numbers and passwords are pieces that no corpus has side by side. What kind of token
+# follows what kind it does say: a word's beginning or a later piece; letters, digits or signs. So q
+# depends on the kinds of both: q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
 
 _DISCOUNT = 0.75
 _NGRAMS_SEEN = 0.05  # pairs that a token which ends none counts as
+_KINDS = 7  # three of beginnings, three of later pieces, and the mark
+_KIND_SEEN = 1.0  # pairs of kinds that one without any counts as
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +244,8 @@ class NGrams:
     seen: Tensor  # (pairs,) max(c(ab) − D, 0) / c(a)
     left: Tensor  # (V + 1,) the share of each a that is left for pairs not seen
     ends: Tensor  # (V + 1,) q(b)
+    kinds: Tensor  # (V + 1,)
+    ratios: Tensor  # (kinds, kinds) p(kind of b | kind of a) / p(kind of b)
 
     @property
     def mark(self) -> int:
@@ -244,21 +253,32 @@ class NGrams:
         return len(self.ends) - 1
 
     @classmethod
-    def of(cls, lines: Iterable[Sequence[int]], vocabulary: int) -> NGrams:
+    def of(
+        cls, lines: Iterable[Sequence[int]], vocabulary: int, kinds: Tensor | None = None
+    ) -> NGrams:
+        """From token lists; `kinds` (V,) of tokens, by default all the same."""
         size = vocabulary + 1
+        mark = torch.tensor([_KINDS - 1])
+        kinds = torch.zeros(size, dtype=torch.long) if kinds is None else torch.cat([kinds, mark])
         row = torch.tensor([vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)])
         keys, counts = (row[:-1] * size + row[1:]).unique(return_counts=True)
         first, second = keys // size, keys % size
         totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, counts.double())
-        kinds = torch.bincount(first, minlength=size)
+        followers = torch.bincount(first, minlength=size)
         ends = torch.bincount(second, minlength=size) + _NGRAMS_SEEN
-        left = torch.where(totals > 0, _DISCOUNT * kinds / totals.clamp(min=1), 1.0)
+        left = torch.where(totals > 0, _DISCOUNT * followers / totals.clamp(min=1), 1.0)
         seen = (counts - _DISCOUNT) / totals[first]
-        return cls(keys, seen.float(), left.float(), (ends / ends.sum()).float())
+        ends = (ends / ends.sum()).float()
+        ratios = _ratios(kinds[first], kinds[second], ends, kinds)
+        return cls(keys, seen.float(), left.float(), ends, kinds, ratios)
 
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """log p(b | a), for tokens or marks a and b of one shape."""
-        p = self.left[first] * self.ends[second]
+        p = (
+            self.left[first]
+            * self.ends[second]
+            * self.ratios[self.kinds[first], self.kinds[second]]
+        )
         if len(self.keys):
             wanted = first * len(self.ends) + second
             place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
@@ -285,8 +305,30 @@ class NGrams:
         return terms.where(inside, 0.0).sum(-1)
 
     def to(self, device: Any) -> NGrams:
-        parts = (self.keys, self.seen, self.left, self.ends)
+        parts = (self.keys, self.seen, self.left, self.ends, self.kinds, self.ratios)
         return NGrams(*(part.to(device) for part in parts))
+
+
+def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tensor:
+    """p(kind of b | kind of a) / p(kind of b) from the kinds of the pairs seen."""
+    pairs = torch.bincount(first * _KINDS + second, minlength=_KINDS**2).view(_KINDS, _KINDS)
+    share = torch.zeros(_KINDS).index_add_(0, kinds, ends)
+    there = share > 0
+    after = (pairs + _KIND_SEEN) * there
+    return (after / after.sum(1, keepdim=True) / share).where(there, 0.0)
+
+
+def token_kinds(tokenizer: Any, size: int) -> Tensor:
+    """(V,) of each token: does it begin a word, and is it letters, digits or signs?"""
+    names: list[str] = [name or "" for name in tokenizer.convert_ids_to_tokens(range(size))]
+    spaced = any(name[:1] in "▁Ġ" for name in names if name)  # a word's beginning is marked
+
+    def kind(name: str) -> int:
+        later = not name.startswith(("▁", "Ġ")) if spaced else name.startswith("##")
+        letters = name.strip("#▁Ġ")
+        return 3 * later + (0 if letters.isalpha() else 1 if letters.isdigit() else 2)
+
+    return torch.tensor([kind(name) for name in names])
 
 
 def mixed(counted: Tensor, own: Tensor) -> Tensor:

@@ -8,6 +8,10 @@ pooling. If not, it is the one whose mean over some texts points where the vecto
 sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
 the texts.
 
+Some encoders want every text to begin with words that say what it is for (`PREFIXES`), and programs
+put them there before the text is embedded. They are part of what the vector is of: known texts show
+them too, and without any the mean of the vectors does, of encoders that are known to want them.
+
 Vectors of fewer numbers than the encoder gives may be its first ones, `width` of them, normalised
 again or not: encoders are trained so that these will do (Kusupati et al., 2022).
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +46,13 @@ _SETTINGS = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
 }
+_OF_NOMIC = ("search_document: ", "search_query: ", "clustering: ", "classification: ")
+PREFIXES = (
+    *_OF_NOMIC,
+    "passage: ", "query: ",  # E5
+    "Represent this sentence for searching relevant passages: ",  # BGE
+)  # fmt: skip
+_NEARER = 0.75  # of 1 − cosine of the means without a prefix: no wrong one comes so near
 _WITNESSES = 8  # vectors that tell whether signs alone were kept
 _UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rounded
 
@@ -58,13 +70,14 @@ class Pooling:
     reason: str
     likeness: float | None = None
     agrees: float = AGREES
+    prefix: str = ""  # words that stand before every text
 
     @property
     def sure(self) -> bool:
         return self.error is not None and self.error <= self.agrees
 
     def __str__(self) -> str:
-        return _words(self.exposure)
+        return _words(self.exposure, self.prefix)
 
 
 def ways(model: Any, width: int | None = None) -> list[Exposure]:
@@ -107,16 +120,21 @@ def embeddings(
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
+_Made = tuple[Exposure, str]  # how, and of which words before the text
+
+
 def from_texts(
     model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor,
     max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    prefixes: Sequence[str] = ("",),
 ) -> Pooling:  # fmt: skip
-    """The pooling that turns each text into its vector, or comes nearest."""
-    given, errors = vectors.double(), dict[Exposure, float]()
-    for way in ways(model, width):
-        made = _as_kept(embeddings(model, tokenizer, texts, way, max_length), given)
-        errors[way] = float(((made - given).norm(dim=1) / made.norm(dim=1)).median())
-        if errors[way] <= _SURELY:
+    """The pooling (and prefix) that turns each text into its vector, or comes nearest."""
+    given, errors = vectors.double(), dict[_Made, float]()
+    for prefix, way in product(prefixes, ways(model, width)):
+        begun = [prefix + text for text in texts]
+        made = _as_kept(embeddings(model, tokenizer, begun, way, max_length), given)
+        errors[way, prefix] = float(((made - given).norm(dim=1) / made.norm(dim=1)).median())
+        if errors[way, prefix] <= _SURELY:
             break  # no other way does that
     return _nearest(errors, "the store's own texts", agrees)
 
@@ -132,9 +150,15 @@ def _as_kept(made: Tensor, given: Tensor) -> Tensor:
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
     max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    prefixes: Sequence[str] = ("",),
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
+    made = {
+        (way, prefix): embeddings(
+            model, tokenizer, [prefix + text for text in texts], way, max_length
+        )
+        for prefix, way in product(prefixes, ways(model, width))
+    }
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, each in made.items():
@@ -206,26 +230,51 @@ def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
     return unit or bool((lengths < 1).all()), unit
 
 
-def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
-    best = min(errors, key=lambda way: errors[way])
-    error, words = errors[best], _words(best)
+def likely_prefix(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, way: Exposure
+) -> str:
+    """The words before the texts of these vectors, by their mean and that of any texts: a guess.
+
+    Only of encoders that want some: Nomic's, and those whose folder names them (`prompts`).
+    """
+    wanted = _OF_NOMIC if "nomic" in str(model.config.model_type) else _prompts(model)
+    if not wanted:
+        return ""
+    mean, cosines = vectors.double().mean(0), dict[str, float]()
+    for prefix in ("", *wanted):
+        own = embeddings(model, tokenizer, [prefix + text for text in texts], way).mean(0)
+        cosines[prefix] = float(torch.cosine_similarity(own, mean, 0))
+    best = max(cosines, key=lambda prefix: cosines[prefix])
+    return best if 1 - cosines[best] < _NEARER * (1 - cosines[""]) else ""
+
+
+def _prompts(model: Any) -> list[str]:
+    """What sentence-transformers wrote next to an encoder: words to put before texts."""
+    path = Path(str(model.name_or_path)) / "config_sentence_transformers.json"
+    prompts = _settings(path, "the settings of an encoder").get("prompts") if exists(path) else None
+    return [text for text in prompts.values() if text] if isinstance(prompts, dict) else []
+
+
+def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pooling:
+    best, prefix = min(errors, key=lambda way: errors[way])
+    error, words = errors[best, prefix], _words(best, prefix)
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
     if error > agrees:
         reason = (
             f"no pooling of this encoder gives the vectors of {witness} (the nearest, {words}, is "
             f"{error:.1e} of their length off)"
         )
-    return Pooling(best, error, reason, agrees=agrees)
+    return Pooling(best, error, reason, agrees=agrees, prefix=prefix)
 
 
-def _words(way: Exposure) -> str:
+def _words(way: Exposure, prefix: str = "") -> str:
     words = f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
     if way.pooling == "pooler":
         words = "the pooler's output"
     if way.width is not None:
         again = ", normalised again" if way.unit else ""
         words += f", truncated to the first {way.width} numbers{again}"
-    return words
+    return words + f', of texts that begin with "{prefix.strip()}"' if prefix else words
 
 
 # Are these the same numbers of an encoder's vectors, though of other texts? (Mantel, 1967)

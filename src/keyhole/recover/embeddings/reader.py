@@ -1,13 +1,13 @@
 """Text from one vector, by token statistics of a corpus and a search (ours).
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
-its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
+its next-token logits give away (short_prompt.py). The encoder is run once over a corpus that the
 attacker has; without one, over the corpus that ships. That gives the odds of each token for a
 vector, n-grams and the nearest lines (counts.py). They guide a search that changes several tokens
 at once, each chosen by what it does alone (sum_search.py). No model is trained. On a GPU all
-vectors are searched at once; on a CPU one by one, with fewer tries each, which reads 31 of 50
-texts of 10 to 16 tokens (lab/measured.json). A last state says most about how a text ends, and a
-prompt may end anywhere: so for last states, beginnings of lines are counted as well as whole lines.
+vectors are searched at once; on a CPU one by one, with fewer tries each. A last state says most
+about how a text ends, and a prompt may end anywhere: so for last states, beginnings of lines are
+counted as well as whole lines.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from keyhole.core.errors import expect_count
 from keyhole.core.journal import digest
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
-from keyhole.recover.embeddings.final_state import vectors_of
 from keyhole.recover.embeddings.judge import may_be
+from keyhole.recover.embeddings.pooling import likely_prefix
+from keyhole.recover.embeddings.short_prompt import vectors_of
 from keyhole.recover.embeddings.sum_search import MayBe, Notify, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 
 _BATCH_SIZE = {"cuda": 256, "cpu": 1}  # vectors that are searched at once
 _SAME = 1e-6  # 1 − cosine
+_SOME = 12  # lines that show which words stand before every text
 _ENOUGH = 100  # lines that are counted in any case
 
 
@@ -53,7 +57,10 @@ class CountedReader:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         target.count.begin(range(len(leaks)))
         vectors, exposure = vectors_of(target.model, leaks)
-        counted = self.counted or self._count(Encoder(target, exposure, matrix_half()))
+        counted = self.counted
+        if counted is None:
+            prefix = self._prefix(target, exposure, vectors) if isinstance(leaks[0], Pooled) else ""
+            counted = self._count(_encoder(target, exposure, prefix))
         encoder = counted.encoder
         max_length, specials = self._max_length(encoder), len(encoder.before + encoder.after)
         counting = 0 if self.counted else encoder.passes // len(leaks)
@@ -91,9 +98,16 @@ class CountedReader:
             "max_length": self.max_length,
         }
 
-    def ready(self, target: Target, exposure: Exposure) -> CountedReader:
-        """A copy that has counted the corpus already, to be called many times."""
-        return replace(self, counted=self._count(Encoder(target, exposure, matrix_half())))
+    def ready(self, target: Target, exposure: Exposure, prefix: str = "") -> CountedReader:
+        """A copy that has counted the corpus already, to be called many times.
+
+        `prefix` are words that stand before every text, of the corpus too.
+        """
+        return replace(self, counted=self._count(_encoder(target, exposure, prefix)))
+
+    def _prefix(self, target: Target, exposure: Exposure, vectors: Tensor) -> str:
+        lines = corpus_texts(self.corpus)[:_SOME]
+        return likely_prefix(target.model, target.tokenizer, lines, vectors, exposure)
 
     def _count(self, encoder: Encoder) -> Counted:
         progress = encoder.target.track("counting the corpus", 1)
@@ -120,6 +134,13 @@ class CountedReader:
     def _max_length(self, encoder: Encoder) -> int:
         specials = len(encoder.before + encoder.after)
         return min(self.max_length, encoder.target.parts.max_length - specials)
+
+
+def _encoder(target: Target, exposure: Exposure, prefix: str) -> Encoder:
+    """Of texts that begin with the words of `prefix`, which the search leaves as they are."""
+    before, after = target.frame()
+    words = target.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
+    return Encoder(target, exposure, matrix_half(), ([*before, *words], after))
 
 
 def beginnings(lines: Sequence[list[int]], max_length: int, seed: int = 0) -> list[list[int]]:

@@ -1,6 +1,16 @@
 """A short prompt from its next-token logits, by the weights alone: no corpus, no learning (ours).
 
-Logits give the last state (final_state.py), and no other prompt gives the same. One token is looked
+**The last state** behind logits, exactly (after Carlini et al., arXiv 2403.06634):
+
+    y = W h + b + c·1,    W (v, d) of full column rank, v ≫ d
+
+with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the solution of
+least squares in float64: d or d + 1 unknowns from v numbers, so rounding of the leak averages out.
+Tokens whose logit did not leak are left out; d of them (or d + 1) have to be there. h is the state
+behind the final norm, which has taken the length of the residual stream away. A prompt from its
+logits is then text from one vector: `Pooled(last)` of that prompt.
+
+**The prompt.** No other prompt gives the same state. One token is looked
 up: all of them are run alone. Of a longer prompt the last token shows best in the state, whatever
 stands before it, so all tokens are run behind a common one and the nearest are gone on with, by
 cosines of whitened states (encoder.py). From there prompts grow to the left: a token is put in
@@ -27,11 +37,11 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
+from keyhole.models.capture import Exposure
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
-from keyhole.recover.embeddings.final_state import vectors_of
-from keyhole.recover.leaks import Leak, Logits
+from keyhole.recover.leaks import Leak, Logits, Pooled
 
 _ON_CPU = 512  # tokens that are tried at a place, …
 _SIMILAR = 48  # … then so many near each of the best, …
@@ -237,3 +247,47 @@ class Bigrams:
 
     def _logits(self, states: Tensor) -> Tensor:
         return torch.nn.functional.linear(states, self._weight, self._bias)
+
+
+_DEPENDENT = 1e-10  # of the largest pivot: columns of W that say the same
+
+
+def final_states(model: nn.Module, leak: Logits) -> Tensor:
+    """The states (k, d) that give the logits, in float64."""
+    head, leaked = unembedding(model), leak.leaked
+    W = head.weight.detach().double().cpu()[leaked]
+    answers = leak.values[:, leaked].double()
+    bias = cast("Any", head).bias
+    if bias is not None:
+        answers = answers - bias.detach().double().cpu()[leaked]
+    width = W.shape[1]
+    if leak.log_probabilities:
+        W = torch.cat([W, W.new_ones(len(W), 1)], 1)
+    if len(W) < W.shape[1]:
+        reason = f"{len(W)} logits leaked, and {W.shape[1]} are needed for the state behind them"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    Q, R = torch.linalg.qr(W)
+    pivots = R.diagonal().abs()
+    if bool(pivots.min() <= _DEPENDENT * pivots.max()):
+        reason = "other states give the same logits: the unembedding has dependent columns"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    return torch.linalg.solve_triangular(R, Q.T @ answers.T, upper=True).T[:, :width]
+
+
+def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposure]:
+    """What leaked, as one vector of length one for each leak, and the exposure that gives such.
+
+    Of logits: the last states, each of length one, side by side.
+    """
+    if isinstance(leaks[0], Pooled):
+        values = torch.stack([cast("Pooled", leak).values for leak in leaks])
+        return normalize(values, dim=-1), leaks[0].exposure
+    logits = [cast("Logits", leak) for leak in leaks]
+    first = logits[0]
+    if all(torch.equal(leak.leaked, first.leaked) for leak in logits):  # W is factorised once
+        every = replace(first, values=torch.cat([leak.values for leak in logits]))
+        states = final_states(model, every).unflatten(0, (len(leaks), -1))
+    else:
+        states = torch.stack([final_states(model, leak) for leak in logits])
+    vectors = normalize(normalize(states, dim=-1).flatten(1), dim=-1)
+    return vectors.float(), Exposure("pooled", pooling="last", steps=first.exposure.steps)

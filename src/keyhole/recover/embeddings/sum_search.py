@@ -7,7 +7,8 @@ from the best of those as they really are. Then pieces of good texts change plac
 the lines of the corpus that are nearest. A vector leaves as soon as a text gives it back to
 rounding, so that the hard ones get the machine to themselves; one that was stored with fewer
 digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
-stood for some rounds.
+stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
+piece of a password: then many more tokens are tried at each of its places, and at last all.
 
 How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
 one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
@@ -49,6 +50,9 @@ MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
+_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
+_CHOICE = 4  # times as many are candidates
+_SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
 # Attention without the kernels that are planned anew for each shape: here every call has its own.
@@ -119,7 +123,7 @@ class SumSearch:
                 break
             base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
             for some in rows.split(_BATCH_SIZE[rows.device.type]):
-                self._add_up(found, likely, some, base)
+                self._add_up(found, likely, some, found.parents(some), base, self.shares)
             for among in (1, 4):
                 rows = self._open(found, rows)
                 for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
@@ -127,10 +131,27 @@ class SumSearch:
                     texts, born = exchanged(leading, counted.ngrams, self.orders, generator)
                     found.take(texts, some[born])
             found.renew(rows)
-            for row in found.stood(_SETTLED).tolist():
+            stood = found.stood()
+            for row in ((stood == _SETTLED) & ~found.left).nonzero().flatten().tolist():
                 if may_be and may_be(row, found.best_texts.tokens(row)):
                     found.left[row] = True
+            for long, tokens in _WIDER.items():
+                self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
+
+    def _widen(
+        self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+    ) -> None:
+        """Try so many tokens at each place of the nearest text of each vector, if passes allow."""
+        most = self.passes or _PASSES[vectors.device.type]
+        tokens = min(tokens, len(found.encoder.table))
+        shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
+        for vector in vectors.tolist():
+            rows = found.nearest[vector : vector + 1]
+            parents = found.parents(rows, by_turn=False)
+            places = int(parents.texts.lengths) * (tokens + shares.put_in)
+            if len(self._open(found, rows)) and found.passes[vector] + places <= most:
+                self._add_up(found, likely, rows, parents, _CHOICE * tokens, shares)
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""
@@ -138,15 +159,18 @@ class SumSearch:
         is_open = (found.best < 1 - self.arrived) & (found.passes < most) & ~found.left
         return rows[is_open[found.vector[rows]]]
 
-    def _add_up(self, found: Populations, likely: LikelyTokens, rows: Tensor, base: int) -> None:
+    def _add_up(
+        self, found: Populations, likely: LikelyTokens, rows: Tensor, parents: Parents, base: int,
+        shares: Shares,
+    ) -> None:  # fmt: skip
         """Run single changes of one text of each population, then sets of them, twice."""
-        parents, encoder = found.parents(rows), found.encoder
+        encoder = found.encoder
         vector = found.vector[rows]
         off = found.goals[vector] - parents.vectors
         chance = Chance(parents.turns, found.generator)
         own = encoder.next_log_p(parents.texts) if encoder.speaks else None
         changes = likely.changes(
-            parents.texts, off, vector, chance, found.max_length, base, self.shares, own
+            parents.texts, off, vector, chance, found.max_length, base, shares, own
         )
         prior = found.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
         effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
@@ -311,8 +335,16 @@ class Populations:
         self.best_ids[vectors] = texts.ids[places]
         self.best_lengths[vectors] = texts.lengths[places]
 
-    def parents(self, rows: Tensor) -> Parents:
-        """The text of each population whose turn it is."""
+    @property
+    def nearest(self) -> Tensor:
+        """(v,) the population that holds the nearest text to each vector."""
+        best = self.cosines.max(1).values.view(-1, self.count).argmax(1)
+        return best + self.count * torch.arange(len(self.goals), device=best.device)
+
+    def parents(self, rows: Tensor, by_turn: bool = True) -> Parents:
+        """The text of each population whose turn it is, or the nearest."""
+        if not by_turn:
+            return self._parents(rows, self.cosines[rows].argmax(1), torch.zeros_like(rows))
         held = self._tokens[self.ids[rows]]
         places = torch.arange(self.max_length, device=rows.device)
         keys = held.where(places < self.lengths[rows][..., None], 0).sum(-1)
@@ -321,7 +353,9 @@ class Populations:
         turn = self._changed.new_zeros(len(self._changed), 1)
         turn[rows, 0] = keys.gather(1, place[:, None])[:, 0]
         self._changed = torch.cat([self._changed, turn], 1)
-        turns = turns.gather(1, place[:, None])[:, 0]
+        return self._parents(rows, place, turns.gather(1, place[:, None])[:, 0])
+
+    def _parents(self, rows: Tensor, place: Tensor, turns: Tensor) -> Parents:
         held = self.vectors[rows, place], self.likelihoods[rows, place]
         return Parents(self._texts(rows, place), *held, turns)
 
@@ -337,8 +371,7 @@ class Populations:
         better = now > self._peaks[rows] + _BETTER
         self._still[rows] = (self._still[rows] + 1).where(~better, 0)
         self._peaks[rows] = torch.maximum(now, self._peaks[rows])
-        nearest = self.cosines.max(1).values.view(-1, self.count).argmax(1)
-        nearest = nearest + self.count * torch.arange(len(self.goals), device=rows.device)
+        nearest = self.nearest
         stuck = rows[self._still[rows] >= self.patience]
         stuck = stuck[stuck != nearest[self.vector[stuck]]]
         if not len(stuck):
@@ -354,11 +387,11 @@ class Populations:
         self.cosines[stuck], self._peaks[stuck], self._still[stuck] = _NONE, _LOWEST, 0
         self.take(Texts(texts.ids.gather(1, order), kept.sum(1)).clean(), stuck)
 
-    def stood(self, rounds: int) -> Tensor:
-        """The vectors whose best text has just stood for so many rounds; to be asked each round."""
+    def stood(self) -> Tensor:
+        """(v,) the rounds that the best text of each vector has stood; to be asked each round."""
         same = self.best == self._last
         self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
-        return ((self._stood == rounds) & ~self.left).nonzero().flatten()
+        return self._stood
 
     def _scores(self, rows: Tensor) -> Tensor:
         cosines = self.cosines[rows]

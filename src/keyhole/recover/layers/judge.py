@@ -4,32 +4,32 @@ A recovered text counts only if running the model on it reproduces the leak with
 precision (precision.py): each position is tested. A wrong token fails at its own position; another
 model or layer at all of them.
 
-A fit is not enough where the leak is coarse or a position did not leak: another token might fit as
-well. So alternatives are put in its place, one at a time. With E(text) the misfit of a text in
-units of the leak's error, an alternative's margin is how much larger E becomes with it: twice the
-logarithm of the odds against it. The margin of a token is the least of its alternatives'. A token
-is verified if the text fits as a whole and the odds against each alternative are at least
-V·e¹⁰ : 1 for a vocabulary of V tokens. Two exceptions, both of coarse leaks, where several wrong
-tokens may make up for each other: a token whose own position did not leak is not verified, and none
-is where more than one in twenty is open.
+**Alternatives.** A fit is not enough where the leak is coarse or a position did not leak: another
+token might fit as well. So others are put in its place, one at a time. With E(text) the misfit of a
+text in units of the leak's error, an alternative's margin is how much larger E becomes with it:
+twice the logarithm of the odds against it. The margin of a token is the least of its alternatives'.
 
-A token is likely if its position leaked and the odds against each alternative are e¹⁰ : 1, whether
-or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
-to be less than half of the leak's spread. Of an encoder whose rows are no linear map of its tokens
-(large random weights) the right alternative is not among those tried, and no token is likely. Rows
-that leaked in no order are compared as a set, and the text's own order has alternatives too. Logits
-are one vector for a whole text: no token is verified where a text one edit away may be meant.
-benchmarks/text_judge.py measures how often all that is right.
+**Verified** is a token if the text fits as a whole and the odds against each alternative are at
+least V·e¹⁰ : 1 for a vocabulary of V tokens. Of a coarse leak, where several wrong tokens may make
+up for each other, no token is verified whose own position did not leak, and none at all where more
+than one in twenty is open.
 
-Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
-similar embedding e, and those whose row would be what leaked: with A a linear map from embeddings
-to rows and r what the text leaves unexplained at its own position, those of least
-‖(e_v − e) A − r‖. In 112 tokens that were wrong within the noise, on a model of four layers, these
-ten always held one that fits as well or better; of the tokens that the gradient of E asks for,
-whose steps are far too long, the first three did in 15 to 20% of them. Where the leak's error is
-above 5% of its spread, r says less: with noise of 20% a wrong token was called verified because the
-right one came twentieth. There the first 32 are tried. Where a position did not leak there is no r,
-and where rows are no position's own there is no A: then the gradient's are tried.
+**Likely** is a token if its position leaked and the odds against each alternative are e¹⁰ : 1,
+whether or not the rest of the text is right: what the text leaves unexplained counts as noise then,
+and has to be less than half of the leak's spread. Of an encoder whose rows are no linear map of its
+tokens (large random weights) the right one is not among those tried, and no token is likely.
+
+Rows that leaked in no order are compared as a set, and the text's own order has alternatives too.
+Logits are one vector for a whole text: no token is verified where a text one edit away may be
+meant. benchmarks/text_judge.py measures how often all that is right.
+
+**Which alternatives are tried.** Not all of a vocabulary can be, at each position. Those that might
+pass are the tokens of most similar embedding e, and those whose row would be what leaked: with A a
+linear map from embeddings to rows and r what the text leaves unexplained at its own position, those
+of least ‖(e_v − e) A − r‖. Ten of these held one that fits as well in all of 112 tokens that were
+wrong within the noise; where the leak's error is above 5% of its spread, r says less, and 32 are
+tried. Where a position did not leak there is no r, and where rows are no position's own there is no
+A: then tokens are tried that the gradient of E asks for.
 """
 
 from __future__ import annotations
@@ -66,13 +66,11 @@ _FINE = 5e-3  # of the leak's spread: below it any other token shows
 _OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
 _ALIKE = 1e-2  # embeddings nearer than this (relative) may pass for each other
 _ALONE = 64  # alternatives tried one by one; more only several in a pass
-_ANSWERING = 6  # alternatives of a token by what leaked at its position,
-_ANSWERING_NOISY = 32  # … where noise blurs it,
-_WISHED = 3  # … and by the gradient
-_EXPLAINED = (
-    0.5  # of the rows' variance: a map of tokens to rows below it does not name the right one
-)
-_RIVALS = 4  # tokens that give the same attention output,
+_BY_ROW = 6  # alternatives of a token by what leaked at its position,
+_BY_ROW_NOISY = 32  # … where noise blurs it,
+_BY_GRADIENT = 3  # … and by the gradient
+_EXPLAINED = 0.5  # of the rows' variance: a map that explains less does not find the right token
+_AS_GOOD = 4  # tokens that give the same attention output,
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
 _RIDGE = 1e-5
@@ -138,7 +136,7 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     misfits = _misfits(fit, leaked, given)
     compared = Compared(target, leak, text, leaked, given, hidden, misfits)
     margin, forwards, doubt = _margin(compared, fit, padding, matched is not None)
-    if not fit.settled and not _named(compared):
+    if not fit.settled and not _right_token_is_tried(compared):
         margin = torch.zeros_like(margin)
     marks = _marks(fit, margin, hidden, compared.odds)
     # The tokenizer's own special tokens, and padding, are no part of the text.
@@ -164,7 +162,7 @@ def _margin(
     if coarse or blind or bool(duplicates[text].any()):
         others = alternatives(compared, noisy=fit.level > _NOISY)
         if blind:
-            others = torch.cat([others, _rivals(compared, fit, others[0])])
+            others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     if unordered:
@@ -292,10 +290,10 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
     rows = _row_map(compared)
     if rows is not None:
         unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
-        count = _ANSWERING_NOISY if noisy else _ANSWERING
+        count = _BY_ROW_NOISY if noisy else _BY_ROW
         tokens.append(rows.nearest(table, text, unexplained, count))
     if rows is None or bool(compared.hidden.any()):
-        tokens.append(_wished(compared))
+        tokens.append(_by_gradient(compared))
     return torch.cat(tokens)
 
 
@@ -307,7 +305,7 @@ def _row_map(compared: Compared) -> RowMap | None:
     return target.remembered("row map", exposure, lambda: _fitted_map(target, exposure))
 
 
-def _named(compared: Compared) -> bool:
+def _right_token_is_tried(compared: Compared) -> bool:
     """Would the right token be among the alternatives to a wrong one?
 
     Left to right that is no question: a causal model's tokens were found one by one.
@@ -317,7 +315,7 @@ def _named(compared: Compared) -> bool:
 
 
 @torch.no_grad()
-def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
+def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
     """Of the whole vocabulary the tokens (k, n) that fit as well behind the text before them.
 
     `none` (n,) stands where there are fewer.
@@ -328,7 +326,7 @@ def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
     branches = Branches(target.model, alone + start)
     branches.expose(exposure, alone == 0, ids=text[None, start:])
     branches.accept(alone, alone + len(text) - start, alone)
-    rivals = none.repeat(_RIVALS, 1)
+    found = none.repeat(_AS_GOOD, 1)
     vocabulary = torch.arange(target.vocabulary, device=text.device)
     for place in range(start, len(text)):
         misfits = torch.cat([
@@ -337,13 +335,13 @@ def _rivals(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
             for part in vocabulary.split(branches.at_once(place))
         ])  # fmt: skip
         misfits[text[place]] = torch.inf
-        least, tokens = misfits.topk(min(_RIVALS, len(misfits)), largest=False)
+        least, tokens = misfits.topk(min(_AS_GOOD, len(misfits)), largest=False)
         tokens = tokens[least <= limit(compared.leaked.shape[-1])]
-        rivals[: len(tokens), place] = tokens
-    return rivals
+        found[: len(tokens), place] = tokens
+    return found
 
 
-def _wished(compared: Compared) -> Tensor:
+def _by_gradient(compared: Compared) -> Tensor:
     """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
     target, leak, text = compared.target, compared.leak, compared.text
     table = target.parts.table.float()
@@ -355,7 +353,7 @@ def _wished(compared: Compared) -> Tensor:
     change = gradient[0] @ table.T
     change[:, target.pads()] = torch.inf
     change = change.scatter(1, text[:, None], torch.inf)
-    return change.topk(min(_WISHED, change.shape[1]), largest=False).indices.T
+    return change.topk(min(_BY_GRADIENT, change.shape[1]), largest=False).indices.T
 
 
 @dataclass(frozen=True, eq=False)
