@@ -14,6 +14,7 @@ from keyhole.recover import KeyValues, MixedCache, recover_text
 from keyhole.recover.attack import Target
 from keyhole.recover.judge import Mark
 from keyhole.recover.layers.block_spans import Blocks
+from keyhole.recover.layers.block_squares import exchanged, fitted
 from keyhole.recover.layers.mixed import judge_mixed, openings
 from keyhole.recover.simulate import leak_of
 
@@ -135,3 +136,49 @@ def test_right_tokens_lie_as_far_outside_as_rounding_puts_them(llama):
     assert 0.7 < solved.level < 1.3  # a chi-square: q = 1
     others = [each.flip(0) for each in rows]
     assert blocks.solved(others, torch.arange(len(TEXT))).level > 3
+
+
+@pytest.fixture(scope="module")
+def biased():
+    """Keys as Qwen2.5 has them: a few planes a hundred times as large as what tokens add."""
+    made = tiny.model(
+        "llama", hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attention_bias=True
+    )
+    bias = made.layers[0].self_attn.k_proj.bias
+    bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(0))
+    bias.data.view(2, 2, -1)[:, :, -4:] *= 200
+    return made
+
+
+def test_keys_whose_directions_rounding_hides_are_read_by_squares(biased, words):
+    leak = cloaked(biased, dtype=torch.bfloat16)
+    blocks = Blocks.cut(leak, [BLOCK])[0]
+    assert min(len(base) for side in blocks.sides if side.keys for base in side.bases) < BLOCK - 2
+    read = recover_text(biased, words, leak)
+    assert read.ids == TEXT
+    assert read.verified
+    target = Target.of(biased, words)
+    swapped = [*TEXT[:20], TEXT[21], TEXT[20], *TEXT[22:]]
+    assert not judge_mixed(target, leak, swapped).verified
+
+
+def test_squares_are_those_of_least_squares_number_by_number():
+    stream = torch.Generator().manual_seed(0)
+    block, rows, others = (
+        torch.randn(shape, generator=stream, dtype=torch.float64)
+        for shape in ((4, 12), (3, 12), (3, 2, 12))
+    )
+    spread = torch.rand(4, 12, generator=stream, dtype=torch.float64) + 0.5
+
+    def witness(given):
+        pairs = zip(block.numpy(), spread.numpy(), strict=True)
+        return sum(np.linalg.lstsq((given / s).T, y / s)[1].item() for y, s in pairs)
+
+    none = torch.zeros(0, 12, dtype=torch.float64)
+    assert float(fitted(block, spread, rows[None], none)[0]) == pytest.approx(witness(rows.numpy()))
+    found = exchanged(block, spread, rows, none, others)
+    for place in range(3):
+        for each in range(2):
+            given = rows.numpy().copy()
+            given[place] = others[place, each].numpy()
+            assert float(found[place, each]) == pytest.approx(witness(given))

@@ -140,7 +140,7 @@ class Reader:
 
     def read(self, known: dict[int, int]) -> tuple[Reader, dict[int, int]]:
         """All tokens that fit, by their positions, from some that are known."""
-        reader, tokens = self.solved(known), dict[int, int]()
+        reader, tokens = self if self.blocks.maps else self.solved(known), dict[int, int]()
         for _ in range(_ROUNDS):
             found = reader.once()
             again = reader.solved(found) if found and found != tokens else reader

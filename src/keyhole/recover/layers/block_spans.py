@@ -13,10 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from keyhole.recover.layers.block_squares import planes, turned
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
-_DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
+DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
 HIDDEN = 4.0  # q from which on a head may be thought to hide a token
 CAP = 30.0  # q that one head may add: it may hide the token
 _VECTORS = 16  # random ones: their products are as long as what is outside, to a third
@@ -24,17 +25,36 @@ _STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
 _ENOUGH = 1.25  # equations for each unknown
 _HIDES = 0.9  # of the level: what is left of it without the place that A hides
 LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
+_COARSE = 1.5  # level from which on spans are not enough, if …
+_SEEN = 0.8  # … fewer of a block's directions are above rounding
+_TURNS = (2, 6)  # rounds for each place that A may hide, and for the best of them
 _TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The keys, or the values, of one head: its blocks (b, d), each row divided by its σ."""
+    """The keys, or the values, of one head: its blocks (b, d), each row divided by its σ.
+
+    `spread` (b, d) is the deviation of each number after that; `fine` that of the tokens' own rows
+    as a share of them, which were rounded before they were mixed, in the units of `rows`.
+    """
 
     keys: bool
     head: int
     blocks: tuple[Tensor, ...]
-    sigma: tuple[float, ...]  # of each block, as a root mean square
+    rows: tuple[Tensor, ...]  # σ (b, 1) of each block's
+    spread: tuple[Tensor, ...]
+    fine: float
+
+    @cached_property
+    def sigma(self) -> list[float]:
+        """σ of each block, as a root mean square."""
+        return [float(each.square().mean().sqrt()) for each in self.rows]
+
+    def spreads(self, number: int, rows: Tensor) -> Tensor:
+        """The deviation (b, d) of a block's numbers, with what tokens' rows were rounded by."""
+        before = self.fine * planes(rows.double()).abs().square().mean(0).sqrt().repeat(2)
+        return (self.spread[number].square() + (before / self.rows[number]).square()).sqrt()
 
     @cached_property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -70,32 +90,50 @@ class Side:
         return self.forms[0].diagonal(dim1=1, dim2=2).sum(-1)
 
 
-def sides_of(leak: MixedCache, block: int, errors: Tensor) -> list[Side]:
+def sides_of(leak: MixedCache, block: int, errors: Sequence[Tensor]) -> list[Side]:
     """All keys and values of a leak, head by head, cut into blocks; `errors` are their σ."""
-    errors = errors.view(leak.keys.shape[1], len(leak.keys), -1)
-    parts = errors.split([leak.keys.shape[-1], leak.values.shape[-1]], -1)
     made: list[Side] = []
-    for (name, tensor), error in zip(leak.tensors.items(), parts, strict=True):
-        for head, rows in enumerate(tensor.double()):
-            sigma = error[:, head].double().square().mean(-1, keepdim=True).sqrt()
-            sizes = tuple(float(each.square().mean().sqrt()) for each in sigma.split(block))
-            made.append(Side(name == "keys", head, (rows / sigma).split(block), sizes))
+    for (name, tensor), each in zip(leak.tensors.items(), errors, strict=True):
+        for head, (rows, error) in enumerate(zip(tensor.double(), each, strict=True)):
+            sigma = error.square().mean(-1, keepdim=True).sqrt()
+            fine = float((error / rows.abs().clamp(min=1e-30)).median())
+            blocks, spread = ((part / sigma).split(block) for part in (rows, error))
+            made.append(Side(name == "keys", head, blocks, sigma.split(block), spread, fine))
     return made
+
+
+def _errors(leak: MixedCache, tensor: Tensor) -> Tensor:
+    """σ (heads, n, d) of keys or values by themselves: those may be a thousand times as large."""
+    alone = precision_of(replace(leak, keys=tensor, values=tensor)).sigma
+    return alone.view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0].transpose(0, 1).double()
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
     """What is solved of one side: M (d, d), and the place of a block that A hides, if any.
 
-    `level` is the mean q of the tokens that it was solved from.
+    `level` is the mean q of the tokens that it was solved from. It is `coarse` if their q are too
+    large for spans and it was solved for by squares (block_squares.py).
     """
 
     matrix: Tensor
     hidden: int | None
     level: float
+    coarse: bool = False
 
-    def shows(self, place: int) -> bool:
-        return self.hidden != place
+    @property
+    def start(self) -> tuple[int | None, Tensor]:
+        """The place and M, as complex numbers (d/2,), to solve for it again from."""
+        half = len(self.matrix) // 2
+        return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
+
+    def free(self, count: int, fill: int, added: bool) -> int:
+        """How many directions of a block are of no token: of `count` and `fill` other rows."""
+        if not fill:
+            return int(self.hidden is not None)
+        # A is on a token, or on a row that fills the block up: is it the only one?
+        on_token = self.hidden is not None and self.hidden < count
+        return 1 + (added and (on_token or fill > 1))
 
     def misfits(self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
         """q (c,) of rows (c, d) in block `number`.
@@ -127,6 +165,7 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
 
     None if they are too few, or if rounding leaves fewer directions of their blocks than half of
     them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given.
+    Where spans do not do, it is solved for by squares if blocks are known whole.
     """
     numbers, size, classes = places // block, rows.shape[1], places % block
     if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
@@ -135,13 +174,13 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
 
-    def fit(hidden: int | None) -> tuple[float, int | None, Tensor] | None:
+    def fit(hidden: int | None, rounds: int = 2) -> tuple[float, int | None, Tensor] | None:
         seen = (classes != (-1 if hidden is None else hidden)).double()
         given = float(equations @ seen)
         if given < _ENOUGH * size:
             return None
         error, theta = errors.diagonal(dim1=1, dim2=2).mean(-1), outside.new_zeros(size)
-        for _ in range(2):
+        for _ in range(rounds):
             sums = torch.einsum("n,nij->ij", seen / error, outside)
             theta = torch.linalg.eigh(sums)[1][:, 0]
             error = theta @ errors @ theta
@@ -157,7 +196,60 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     without = [found for each in worst if (found := fit(each)) is not None]
     best = min(without, key=lambda found: found[0], default=whole)
     level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
-    return Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
+    found = Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
+    ranks = [len(side.bases[n]) for n in whole_blocks(places, block)]
+    if level > _COARSE and min(ranks, default=block) < _SEEN * block:
+        tried = [fit(each, 1) for each in (None, *range(block))]
+        starts = [(each[1], planes(each[2])) for each in tried if each is not None]
+        return by_squares(side, rows, places, block, starts) or found
+    return found
+
+
+def whole_blocks(places: Tensor, block: int) -> list[int]:
+    """The blocks all of whose places are among `places`."""
+    numbers = places // block
+    return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
+
+
+def by_squares(
+    side: Side,
+    rows: Tensor,
+    places: Tensor,
+    block: int,
+    starts: Sequence[tuple[int | None, Tensor]],
+) -> Map | None:
+    """The map by all squares of blocks that are known whole, from places that A may hide and M."""
+    numbers, inside = whole_blocks(places, block), places % block
+    given = {n: rows[places // block == n].double() for n in numbers}
+    spreads = {n: side.spreads(n, each) for n, each in given.items()}
+
+    def turn(hidden: int | None, start: Tensor, rounds: int, where: list[int]) -> Turn:
+        kept = inside != (-1 if hidden is None else hidden)
+        shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
+        # A may hide a token that is there twice, so that values do not tell its place.
+        free = int(hidden is not None or len(starts) == 1)
+        blocks, each = [side.blocks[n] for n in where], [spreads[n] for n in where]
+        found, left = turned(blocks, each, shown, free, start, rounds)
+        return left, hidden, found
+
+    if not numbers or not starts:
+        return None
+    hidden, start = starts[0]
+    if len(starts) > 1:
+        tried = [turn(*each, _TURNS[0], numbers[:1]) for each in starts]
+        _, hidden, start = min(tried, key=lambda each: each[0])
+    left, hidden, found = turn(hidden, start, _TURNS[1], numbers)
+    if not left < _COARSE:
+        return None
+    made = Map(products(torch.cat([found.real, found.imag])[None])[0], hidden, 1.0, True)
+    kept = inside != (-1 if hidden is None else hidden)
+    misfits = torch.cat([
+        made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
+    ])  # fmt: skip
+    return replace(made, level=float(misfits.mean()))
+
+
+Turn = tuple[float, int | None, Tensor]  # the mean square that is left, the place that A hides, M
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +291,8 @@ class Fit:
     def fits(self, level: float) -> Tensor:
         """Which tokens (p, c) a chi-square accepts, rounding being `level` times as expected."""
         most = max(1.0, level)
-        keys = self.keys <= most * (1 + _DEVIATIONS * (2 / self.keys_free).sqrt())
-        whole = self.whole <= most * (1 + _DEVIATIONS * (2 / self.free).sqrt())
+        keys = self.keys <= most * (1 + DEVIATIONS * (2 / self.keys_free).sqrt())
+        whole = self.whole <= most * (1 + DEVIATIONS * (2 / self.free).sqrt())
         return whole & (keys | (self.keys_free == 0))
 
 
@@ -216,7 +308,7 @@ class Blocks:
     @classmethod
     def cut(cls, leak: MixedCache, sizes: Sequence[int]) -> list[Blocks]:
         """The leak in blocks of each of the sizes that they may have."""
-        errors = precision_of(leak).sigma
+        errors = [_errors(leak, tensor) for tensor in leak.tensors.values()]
         return [cls(leak, size, sides_of(leak, size, errors)) for size in sizes]
 
     @property
@@ -237,10 +329,23 @@ class Blocks:
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""
+        before = self.maps or [None] * len(self.sides)
+
+        def again(side: Side, given: Tensor, found: Map | None, coarse: bool) -> Map | None:
+            if found is None or found.coarse != coarse:
+                return None
+            made = by_squares(side, given, places, self.size, [found.start])
+            return None if made is None else replace(made, coarse=coarse)
+
         maps = [
-            solved(side, each, places, self.size)
-            for side, each in zip(self.sides, rows, strict=True)
+            again(side, each, found, coarse=True) or solved(side, each, places, self.size)
+            for side, each, found in zip(self.sides, rows, before, strict=True)
         ]
+        if any(found is not None and found.coarse for found in maps):  # then all by squares
+            maps = [
+                again(side, each, found, coarse=False) or found
+                for side, each, found in zip(self.sides, rows, maps, strict=True)
+            ]
         return replace(self, maps=maps)
 
     def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:
@@ -265,6 +370,20 @@ class Blocks:
         """Do each side's tokens (n, d), the first ones of a block, span it?"""
         spans = self.spans(rows, number)
         return all(each is not None and each.left <= LEFT for each in spans)
+
+    @property
+    def coarse(self) -> bool:
+        """Does rounding hide directions of keys, so that squares have to order what values tell?"""
+        pairs = [each for each in zip(self.sides, self.maps, strict=True) if each[1] is not None]
+        return any(side.keys and found.coarse for side, found in pairs if found) and any(
+            not side.keys and not found.coarse for side, found in pairs if found
+        )
+
+    def fine(self) -> Blocks:
+        """Without the sides that are coarse."""
+        pairs = zip(self.sides, self.maps, strict=True)
+        kept = [(side, each) for side, each in pairs if each is None or not each.coarse]
+        return replace(self, sides=[side for side, _ in kept], maps=[each for _, each in kept])
 
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
         """What each side's tokens (n, d), the first ones of a block, explain of it."""
@@ -307,11 +426,7 @@ class Spans:
         shown = inside != (-1 if found.hidden is None else found.hidden)
         base = _spanned(made[shown])
         _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
-        fill = len(block) - len(rows)
-        free = int(found.hidden is not None)
-        if fill:  # A is on a token, or on a row that fills the block up: is it the only one?
-            on_token = found.hidden is not None and found.hidden < len(rows)
-            free = 1 + (added and (on_token or fill > 1))
+        free = found.free(len(rows), len(block) - len(rows), added)
         noise = sum(size**0.5 for size in block.shape)
         left = float(sizes[free]) / noise if len(sizes) > free else 0.0
         return cls(block, made, shown, v[:free], found.matrix, left)

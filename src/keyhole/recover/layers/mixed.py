@@ -32,6 +32,10 @@ for the right token, whatever S, M and the rounding are: a chi-square, whose sum
 and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that directions which are no larger
 than the rounding count as outside.
 
+**Coarse rounding.** Where it hides directions of a block's keys (a large bias, few bits), single
+tokens are nowhere outside of it; whole blocks are still told apart (block_squares.py,
+block_order.py).
+
 **No token known.** The text's common tokens are guessed (block_reader.py).
 
 **What it does not read.** Where the rows of a block span all of a head (b ≥ d, if the text is as
@@ -59,6 +63,7 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.judge import ODDS, Mark, Verdict
+from keyhole.recover.layers.block_order import Orders, ordered
 from keyhole.recover.layers.block_reader import LIST, Reader, Table, guessed
 from keyhole.recover.layers.block_spans import LEFT, Blocks, lost_with
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
@@ -108,12 +113,16 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     for blocks, ids in product(cut, known):
         last = replace(blocks, sides=blocks.sides[-1:])  # a head's values show what is wrong
         if Reader(table, last).solved(dict(enumerate(ids))).blocks.level <= _OPENS:
-            reader, tokens = Reader(table, blocks).read(dict(enumerate(ids)))
-            if reader.blocks.silent:
-                raise Unsuccessful(Status.BUDGET, _SILENT)
-            opened = True
+            reader, opened = Reader(table, blocks).solved(dict(enumerate(ids))), True
             note = f"blocks of {blocks.size}, {len(ids)} first tokens known"
-            best = max(best, (len(tokens), reader.whole(tokens), note))
+            if reader.blocks.coarse:
+                tokens = text = ordered(reader, ids)
+            else:
+                reader, tokens = reader.read(dict(enumerate(ids)))
+                if reader.blocks.silent:
+                    raise Unsuccessful(Status.BUDGET, _SILENT)
+                text = reader.whole(tokens)
+            best = max(best, (len(tokens), text, note))
             if len(tokens) > len(ids) or len(ids) >= blocks.size:
                 break  # nor does a whole block that fits leave another size to be tried
     if not opened:
@@ -206,6 +215,12 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
 
 
 def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> Verdict:
+    reader, by_order, ends = None, list[float](), False
+    if blocks.coarse and first_and_rotary(target, blocks.leak):
+        reader = Reader(Table.of(target), blocks)
+        by_order, ends = _in_order(reader, ids)
+        kept = [side in blocks.fine().sides for side in blocks.sides]
+        blocks, rows = blocks.fine(), [row for row, fine in zip(rows, kept, strict=True) if fine]
     level, size, others = max(1.0, blocks.level), blocks.size, _others(target, blocks, ids)
     margins, fitting, left = list[float](), list[bool](), 0.0
     for start in range(0, blocks.length, size):
@@ -213,17 +228,25 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
         spans = blocks.spans(own, number)
         left = max([left, *(torch.inf if each is None else each.left for each in spans)])
         tokens = ids[start : start + size]
+        by_keys = None
+        if reader is not None and tokens:
+            by_keys = Orders(reader, number).fit(torch.tensor(tokens), others(start)[0])[2]
         for inside, token in enumerate(tokens):
             fit = blocks.fit([each[inside][None, None] for each in own], [start + inside])
             fitting.append(bool(fit.fits(level)))
             near, given = others(start + inside)
             lost = lost_with(spans, inside, given)
             same = near == token
-            if not float(fit.keys_free) and tokens.count(token) == 1:
+            if by_keys is not None:  # values tell tokens, and keys do as well where those show
+                lost = (lost + by_keys[inside]) * bool(fit.free)
+            if by_keys is not None or (not float(fit.keys_free) and tokens.count(token) == 1):
                 # Another one of the block cannot stand here as well: this one would be missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
-    ends = _ends(target, blocks, rows, ids)
+    if reader is None:
+        ends = _ends(target, blocks, rows, ids)
+    else:
+        margins = [min(pair) for pair in zip(margins, by_order, strict=True)]
     whole = left <= LEFT and all(fitting) and level <= _CLAIMED and ends
     odds = 2 * (log(target.vocabulary) + ODDS)
     marks = tuple(
@@ -245,6 +268,23 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
         reason += "" if left <= LEFT else "; they do not span their blocks"
         reason += "" if ends else "; the text may be a token longer or shorter"
     return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
+
+
+def _in_order(reader: Reader, ids: list[int]) -> tuple[list[float], bool]:
+    """By squares: how far other orders of each block's tokens are off, and does the text end?
+
+    Fewer of these are for a place than tokens of a vocabulary: an exchange with each other place,
+    or for each other token of the block. A block that does not fit has no order.
+    """
+    text, size = torch.tensor(ids), reader.blocks.size
+    fewer = 2 * log(len(reader.table.values[0]) / (2 * size))
+    margins = list[float]()
+    for number, tokens in enumerate(text.split(size)):
+        orders = Orders(reader, number)
+        fits = orders.as_it_is(tokens).fits
+        margins += [float(each) + fewer if fits else 0.0 for each in orders.margins(tokens)]
+    last = reader.blocks.length // size - 1
+    return margins, len(ids) > last * size and Orders(reader, last).ends(text[last * size :])
 
 
 def _ends(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> bool:
