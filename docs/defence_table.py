@@ -50,16 +50,13 @@ def record(measured: Path | None = None) -> str:
 
 
 def shown(rows: list[dict[str, str]]) -> str:
-    """The table of the page; the attack, the time and what is proved are in the record alone."""
-    names = ("it guards", "defence", "parameters", "attacker", "honest users lose", "verdict")
-    lines, guarded = [names], ""
-    for row in rows:
-        first, *others = (row[name] for name in names)
-        others[-1] = others[-1].partition(":")[0]
-        lines.append(("" if first == guarded else first, *others))
-        guarded = first
+    """The table of the page: what is guarded is named once."""
+    lines = [list(rows[0])]
+    for before, row in zip([{}, *rows], rows, strict=False):
+        first, *others = row.values()
+        lines.append(["" if before.get("it guards") == first else first, *others])
     head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join([head, "|---" * len(names) + "|\n", *rest])
+    return "".join([head, "|---" * len(rows[0]) + "|\n", *rest])
 
 
 def cells(row: Row) -> dict[str, str]:
