@@ -28,7 +28,7 @@ def test_every_name_is_a_method(name):
     problem, X = invert.plant(3, 2, seed=1, **PLANTS.get(name, {"symmetric": True}))
     if name == "closed-form":
         problem = replace(problem, maps=problem.maps_of(X))
-    options = {"starts": 2, "solutions": 1, "seconds": 0.3}
+    options = {"starts": 2, "solutions": 1, "steps": 300}
     known = {option: options[option] for option in METHODS[name].options & set(options)}
     result = invert.run(problem, name, **known)
     assert result.X is not None

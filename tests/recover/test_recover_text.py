@@ -67,21 +67,33 @@ class Slow:
             time.sleep(0.1)
 
 
+@pytest.fixture
+def slept(monkeypatch):
+    """A clock on which time passes by sleeping alone."""
+    passed = [0.0]
+
+    def sleep(seconds):
+        passed[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[0])
+
+
+@pytest.mark.usefixtures("slept")
 def test_each_leak_has_its_own_seconds():
     model, given = leaks("hidden:1", TEXTS[:3])
     judged = []
     for _, recovery in recovering(model, WORDS, given, method=Slow()):
         judged.append(recovery.seconds)
         time.sleep(0.2)  # what is done with a result is nobody's
-    assert judged[0] < judged[1] + 0.1
-    assert all(0.05 <= seconds < 0.5 for seconds in judged), judged
-    assert judged[1] >= 0.15
+    assert judged == pytest.approx([0.05, 0.15, 0.15])
 
 
+@pytest.mark.usefixtures("slept")
 def test_leaks_that_nobody_read_have_their_share():
     model, given = leaks("hidden:1", TEXTS[:3])
     recoveries = recover_texts(model, WORDS, given, method=Slow(fails=True))
-    assert all(0.05 <= recovery.seconds < 0.15 for recovery in recoveries)
+    assert [recovery.seconds for recovery in recoveries] == pytest.approx([0.05] * 3)
 
 
 def test_a_result_says_its_marks_in_words():
