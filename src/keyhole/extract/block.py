@@ -68,7 +68,7 @@ _NEWTON = 20
 _SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
-_SHARES = (0.6, 0.3, 0.15, 0.08)
+_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8, 0.15, 0.08)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished

@@ -57,9 +57,9 @@ _NEARLY = 1e-2
 _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
-_TRIES = 24  # starts of the fit of one unit's numbers
-_STEPS = 30
-_SAMPLE = 4  # units that show the activation
+_TRIES = 48  # starts of the fit of one unit's numbers
+_STEPS = 40
+_SAMPLE = 8  # units that show the activation
 
 
 @dataclass(frozen=True)
