@@ -27,16 +27,16 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
-Limits. Units are told apart where they bend, so ReLU units are not read here. Their number is
-bounded by the width d: about d²/2 in all, half as many with gates. A norm behind the sum (BERT)
-takes away the length of every answer: refused.
+Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
+about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
+are read without norms alone. A norm behind the sum (BERT) takes away the length of every answer:
+refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,7 @@ from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
+from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layers.surroundings import Surroundings
@@ -72,8 +73,6 @@ _SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8, 0.15, 0.08)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
-_POLISH = 5
-_CHUNK = 64
 _MOST = 3000  # numbers that are polished together
 _SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
@@ -122,7 +121,7 @@ class TransformerBlock(Method):
 
 
 def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
-    """All numbers at once, by Gauss–Newton steps: the solves in a row cost digits.
+    """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
     """
@@ -130,46 +129,11 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
     if sum(getattr(model, name).numel() for name in names) > _MOST:
         names = [name for name in names if name in SubLayer.NAMES]
     names = [name for name in names if name != "b" or model.norm != "none"]
-    shapes = [getattr(model, name).shape for name in names]
-    sizes = [shape.numel() for shape in shapes]
-    count = math.ceil(_MORE * sum(sizes) / view.dim) + 16
+    unknowns = sum(getattr(model, name).numel() for name in names)
+    count = math.ceil(_MORE * unknowns / view.dim) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
-    y = last(view.oracle, tokens)
-
-    def given(theta: Tensor) -> Tensor:
-        parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
-        changed, layer = (
-            copy(model),
-            copy(model.sub_layer),
-        )  # past the checks, which look at numbers
-        layer_of = {name: part for name, part in zip(names, parts, strict=True)
-                    if name in SubLayer.NAMES}  # fmt: skip
-        vars(layer).pop("_stacked", None)
-        vars(layer).update(layer_of)
-        vars(changed).update(zip(names, parts, strict=True), sub_layer=layer)
-        answers = changed.answers(tokens)
-        return answers[:, -1] if answers.ndim == 3 else answers
-
-    theta = torch.cat([getattr(model, name).flatten() for name in names])
-    rest = y - given(theta)
-    for _ in range(_POLISH):
-        at = theta.clone().requires_grad_()
-        with torch.enable_grad():
-            answers = given(at).flatten()
-        rows = torch.eye(len(answers), dtype=torch.float64).split(_CHUNK)
-        J = torch.cat([
-            torch.autograd.grad(answers, at, part, retain_graph=True, is_grads_batched=True)[0]
-            for part in rows
-        ])  # fmt: skip
-        square = J.mT @ J
-        ridge = 1e-12 * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
-        step = torch.linalg.solve(square + ridge, J.mT @ rest.flatten())
-        new = y - given(theta + step)
-        if not float(new.square().sum()) < float(rest.square().sum()):
-            break
-        theta, rest = theta + step, new
-    parts = [part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)]
-    return replace(model, **dict(zip(names, parts, strict=True)))
+    y = ask(view.oracle, tokens)
+    return refined(model, names, [(tokens, y, torch.ones_like(y))])
 
 
 @dataclass(frozen=True)
@@ -289,20 +253,27 @@ class _Network:
         return h, rest.abs().amax(1) / scale
 
 
-def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
-    """d(C·f(N(h)))/dh, (n, d, d)."""
-    u = view.normed(h, epsilon)
+def _inner_slopes(units: Units, u: Tensor) -> Tensor:
+    """df/du, (n, width, e)."""
     z = u @ units.A.mT + units.a
     slope = derivative(units.activation, 1)(z)
-    if len(units.G):
-        gates = u @ units.G.mT + units.g
-        inside = derivative(units.activation, 0)(z)
-        rows = (slope * gates)[..., None] * units.A + inside[..., None] * units.G
-    else:
-        rows = slope[..., None] * units.A
-    outer = units.C @ rows  # (n, d, e)
+    if not len(units.G):
+        return slope[..., None] * units.A
+    gates, inside = u @ units.G.mT + units.g, derivative(units.activation, 0)(z)
+    return (slope * gates)[..., None] * units.A + inside[..., None] * units.G
+
+
+def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+    """d(C·f(N(h)))/dh, (n, d, d)."""
+    outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
+    return _in_front(view, outer, h, epsilon)
+
+
+def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
+    """Derivatives by h, from those (n, m, e) by N(h)."""
     if view.norm == "none":
         return outer
+    u = view.normed(h, epsilon)
     centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
     size = (centred.square().mean(1) + epsilon).sqrt()
     along = torch.einsum("nme,ne->nm", outer, u)
@@ -379,14 +350,7 @@ class _Single:
             rest = v @ self.linear + values(self.units, v) @ self.units.C.mT + self.c - y
             if float(rest.abs().max()) <= 4e-15 * float(y.abs().max()):
                 break
-            z = v @ self.units.A.mT + self.units.a
-            slope = derivative(self.units.activation, 1)(z)
-            rows = slope[..., None] * self.units.A
-            if len(self.units.G):
-                gates = v @ self.units.G.mT + self.units.g
-                inside = derivative(self.units.activation, 0)(z)
-                rows = rows * gates[..., None] + inside[..., None] * self.units.G
-            jacobian = self.linear.mT + self.units.C @ rows
+            jacobian = self.linear.mT + self.units.C @ _inner_slopes(self.units, v)
             v = v - torch.linalg.solve(jacobian, rest[..., None])[..., 0]
         return v
 
@@ -511,7 +475,8 @@ def _attention_sum(
         u = view.normed(h, 0.0)
         beside = linear[:-1] - M
         rest = y - (h + u @ beside + values(units, u) @ units.C.mT + linear[-1] - b)
-        outer = _slopes(view, units, h, 0.0) + _linear_slopes(view, beside, h, 0.0)
+        outer = units.C @ _inner_slopes(units, u) + beside.mT
+        outer = _in_front(view, outer, h, 0.0)
         of_M = torch.einsum("ne,nmj->nmej", t, outer + identity)
         of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
         step = least_squares(
@@ -519,17 +484,6 @@ def _attention_sum(
         )[:, 0]
         M, b = M + step[: e * d].view(e, d), b + step[e * d :]
     return M, b
-
-
-def _linear_slopes(view: _View, linear: Tensor, h: Tensor, epsilon: float) -> Tensor:
-    """d(N(h)·linear)/dh."""
-    u = view.normed(h, epsilon)
-    centred = h - h.mean(1, keepdim=True) if view.norm == "layer" else h
-    size = (centred.square().mean(1) + epsilon).sqrt()
-    outer = linear.mT.expand(len(h), -1, -1)
-    along = u @ linear
-    full = outer @ view.axes.mT - along[..., None] * (u @ view.axes.mT)[:, None] / h.shape[1]
-    return full / size[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -233,10 +233,13 @@ def _by_parameters(
     """The model as a function of its `free` parameters, its Jacobian for sequences, and they."""
     start = model.tensors()
     shapes = {name: start[name].shape for name in free}
+    kept = {each.name for each in fields(cast("Any", model))}
 
     def put(flat: Tensor) -> _Model:
-        """The model with these parameters, unchecked."""
+        """The model with these parameters, unchecked, and nothing derived from the old ones."""
         moved, parts = copy(model), flat.split([shape.numel() for shape in shapes.values()])
+        for derived in vars(moved).keys() - kept:
+            del vars(moved)[derived]
         for (name, shape), part in zip(shapes.items(), parts, strict=True):
             object.__setattr__(moved, name, part.view(shape))
         return moved

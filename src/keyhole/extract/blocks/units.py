@@ -227,8 +227,8 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
         return found, _partners(basis, found)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"curvature spans {most} dimensions, but {len(found)} units were found in it: neither a "
-        "plain nor a gated layer",
+        f"curvature spans {most} dimensions, but {len(found)} units were found in it; a plain "
+        f"layer has {most} and a gated one {most // 2}: try another seed",
     )
 
 

@@ -211,6 +211,9 @@ def whole_blocks(places: Tensor, block: int) -> list[int]:
     return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
 
 
+Turn = tuple[float, int | None, Tensor]  # the mean square that is left, the place that A hides, M
+
+
 def by_squares(
     side: Side,
     rows: Tensor,
@@ -247,9 +250,6 @@ def by_squares(
         made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
     ])  # fmt: skip
     return replace(made, level=float(misfits.mean()))
-
-
-Turn = tuple[float, int | None, Tensor]  # the mean square that is left, the place that A hides, M
 
 
 @dataclass(frozen=True, eq=False)
