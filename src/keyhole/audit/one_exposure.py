@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from keyhole.audit import flips, gradients, stores, texts, weights
+from keyhole.audit import endpoints, flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined
 from keyhole.audit.target import Target
 from keyhole.core import Audit
@@ -82,7 +82,7 @@ def _checks(
         )
     if exposure == SCORES:
         made = [
-            weights.checks(name, oracle, seed, as_given=True, budget=budget)
+            endpoints.weight_checks(name, oracle, seed, as_given=True, budget=budget)
             for name, oracle in target.endpoints.items()
         ]
     elif exposure == "pooled" and target.stores:
