@@ -10,13 +10,16 @@ besides); 2, of another one (HellaSwag and DREAM alone); 3, the corpus that ship
 secrets of OWASP's lab for embedding inversion, which recovers neither, with the corpus that ships
 and the judge; 5, another domain and the texts of `--drawn` (`keyhole lab corpus`); 6, passages of
 `--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
-`--drawn`. `--corrector` (`keyhole lab corrector`) gives rows 5 and 6 again with what was trained.
+`--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
+both in half precision on a GPU. `--corrector` (a file of `keyhole lab corrector`) gives rows 5 and
+6 again with what was trained.
 On a GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a
 random-weight model.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import time
@@ -45,6 +48,7 @@ LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
+_TIMED = 20_000  # passes for each vector, where they are timed
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def run(
     for row in rows:
         if row == 4:
             yield from labelled(loaded, search)
+        elif row == 7:
+            yield from timed(loaded, others, secrets, subjects.lengths(tokens))
         else:
             sizes = subjects.lengths(passages if row == 6 else tokens)
             yield from searched(loaded, [cases[row]], secrets, sizes, search, texts)
@@ -114,6 +120,50 @@ def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
             f"{Path(loaded.name).name}: {text}", words, "exact, verified",
             exact and made.verified, f"{made.passes:,} passes, {clock.words()}",
         )  # fmt: skip
+
+
+def timed(
+    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths]
+) -> Iterator[Row]:
+    """Passes a second while most vectors are searched, and of the encoder alone."""
+    target, lines = Target.of(loaded.model, loaded.tokenizer), token_lists(loaded, corpus)
+    longest = lengths[-1][1] + 2
+    encoder = Encoder(target)
+    counted = Counted.of(encoder, lines, longest)
+    search = SumSearch(passes=_TIMED)
+    for length, few in of_lengths(loaded, Case("", ()), secrets, lines, lengths, 100):
+        texts = Texts.of(few, longest, encoder.device)
+        rates: list[float] = []
+        for once in (
+            lambda texts=texts: sum(
+                r.passes for r in search(encoder, encoder.vectors(texts), counted, longest)
+            ),
+            lambda texts=texts: plain(loaded, texts),
+        ):
+            once()
+            clock = _Clock()
+            rates.append(once() / clock.seconds())
+        yield Row(
+            f"{Path(loaded.name).name}, speed, {length[0]}–{length[1]} tokens",
+            f"{rates[0] / rates[1]:.2f} of plain encoding", ">= 0.8 of it",
+            rates[0] >= 0.8 * rates[1],
+            f"{rates[0]:,.0f} passes a second, plain encoding {rates[1]:,.0f}",
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def plain(loaded: Loaded, texts: Texts) -> int:
+    """Encode the texts again and again, as many of a length at once as are fastest."""
+    model = copy.deepcopy(loaded.model).half()
+    ids = torch.cat([texts.ids] * (_TIMED // 8 * 100 // len(texts)))
+    lengths = torch.cat([texts.lengths] * (len(ids) // len(texts)))
+    order = lengths.argsort()
+    for rows in order.split(8192):
+        width = int(lengths[rows].max())
+        mask = (torch.arange(width, device=ids.device) < lengths[rows, None]).long()
+        states = model(input_ids=ids[rows, :width], attention_mask=mask).last_hidden_state
+        (states * mask[..., None]).sum(1).div(lengths[rows, None]).norm(dim=1)
+    return len(ids)
 
 
 def of_lengths(
@@ -199,10 +249,13 @@ class _Clock:
     def __init__(self) -> None:
         self.began, self.cpu = time.perf_counter(), time.process_time()
 
-    def words(self, of: int = 1) -> str:
+    def seconds(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        wall, cpu = time.perf_counter() - self.began, time.process_time() - self.cpu
+        return time.perf_counter() - self.began
+
+    def words(self, of: int = 1) -> str:
+        wall, cpu = self.seconds(), time.process_time() - self.cpu
         return f"{wall / of:.2f} s ({cpu / of:.2f} s of the CPU)"
 
 
