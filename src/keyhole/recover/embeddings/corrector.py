@@ -169,7 +169,7 @@ class Corrector(nn.Module):
     def save(self, file: str | Path, encoder: Encoder, texts: Sequence[str]) -> None:
         """Keep it in a file, with the texts that it was trained on."""
         tensors = {name: tensor.half().contiguous() for name, tensor in self.state_dict().items()}
-        tensors["texts"] = torch.tensor(list("\n".join(texts).encode()), dtype=torch.uint8)
+        tensors["texts"] = torch.frombuffer(bytearray("\n".join(texts).encode()), dtype=torch.uint8)
         if encoder.whitening is not None:
             tensors |= {
                 f"whitening.{name}": getattr(encoder.whitening, name) for name in _WHITENING

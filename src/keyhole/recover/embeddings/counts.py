@@ -419,7 +419,7 @@ def trained_on(corpus: str | Path | Sequence[str]) -> TypeGuard[str | Path]:
 def _kept_texts(file: str | Path) -> list[str]:
     try:
         with safe_open(file, "pt") as opened:
-            return bytes(opened.get_tensor("texts").tolist()).decode().splitlines()
+            return opened.get_tensor("texts").numpy().tobytes().decode().splitlines()
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file} is no file of keyhole lab corrector: {error}") from None
 
