@@ -45,7 +45,7 @@ LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
-_TIMED = 20_000  # passes for each vector, where they are timed
+_TIMED = 6_000  # passes for each vector, where they are timed
 
 
 @dataclass(frozen=True)
