@@ -131,6 +131,7 @@ def _altered(
 
 _DRAWN = 8.0  # texts that the guess from the token alone is worth
 _SEEN = 0.1  # texts that a token without any counts as
+_AT_ONCE = 1 << 20  # tokens of texts whose vectors are added up
 _RIDGE = 0.05  # of the mean variance, added to C
 
 
@@ -156,7 +157,9 @@ class TokenOdds:
         middle = vectors.mean(0)
         centred = vectors - middle
         held = torch.bincount(tokens, minlength=size).double()
-        sums = centred.new_zeros(size, centred.shape[1]).index_add_(0, tokens, centred[rows])
+        sums = centred.new_zeros(size, centred.shape[1])
+        for some, of_them in zip(rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True):
+            sums.index_add_(0, of_them, centred[some])
         means = sums / held.clamp(min=1)[:, None]
         expected = _fitted(own.double(), means, held)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
