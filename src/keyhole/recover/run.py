@@ -32,16 +32,15 @@ from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
 from keyhole.recover.files.sources import Opened, Sealed, Source, WrittenIds, read_sources
-from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.mixed import judge_mixed, unmixed
 from keyhole.recover.leaks import TYPES, KeyValues, Leak, MixedCache
 from keyhole.recover.originals import Original, Shared
-from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.recovery import Judge, TextRecovery, Verdict
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
-from keyhole.recover.simulate import MAX_LENGTH, with_noise
+from keyhole.recover.simulate import MAX_LENGTH
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
@@ -122,7 +121,7 @@ def run(
     """
     loaded, opened = open_leaks(model, leaks, expose, device=device, allow_pickle=allow_pickle)
     if noise is not None:
-        opened = [replace(file, leak=with_noise(file.leak, noise)) for file in opened]
+        opened = [replace(file, leak=file.leak.with_noise(noise)) for file in opened]
     target = _target(loaded.model, loaded.tokenizer, [file.leak for file in opened])
     texts = checked(target, [file.leak for file in opened])  # before anything is written
     attack = _named_attack(target, texts[0], method, corpus)

@@ -13,13 +13,13 @@ import tiny_models as tiny
 from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.numerics import BatchedLBFGS
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.encoder import EncoderBatch
 from keyhole.recover.layers.inverse_map import TokenTable, inverse_map, random_texts
-from keyhole.recover.layers.lbfgs import BatchedLBFGS
 
 WORDS = tiny.tokenizer()
 

@@ -32,9 +32,8 @@ from keyhole.recover.gradients.update import (
     clipped_share,
     gradient,
 )
-from keyhole.recover.judge import ODDS, Verdict
 from keyhole.recover.layers.precision import rounding_of
-from keyhole.recover.recovery import Mark
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 CHANCE = 6.0  # standard deviations that what stands out from noise is away from its mean
 _LIMIT = 1.1  # the mean squared difference in units of the errors, at most

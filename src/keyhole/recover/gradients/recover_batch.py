@@ -54,8 +54,7 @@ from keyhole.recover.gradients.update import (
     task_for,
     update_of,
 )
-from keyhole.recover.judge import Verdict
-from keyhole.recover.recovery import Recovery, TextRecovery
+from keyhole.recover.recovery import Recovery, TextRecovery, Verdict
 from keyhole.recover.simulate import MAX_LENGTH
 
 _NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof

@@ -14,10 +14,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from keyhole.recover.judge import ODDS
 from keyhole.recover.layers.block_reader import LIST, Reader
 from keyhole.recover.layers.block_spans import DEVIATIONS, Map, Side
 from keyhole.recover.layers.block_squares import directions, exchanged, fitted, squares
+from keyhole.recover.recovery import ODDS
 
 _MOVES = 8  # rounds of exchanges in a block, of each kind
 _PAIRS, _NEAR = 48, 2  # exchanges that are compared exactly: of near places, and that promise most

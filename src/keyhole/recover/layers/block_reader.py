@@ -25,7 +25,6 @@ from torch import Tensor
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED
-from keyhole.recover.judge import ODDS
 from keyhole.recover.layers.block_spans import (
     CAP,
     HIDDEN,
@@ -38,6 +37,7 @@ from keyhole.recover.layers.block_spans import (
     products,
     solved,
 )
+from keyhole.recover.recovery import ODDS
 
 _ROUNDS = 6  # of reading and solving again
 LIST = 4  # times as many tokens as a block has are looked at again

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
-from keyhole.recover.layers.precision import precision_of, rounding_error
+from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
@@ -104,15 +103,15 @@ class Text:
     coarse: bool = False
     mask: Tensor | None = None
     rounded: Tolerance | None = None  # where rounding alone may move rows far: what it explains
-    ids: list[int] = field(default_factory=lambda: cast("list[int]", []))
+    ids: list[int] = field(default_factory=list[int])
     guesses: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    tried: list[int] = field(default_factory=lambda: cast("list[int]", []))
-    given: list[Tensor] = field(default_factory=lambda: cast("list[Tensor]", []))
-    alone: set[int] = field(default_factory=lambda: cast("set[int]", set()))
+    tried: list[int] = field(default_factory=list[int])
+    given: list[Tensor] = field(default_factory=list[Tensor])
+    alone: set[int] = field(default_factory=set[int])
     forced: int | None = None
     reach: int = 4
-    misfits: list[float] = field(default_factory=lambda: cast("list[float]", []))
-    others: dict[int, list[int]] = field(default_factory=lambda: cast("dict[int, list[int]]", {}))
+    misfits: list[float] = field(default_factory=list[float])
+    others: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     learnt: bool = False  # the leak errs more than it says
     reopened: int = 0
     failed: int = 0
@@ -132,10 +131,11 @@ class Text:
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
         rounding = rounding_error(target, leak.exposure)
-        tolerance, rounded = Tolerance.of(target, leak, start, rounding), None
+        precision = precision_of(leak, rounding)
+        tolerance, rounded = Tolerance.of(target, leak, start, precision), None
         if rounding > _CHAOTIC:
-            tolerance, rounded = Tolerance.of(target, leak, start, 0.0), tolerance
-        relative = precision_of(leak, rounding).relative
+            tolerance, rounded = Tolerance.of(target, leak, start, precision_of(leak)), tolerance
+        relative = precision.relative
         coarse = bool(leak.noise) or _COARSE < rounding <= _CHAOTIC
         coarse = (coarse and relative > _COARSE) or relative > _ROUGH
         mask = None if leak.mask is None else leak.mask[None].to(device)
@@ -218,12 +218,12 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, target: Target, leak: Leak, start: int, arithmetic: float) -> Tolerance:
+    def of(cls, target: Target, leak: Leak, start: int, precision: Precision) -> Tolerance:
         """What the leak says about itself, from position `start` on, and the model's arithmetic."""
-        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma.nan_to_num(0.0)
+        rounding = precision.rounding.nan_to_num(0.0)
         if isinstance(leak, KeyValues):
-            sigma = _unrotated(target, leak, sigma)
-        return cls(sigma[start:], float(leak.noise or 0.0))
+            rounding = _unrotated(target, leak, rounding)
+        return cls(rounding[start:], float(precision.noise or 0.0))
 
     @property
     def error(self) -> Tensor:

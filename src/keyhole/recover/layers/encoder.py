@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import expect_count
+from keyhole.core.numerics import BatchedLBFGS
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
-from keyhole.recover.layers.lbfgs import BatchedLBFGS
 from keyhole.recover.layers.precision import Precision, compare, precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch

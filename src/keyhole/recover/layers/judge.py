@@ -48,7 +48,6 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
 from keyhole.recover.layers.precision import (
     NOISE,
@@ -60,6 +59,7 @@ from keyhole.recover.layers.precision import (
 )
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _NOISY = 0.05  # of the leak's spread: an error above it needs more alternatives
 _FINE = 5e-3  # of the leak's spread: below it any other token shows

@@ -62,12 +62,12 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.block_order import Orders, ordered
 from keyhole.recover.layers.block_reader import LIST, Reader, Table, guessed
 from keyhole.recover.layers.block_spans import LEFT, Blocks, lost_with
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _BLOCKS = (8, 16, 32, 64)  # positions: of two sizes that fit, one a multiple, the smaller is right
 _FAN = 256  # tokens tried at once behind a prefix, until one fits
