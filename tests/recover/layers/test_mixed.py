@@ -12,8 +12,7 @@ from keyhole.core import Status
 from keyhole.models.capture import Exposure
 from keyhole.recover import KeyValues, MixedCache, recover_text
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.block_spans import Blocks
-from keyhole.recover.layers.block_squares import exchanged, fitted
+from keyhole.recover.layers.block_spans import Blocks, exchanged, fitted
 from keyhole.recover.layers.mixed import judge_mixed, openings
 from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import leak_of
