@@ -26,7 +26,6 @@ from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
-from keyhole.recover.gradients.judge import CHANCE, Errors, compared, judge
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -45,11 +44,15 @@ from keyhole.recover.gradients.texts import (
 )
 from keyhole.recover.gradients.update import (
     ADAPTER,
+    CHANCE,
     Batch,
+    Errors,
     Protocol,
     Update,
     batch_of,
+    compared,
     inputs_last,
+    judge,
     load_update,
     task_for,
     update_of,

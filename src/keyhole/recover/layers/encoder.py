@@ -281,6 +281,10 @@ class EncoderBatch:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def length(self, row: int) -> int:
+        """How many positions a text has."""
+        return len(self.precisions[row].rounding)
+
     @property
     def unknowns(self) -> float:
         """The average number of open positions in a text."""
@@ -355,7 +359,7 @@ class EncoderBatch:
         self.ids[rows] = ids
         done: list[int] = []
         for row, numbers in zip(rows.tolist(), given, strict=True):
-            n = len(self.precisions[row].sigma)
+            n = self.length(row)
             leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
             fit = compare(self.precisions[row], leaked, numbers[:n])
             self.good[row, :n] = fit.good & self.seen[row, :n]
@@ -454,7 +458,7 @@ class EncoderBatch:
     def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
-            n = len(self.precisions[row].sigma)
+            n = self.length(row)
             yield (
                 self.numbers[row],
                 Proposal(
@@ -513,7 +517,7 @@ def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
-        ids = texts.ids[row, : len(texts.precisions[row].sigma)].clone()
+        ids = texts.ids[row, : texts.length(row)].clone()
         fits: list[int] = []
         alone = False
         for _ in range(_SWEEPS):
@@ -590,7 +594,7 @@ def try_everywhere(texts: EncoderBatch, candidates: int, sweeps: int) -> list[in
     """
     done: list[int] = []
     for row in _within(texts, _NEAR):
-        n = len(texts.precisions[row].sigma)
+        n = texts.length(row)
         estimates = texts.best_estimates[row, :n]
         tried = substitute(
             Comparison.of(texts.target, texts.leaks[row]),
@@ -611,7 +615,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
-        ids, left = texts.best_ids[row, : len(texts.precisions[row].sigma)].clone(), most
+        ids, left = texts.best_ids[row, : texts.length(row)].clone(), most
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
             own = ids[texts.free[row, : len(ids)]].unique()

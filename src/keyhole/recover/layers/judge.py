@@ -322,10 +322,8 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
     """
     target, text, exposure = compared.target, compared.text, compared.leak.exposure
     start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
-    alone = torch.zeros(1, dtype=torch.long, device=text.device)
-    branches = Branches(target.model, alone + start)
-    branches.expose(exposure, alone == 0, ids=text[None, start:])
-    branches.accept(alone, alone + len(text) - start, alone)
+    branches = Branches(target.model, torch.tensor([start], device=text.device))
+    branches.go_on(exposure, text[None, start:])
     found = none.repeat(_AS_GOOD, 1)
     vocabulary = torch.arange(target.vocabulary, device=text.device)
     for place in range(start, len(text)):
@@ -417,13 +415,10 @@ def _answers(
             given = capture(target.model, exposure, ids=torch.cat(frame, 1))["values"]
             yield given[..., len(opening), :].flatten(1)
         return
-    alone = torch.zeros(1, dtype=torch.long, device=tokens.device)
-    branches = Branches(target.model, alone)
-    branches.expose(exposure, chain=alone == 0, ids=opening[None])
-    branches.accept(alone, alone + len(opening), alone)
+    branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=tokens.device))
+    branches.go_on(exposure, opening[None])
     for part in parts:
-        given = branches.expose(exposure, chain=alone != 0, ids=part[None])["values"][0]
-        branches.accept(alone, alone, alone)
+        given = branches.each(exposure, 0, len(opening), part)[0]["values"][0]
         yield given.movedim(-2, 0).flatten(1)
 
 

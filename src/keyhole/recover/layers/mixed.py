@@ -375,11 +375,8 @@ class Behind:
     @torch.no_grad()
     def go_on(self, ids: Sequence[int]) -> list[Tensor]:
         """Take tokens to be right, and return their rows (n, d)."""
-        one = torch.zeros(1, dtype=torch.long, device=self.device)
         text = torch.tensor([list(ids)], device=self.device)
-        given = self.branches.expose(self.exposure, one == 0, ids=text)
-        self.branches.accept(one, one + len(ids), one)
-        return self._of(given)
+        return self._of(self.branches.go_on(self.exposure, text))
 
     @torch.no_grad()
     def rows(self, tokens: Tensor, length: int) -> list[Tensor]:

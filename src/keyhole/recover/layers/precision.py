@@ -137,13 +137,9 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
 
 def _by_halves(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Rows of texts (b, n) as a search computes them: a few tokens behind a prefix that is kept."""
-    each = torch.arange(len(ids), device=ids.device)
-    none = torch.zeros_like(each)
-    branches, rows = Branches(target.model, none), list[Tensor]()
-    for part in ids.split(-(-ids.shape[1] // 2), 1):
-        rows.append(rows_of(branches.expose(exposure, none == 0, ids=part)))
-        branches.accept(none, none + part.shape[1], each)
-    return torch.cat(rows, 1)
+    branches = Branches(target.model, torch.zeros_like(ids[:, 0]))
+    halves = ids.split(-(-ids.shape[1] // 2), 1)
+    return torch.cat([rows_of(branches.go_on(exposure, half)) for half in halves], 1)
 
 
 def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
