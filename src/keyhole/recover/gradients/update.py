@@ -285,11 +285,10 @@ def update_of(
     hide: Sequence[str] = (),
     precision: str = "float32",
     seed: int = 0,
-    adapters: Mapping[str, Tensor] | None = None,
 ) -> Update:
     """What a client hands over for a batch; `hide` may leave out the `embeddings`."""
     protocol = protocol or Protocol()
-    adapters = adapters_of(model, protocol, seed) if adapters is None else adapters
+    adapters = adapters_of(model, protocol, seed)
     _expect_choice("--precision", precision, PRECISIONS)
     for what in hide:
         _expect_choice("--hide", what, HIDDEN)

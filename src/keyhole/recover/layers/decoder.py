@@ -51,6 +51,8 @@ _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error 
 _CLEAR, _ALONE = 16.0, 4.0  # … and they and the second best, before all other tokens are tried,
 _REACH = 0.95  # … which must be of an order that has so many random tokens among its first
 _CLEAN = 0.1  # of the limit: where accepted tokens fit so well, the leak has no noise to be learnt
+_COMPARED = 32  # candidates at each position of a leak whose error is coarse, but at the first
+_FAILURES = 2  # positions in a row that nothing explains before the search ends
 _BACK = 16  # positions that are looked at again, and times that one gets another token, at most
 _NEAREST = 16  # tried tokens that are kept, of each way to compare them
 _CHAOTIC = 0.05  # of a row: where rounding moves it so far, near tokens are run in the leak's shape
@@ -62,19 +64,15 @@ class DecoderStates:
 
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
     candidates in the first fan of a position; each next one is four times as large, up to `widest`;
-    then come all others, of which `most` are tried (None: the whole vocabulary). `compared`:
-    candidates at each position of a leak whose error is coarse (at the first `widest`). `draft`:
-    tokens of a chain, at most. `failures`: positions in a row that nothing explains before the
-    search ends. `batch`: texts at a time (None: one on a CPU, sixteen on a GPU).
+    then come all others, of which `most` are tried (None: the whole vocabulary). `draft`: tokens of
+    a chain, at most. `batch`: texts at a time (None: one on a CPU, sixteen on a GPU).
     """
 
     samples: int | None = None
     fan: int = 8
     widest: int = 512
     most: int | None = None
-    compared: int = 32
     draft: int = 16
-    failures: int = 2
     batch: int | None = None
     seed: int = 0
 
@@ -341,7 +339,7 @@ class Search:
             return text.guesses[at : at + text.reach].tolist()
         least = self.method.fan
         if text.coarse:  # at the first position nothing but the token itself tells tokens apart
-            least = self.method.compared if at else self.method.widest
+            least = _COMPARED if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         order = self._order(text, size + len(text.tried)).tolist()
         tried = set(text.tried)
@@ -524,7 +522,7 @@ class Search:
         if learnt is None:
             text.failed += 1
             text.unexplained += 1
-            text.given_up = text.failed >= self.method.failures
+            text.given_up = text.failed >= _FAILURES
         else:
             text.tolerance, text.learnt = learnt.tolerance, True
         text.forced = int(nearest.tokens[0 if learnt is None else learnt.best])
