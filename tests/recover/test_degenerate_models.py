@@ -97,9 +97,9 @@ def test_a_model_without_numbers_is_refused_by_the_name_of_the_weight(family):
 
 
 SHORT = {  # searches that do not arrive
-    "hidden:2": EncoderStates(rounds=4, opening=4),
+    "hidden:2": EncoderStates(rounds=4, opening=4, most=0),
     "attention:1": SubLayerOutput(
-        TokenSearch(rounds=1, passes=10), EncoderStates(rounds=4, opening=4)
+        TokenSearch(rounds=1, passes=10), EncoderStates(rounds=4, opening=4, most=0)
     ),
 }
 
