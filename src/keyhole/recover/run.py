@@ -8,7 +8,6 @@ TextRecovery (recovery.py).
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -345,8 +344,7 @@ def _recovering(
                 yield rest[place], recovery
         if read:
             return
-    count = TokenCount(texts, progress)
-    clock = _Clock(count, time.perf_counter() if started is None else started)
+    count = TokenCount(texts, progress, started)
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -356,18 +354,18 @@ def _recovering(
         name = type(attack).__name__
         with solvable(target.model):
             for number, proposal in attack(target, texts):
-                clock.share(number)
+                count.share(number)
                 recovery = _judged(judge, target, texts[number], proposal, name)
                 left.discard(number)
                 count.set(number, len(recovery.ids))
-                yield number, replace(recovery, seconds=clock.seconds(number))
-                clock.go_on()
+                yield number, replace(recovery, seconds=count.seconds(number))
+                count.go_on()
     except Unsuccessful as end:
-        clock.share(*left)
+        count.share(*left)
         for number in sorted(left):
-            seconds = clock.seconds(number)
+            seconds = count.seconds(number)
             yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
-            clock.go_on()
+            count.go_on()
 
 
 def _unmixed(
@@ -444,36 +442,6 @@ def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
     if leak.length == target.parts.max_length:
         notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
     return notes
-
-
-class _Clock:
-    """The seconds of each leak: its own, and its share of what was done for several at once.
-
-    What passes until an attack has a proposal belongs to the leaks that it worked on meanwhile, in
-    equal parts; judging a proposal belongs to its leak. What happens to a result once it is out
-    belongs to nobody. All seconds together are the time that the recovery took.
-    """
-
-    def __init__(self, count: TokenCount, since: float) -> None:
-        self._count, self._since = count, since
-        self._spent: defaultdict[int, float] = defaultdict(float)
-
-    def share(self, *ready: int) -> None:
-        """The time since the last proposal is theirs that were worked on; some are ready now."""
-        now, numbers = time.perf_counter(), {*self._count.under_way, *ready}
-        for number in numbers:
-            self._spent[number] += (now - self._since) / len(numbers)
-        self._since = now
-        self._count.under_way.clear()
-
-    def seconds(self, number: int) -> float:
-        """What leak `number` took in all, what has passed since `share` included."""
-        self._count.under_way &= {number}
-        self.share(number)
-        return self._spent[number]
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
 
 
 def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
