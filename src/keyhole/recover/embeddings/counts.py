@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -70,10 +69,7 @@ class Counted:
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
         texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
-        if enough and encoder.whitening is None:
-            vectors = encoder.whiten(texts)
-        else:
-            vectors = encoder.vectors(texts, fast=True)
+        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
         seen, endings = _altered(encoder, texts, vectors, frame, seed), None
         if encoder.exposure.pooling == "last":
@@ -108,7 +104,9 @@ def _altered(
     words[special] = False
     words = words.nonzero().flatten()
     parts, runs = [texts], [vectors]
-    for _ in range(_ALTERED[device.type]):
+    times = _ALTERED[device.type]
+    lines = _LINES[device.type] * _smallness(encoder.target)  # that a large encoder has time for
+    for _ in range(min(times, math.ceil(times * lines / len(texts)))):
         share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
         chance = torch.rand(texts.ids.shape, generator=generator, device=device)
         any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
@@ -135,6 +133,7 @@ def _altered(
 
 _DRAWN = 8.0  # texts that the guess from the token alone is worth
 _SEEN = 0.1  # texts that a token without any counts as
+_AT_ONCE = 1 << 20  # tokens of texts whose vectors are added up
 _RIDGE = 0.05  # of the mean variance, added to C
 
 
@@ -160,7 +159,9 @@ class TokenOdds:
         middle = vectors.mean(0)
         centred = vectors - middle
         held = torch.bincount(tokens, minlength=size).double()
-        sums = centred.new_zeros(size, centred.shape[1]).index_add_(0, tokens, centred[rows])
+        sums = centred.new_zeros(size, centred.shape[1])
+        for some, of_them in zip(rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True):
+            sums.index_add_(0, of_them, centred[some])
         means = sums / held.clamp(min=1)[:, None]
         expected = _fitted(own.double(), means, held)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
@@ -207,8 +208,11 @@ def alone(encoder: Encoder) -> Tensor:
 
 def effort(target: Target) -> float:
     """The share of a small encoder's runs that this one gets: on a CPU large ones take longer."""
-    if target.parts.device.type != "cpu":
-        return 1.0
+    return _smallness(target) if target.parts.device.type == "cpu" else 1.0
+
+
+def _smallness(target: Target) -> float:
+    """1 for a small encoder, less for a large one."""
     size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
     return min(1.0, _SMALL / max(1, size))
 
@@ -401,30 +405,8 @@ class Endings:
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
     """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
-    if trained_on(corpus):
-        texts = _kept_texts(corpus)
-    else:
-        texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
+    texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise InputError(f"the corpus holds no text: {corpus}")
     return texts
-
-
-def trained_on(corpus: str | Path | Sequence[str]) -> TypeGuard[str | Path]:
-    """Is it a file of texts with what was trained on them (corrector.py)?"""
-    return isinstance(corpus, str | Path) and Path(corpus).suffix == ".safetensors"
-
-
-def _kept_texts(file: str | Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as opened:
-            return opened.get_tensor("texts").numpy().tobytes().decode().splitlines()
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} is no file of keyhole lab corrector: {error}") from None
-
-
-def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise: the largest of log p + noise is a draw from p, the k largest are k different ones."""
-    noise = torch.rand(scores.shape, generator=generator, device=scores.device)
-    return -(-noise.clamp(1e-9, 1 - 1e-7).log()).log()
