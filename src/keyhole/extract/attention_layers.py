@@ -4,8 +4,10 @@ For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, le
 
     W̃_h = (1 + A_1)…(1 + A_{l−1})·W_h      Ṽ_h = V_h·(1 + A_{l+1})…(1 + A_L)      h in layer l
 
-**Theorem (depth is invisible from afar).** The last token of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]`
-answers with `xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³)`, P = (1 + A_1)…(1 + A_L):
+**Theorem (depth is invisible from afar).** The last token of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]` answers
+
+    xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
+
 one layer with the heads of all. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
 with one c for all j, and what does not depend on j leaves the softmax as it is.
 
@@ -25,9 +27,9 @@ The stages, whose scores of about 1 show the scale of the weights:
     layers                       all ways to deal H heads to layers, the one that answers alike
     all numbers                  by least squares on sequences of ordinary tokens
 
-Limits. H < d heads in all, of similar strength: the rank shows their number, and scores that are all
-large or small hide a head. No biases, norms, positions or feed-forward layers: refused. Answers in
-float64, since `ε` costs half of the digits.
+Limits. H < d heads in all, since the rank shows their number, and of similar strength: none may be
+hidden by scores that are all small. No biases, norms, positions or feed-forward layers. Answers in
+float64, since ε costs half of the digits.
 """
 
 from __future__ import annotations
@@ -56,9 +58,11 @@ _SAME = 1e-9
 _SCALES = 40
 _BENT = (0.06, 0.2)  # how far from linear the answers are
 _CLEAR = 30.0  # between singular values that count and those that do not
-_STARTS = 40
+_LONGER = (1.0, 1.4, 1.0, 1.4)  # tokens, where heads were not found: x and δ are drawn again
+_STARTS = 16
 _NEAR = 0.25  # of δ_0, for other δ
-_FITTED = 0.01  # what may be left of far answers
+_FITTED = 1e-4  # what may be left of far answers
+_CLOSE = 0.01  # and of ordinary ones, before all numbers are fitted
 _MOST = 5000  # ways to deal heads that are tried
 _PROBES = 8
 _MORE = 1.5  # answers for each unknown
@@ -76,8 +80,8 @@ class AttentionLayers(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         far = _Far.open(oracle, stream)
-        W, V = _heads(far, stream)
-        model = _polished(oracle, _dealt(far, W, V, stream), stream)
+        W, V, length = _heads(far, stream)
+        model = _polished(oracle, _dealt(far, W, V, length, stream), length, stream)
         numbers = model.unknowns if far.every_token else far.dim
         words = " and ".join(str(size) for size in model.sizes)
         remark = f"{len(model.sizes)} layers of {words} heads"
@@ -127,7 +131,10 @@ class _Far:
 
         The half makes f = ½tanh(z/2), whose rank is that of the heads at any scale.
         """
-        far, near = _FAR * x.expand(len(delta), *x.shape), (delta / _FAR)[:, None].expand(-1, len(x), -1)
+        far, near = (
+            _FAR * x.expand(len(delta), *x.shape),
+            (delta / _FAR)[:, None].expand(-1, len(x), -1),
+        )
         far, near = far.flatten(0, 1), near.flatten(0, 1)
         if not self.causal:
             y = last(self.oracle, torch.stack([far + near, far], 1)) - far @ self.P
@@ -151,15 +158,20 @@ class _Far:
         return tanh / 2, (1 - tanh.square()) / 4
 
 
-def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d)."""
+def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d); how long tokens of scores 1 are."""
     d = far.dim
-    x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
-    basis = random_orthogonal(d, stream)
-    length = _fitting_length(far, x[:8], basis[0])
-    x, first = length * x, length * basis[0]
-    start = far(x, first[None])[0]
-    g, u = _network(far, x, start, stream)
+    for longer in _LONGER:
+        x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+        basis = random_orthogonal(d, stream)
+        length = longer * _fitting_length(far, x[:8], basis[0])
+        x, first = length * x, length * basis[0]
+        found = _network(far, x, far(x, first[None])[0], stream)
+        if found is not None:
+            break
+    else:
+        raise _unread("no network of as many heads as there seem to be explains the answers")
+    g, u = found
     if not far.causal:  # tanh(−z)·(−u) is the same: of all signs, those that add up
         whole = first @ far.P - first
         signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
@@ -174,7 +186,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor]:
             raise _unread("heads could not be followed from one token to others")
         W += ((near - g) / step)[:, :, None] * axis
         V += axis[:, None] * ((value - u) / step)[:, None]
-    return W, V
+    return W, V, length
 
 
 def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
@@ -195,14 +207,15 @@ def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
 
 def _network(
     far: _Far, x: Tensor, wanted: Tensor, stream: torch.Generator
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H."""
     sizes = torch.linalg.svdvals(wanted)
     ratios = sizes[:-1] / sizes[1:].clamp(min=1e-16 * float(sizes[0]))
     heads = int(ratios.argmax()) + 1
     if not float(ratios.max()) > _CLEAR:
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"there are {far.dim} heads or more: as many as an answer has numbers"
+            Status.NOT_APPLICABLE,
+            f"there are {far.dim} heads or more: as many as an answer has numbers",
         )
     for _ in range(_STARTS):
         shape = heads, far.dim
@@ -210,7 +223,7 @@ def _network(
         g, u, left = _fitted(far, x, wanted, g)
         if left <= _FITTED:
             return g, u
-    raise _unread(f"no start explains the {heads} heads that there seem to be")
+    return None
 
 
 def _fitted(far: _Far, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -235,14 +248,15 @@ def _fitted(far: _Far, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Te
     return g.view(heads, d), size * u.view(heads, heads) @ frame, left
 
 
-def _dealt(far: _Far, W: Tensor, V: Tensor, stream: torch.Generator) -> planted.AttentionLayers:
+def _dealt(
+    far: _Far, W: Tensor, V: Tensor, length: float, stream: torch.Generator
+) -> planted.AttentionLayers:
     """The heads in those layers that answer ordinary questions best."""
-    shape = _PROBES, _TOKENS, far.dim
-    tokens = torch.randn(shape, generator=stream, dtype=torch.float64) / math.sqrt(far.dim)
+    tokens = _ordinary(_PROBES, far.dim, length, stream)
     wanted = last(far.oracle, tokens)
     best, least = None, math.inf
     for depth in range(1, len(W) + 1):
-        if depth ** len(W) > _MOST:
+        if depth ** len(W) > _MOST or least <= _CLOSE * float(wanted.norm()):
             break
         for layers in itertools.product(range(depth), repeat=len(W)):
             if len(set(layers)) == depth:
@@ -275,20 +289,25 @@ def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.Atten
 
 
 def _polished(
-    oracle: Oracle, model: planted.AttentionLayers, stream: torch.Generator
+    oracle: Oracle, model: planted.AttentionLayers, length: float, stream: torch.Generator
 ) -> planted.AttentionLayers:
     """All numbers at once, from ordinary tokens: far ones lost half of the digits."""
     numbers = model.dim * (_TOKENS if model.every_token else 1)
     count = math.ceil(_MORE * model.unknowns / numbers) + 16
-    shape = count, _TOKENS, model.dim
-    tokens = torch.randn(shape, generator=stream, dtype=torch.float64) / model.dim**0.25
-    tokens[::2] /= model.dim**0.25
+    tokens = _ordinary(count, model.dim, length, stream)
     y = ask(oracle, tokens)
     model = refined(model, ("W", "V"), [(tokens, y, torch.ones_like(y))])
     left = float((model(tokens) - y).norm() / y.norm())
     if not left <= _EXACT:
         raise _unread(f"layers of {model.sizes} heads leave {left:.0e} of the answers unexplained")
     return model
+
+
+def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Tensor:
+    """Sequences of tokens of this length, and of half of it."""
+    tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
+    tokens[::2] /= 2
+    return length / math.sqrt(d) * tokens
 
 
 def _unread(why: str) -> Unsuccessful:

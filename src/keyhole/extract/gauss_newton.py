@@ -286,7 +286,10 @@ def refined(
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
     damping, miss = 1e-6, misses(flat)
+    rounding = _EXACT * sum(float((y / error).square().sum()) for _, y, error in asked)
     for _ in range(_REFINEMENTS):
+        if float(miss @ miss) <= rounding:
+            break
         J = torch.cat([
             (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
         ])  # fmt: skip

@@ -305,9 +305,13 @@ class AttentionLayers(Parametric):
 
     def answers(self, tokens: Tensor) -> Tensor:
         sizes = self.sizes
-        for W, V in zip(self.W.split(sizes), self.V.split(sizes), strict=True):
-            tokens = tokens + attention.output(tokens, W, V, causal=self.causal)
-        return tokens if self.every_token else tokens[:, -1]
+        *layers, (W, V) = zip(self.W.split(sizes), self.V.split(sizes), strict=True)
+        for forms, values in layers:
+            tokens = tokens + attention.output(tokens, forms, values, causal=self.causal)
+        asking = tokens if self.every_token else tokens[:, -1]
+        return asking + attention.output(
+            tokens, W, V, causal=self.causal, last=not self.every_token
+        )
 
 
 @dataclass(frozen=True, eq=False)
