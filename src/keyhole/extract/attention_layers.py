@@ -4,7 +4,7 @@ For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, le
 
     W̃_h = (1 + A_1)…(1 + A_{l−1})·W_h      Ṽ_h = V_h·(1 + A_{l+1})…(1 + A_L)      h in layer l
 
-**Theorem (depth is invisible from afar).** The last token of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]` answers
+**Theorem (depth is invisible from afar).** The last of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]` answers
 
     xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
 
@@ -177,7 +177,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
         signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
         best = signs[(signs @ u - whole).norm(dim=1).argmin(), :, None]
         g, u = best * g, best * u
-    step = _NEAR * length
+    step, x = _NEAR * length, x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
     others = far(x, first + step * basis)
     W, V = torch.zeros(2, len(u), d, d, dtype=torch.float64)
     for axis, wanted in zip(basis, others, strict=True):
