@@ -9,7 +9,7 @@ import reference
 from keyhole import extract
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.oracle import Attention, AttentionLayers, load, plant, save
+from keyhole.oracle import AttentionLayers, load, plant, save
 from keyhole.oracle.block import plant_block
 
 
@@ -63,16 +63,15 @@ def test_layers_are_stored_and_refused_out_of_order(tmp_path):
 
 def test_from_afar_layers_are_one_with_the_heads_of_all():
     target = planted([2, 1, 1], 4)
-    one = Attention(*seen_from_afar(target))
+    W, V = seen_from_afar(target)
     x, deltas = normal(4), normal(5, 4)
     P = target(torch.eye(4, dtype=torch.float64)[:, None])
     off = []
     for far in (64.0, 256.0):
         answer = target((far * x + deltas / far)[None])[0]
         rest = far * (answer - far * x @ P) - deltas[-1]
-        # The one layer is asked by x, whose own token is taken off again.
-        scores = torch.einsum("d,hde,ne->hn", x, one.W, deltas)
-        wanted = torch.einsum("hn,nd,hdm->m", scores.softmax(-1), deltas, one.V)
+        scores = torch.einsum("d,hde,ne->hn", x, W, deltas)
+        wanted = torch.einsum("hn,nd,hdm->m", scores.softmax(-1), deltas, V)
         off.append(float((rest - wanted).norm()))
     assert off[1] < 1e-2
     assert off[0] / off[1] == pytest.approx(16, rel=0.05)  # O(ε²)
