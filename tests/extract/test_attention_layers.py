@@ -154,6 +154,13 @@ def test_what_is_not_read_is_refused():
         assert why in result.reason
 
 
+def test_layers_are_told_from_one_without_a_word():
+    deep = extract.run(planted([1, 1], 3))
+    assert deep.status is Status.RECOVERED
+    assert "AttentionLayers, since" in deep.reason
+    assert "FullOutput, since" in extract.run(plant("attention", dim=3, heads=2)).reason
+
+
 def test_a_budget_ends_it():
     result = extract.run(planted([1, 1], 4), "attention-layers", budget=50)
     assert result.status is Status.BUDGET

@@ -321,4 +321,4 @@ def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Ten
 
 
 def _unread(why: str) -> Unsuccessful:
-    return Unsuccessful(Status.UNVERIFIED, why)
+    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as layers of attention alone: {why}")
