@@ -29,7 +29,7 @@ from keyhole.recover.embeddings.encoder import Encoder, Texts
 
 SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
 _LINES = {"cuda": 200_000, "cpu": 50_000}  # that the encoder is run on …
-_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that it is run on them with tokens replaced
+_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that a small one is run on them, tokens replaced
 _ALONE = {"cuda": math.inf, "cpu": 4_000}  # tokens that it is run on by themselves
 _SMALL = 1.2e7  # parameters without the table: what a small encoder has
 _SIMPLE = 0.1  # added to the squares of a regression
@@ -104,7 +104,7 @@ def _altered(
     words[special] = False
     words = words.nonzero().flatten()
     parts, runs = [texts], [vectors]
-    for _ in range(_ALTERED[device.type]):
+    for _ in range(math.ceil(_ALTERED[device.type] * _smallness(encoder.target))):
         share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
         chance = torch.rand(texts.ids.shape, generator=generator, device=device)
         any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
@@ -203,8 +203,11 @@ def alone(encoder: Encoder) -> Tensor:
 
 def effort(target: Target) -> float:
     """The share of a small encoder's runs that this one gets: on a CPU large ones take longer."""
-    if target.parts.device.type != "cpu":
-        return 1.0
+    return _smallness(target) if target.parts.device.type == "cpu" else 1.0
+
+
+def _smallness(target: Target) -> float:
+    """1 for a small encoder, less for a large one."""
     size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
     return min(1.0, _SMALL / max(1, size))
 
