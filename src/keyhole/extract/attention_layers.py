@@ -58,10 +58,11 @@ _SAME = 1e-9
 _SCALES = 40
 _BENT = (0.06, 0.2)  # how far from linear the answers are
 _CLEAR = 30.0  # between singular values that count and those that do not
-_LONGER = (1.0, 1.4, 1.0, 1.4)  # tokens, where heads were not found: x and δ are drawn again
+_LONGER = (1.0, 0.7, 1.4, 0.5)  # tokens, where heads were not found: x and δ are drawn again
 _STARTS = 16
 _NEAR = (0.25, 0.06, 0.015)  # of δ_0, for other δ: nearer ones where heads are lost on the way
 _FITTED = 1e-6  # what may be left of far answers
+_TOGETHER = 0.01  # likewise, before all numbers are fitted
 _LEFT = 30.0  # likewise, of what is beyond their rank
 _CLOSE = 1e-4  # and of ordinary ones, before all numbers are fitted
 _COARSE = 1e-5  # answers that are off by less are rounded
@@ -185,18 +186,32 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
         best = signs[(signs @ u - whole).norm(dim=1).argmin(), :, None]
         g, u = best * g, best * u
     x = x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
-    W, V = torch.zeros(2, len(u), d, d, dtype=torch.float64)
-    for axis in basis:
-        for share in _NEAR:
-            step = share * length
-            near, value, explained = _fitted(far, x, far(x, first + step * axis), g)
-            if explained:
-                break
-        else:
-            raise _unread("heads could not be followed from one token to others")
-        W += ((near - g) / step)[:, :, None] * axis
-        V += axis[:, None] * ((value - u) / step)[:, None]
-    return W, V, length
+    for share in _NEAR:
+        followed = _followed(far, x, (first, g, u), share * length * basis)
+        if followed is not None:
+            return *followed, length
+    raise _unread("heads could not be followed from one token to others")
+
+
+def _followed(
+    far: _Far, x: Tensor, known: tuple[Tensor, Tensor, Tensor], steps: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """W̃ and Ṽ from a δ whose g and u are known, and orthogonal steps away from it.
+
+    Two heads may have changed places on the way: what all steps together say is tried on the sum.
+    """
+    first, g, u = known
+    W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
+    for step in steps:
+        near, value, explained = _fitted(far, x, far(x, first + step), g)
+        if not explained:
+            return None
+        W += (near - g)[:, :, None] * step / step.square().sum()
+        V += (step / step.square().sum())[:, None] * (value - u)[:, None]
+    both = first + steps.sum(0) / math.sqrt(far.dim)
+    wanted, gates = far(x, both), far.gates(x @ (W @ both).mT)[0]
+    left = float((gates @ (both @ V) - wanted).norm() / wanted.norm())
+    return (W, V) if left <= _TOGETHER else None
 
 
 def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
@@ -305,8 +320,10 @@ def _polished(
     """All numbers at once, from ordinary tokens: far ones lost half of the digits."""
     if model.unknowns > _UNKNOWNS:
         return model
-    numbers = model.dim * (_TOKENS if model.every_token else 1)
-    count = math.ceil(_MORE * model.unknowns / numbers) + 16
+    numbers, scores = model.dim, _TOKENS - 1  # of an answer, and of each head in it
+    if model.every_token:
+        numbers, scores = _TOKENS * numbers, scores * (_TOKENS // 2 if model.causal else _TOKENS)
+    count = math.ceil(_MORE * max(model.unknowns / numbers, model.dim**2 / scores)) + 16
     tokens = _ordinary(count, model.dim, length, stream)
     y = ask(far.oracle, tokens)
     model = refined(model, ("W", "V"), [(tokens, y, torch.ones_like(y))])
