@@ -26,11 +26,11 @@ EXACT = 1e-10
 SINGLE = 1e-4  # of answers in float32
 FLOAT32 = ", float32"
 LAST = False, False  # the last token's vector, no mask
+SIZES = [(d, heads, every) for d in (8, 16) for heads in (1, 2) for every in (True, False)]
 TARGETS = [  # layers, heads of each, d, vectors of every token, causal
-    *((2, heads, d, every, causal) for causal in (False, True) for d in (8, 16)
-      for heads in (1, 2) for every in (True, False)),
-    (2, 3, 8, *LAST), (3, 1, 8, *LAST), (3, 2, 8, *LAST), (4, 1, 8, *LAST),
-    (2, 4, 8, *LAST),
+    *((2, heads, d, every, False) for d, heads, every in SIZES),
+    (2, 3, 8, *LAST), (3, 1, 8, *LAST), (3, 2, 8, *LAST), (4, 1, 8, *LAST), (2, 4, 8, *LAST),
+    *((2, heads, d, every, True) for d, heads, every in SIZES),
 ]  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     f"{layers} layers of {heads} {'heads' if heads > 1 else 'head'}, d = {d}"
