@@ -5,6 +5,7 @@ docs/mathematics.md has all of it in one notation.
 
 from keyhole.core import Status
 from keyhole.extract.adapted import Adapted
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.canonical import canonical, same_function
@@ -34,6 +35,7 @@ from keyhole.extract.tolerant_as_published import TolerantAsPublished
 
 __all__ = [
     "Adapted",
+    "AttentionLayers",
     "AttentionSubLayer",
     "Auto",
     "Check",

@@ -31,7 +31,9 @@ from torch import Tensor
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_precision, smallest
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
+from keyhole.extract.block import last
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
@@ -260,11 +262,15 @@ def _choice(
         return method if arithmetic.exact else Refined(method)
 
     if pairs.ndim > 1:
+        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
+        method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
+        if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
+            method = AttentionLayers(seed=seed, tolerance=accepted)
+            why = "one layer would weigh long tokens and short differences alike"
         return Choice(
-            Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
-            refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
-            arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
+            kind, method, why, arithmetic=arithmetic,
+            fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
         )  # fmt: skip
     if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
@@ -293,6 +299,21 @@ def _choice(
         if fit is not None and not arithmetic.exact:
             method, fit = fit, None
     return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
+
+
+def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
+    """More than one layer of attention alone?
+
+    Answers are then linear in single tokens and odd; and of one layer, with or without a residual,
+    `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s.
+    """
+    y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
+    pair, long = torch.stack([x + delta, x]), torch.stack([2 * x + delta / 2, 2 * x])
+    near, minus, far = last(oracle, torch.stack([pair, -pair, long]))
+    apart = torch.stack([y + other - both, near + minus])
+    moved = (near - y) - 2 * (far - 2 * y)
+    limit = same * float(both.abs().max())
+    return float(apart.abs().max()) <= limit < float(moved.abs().max())
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:

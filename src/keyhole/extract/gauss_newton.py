@@ -286,6 +286,7 @@ def refined(
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
     damping, miss = 1e-6, misses(flat)
+    rounding = 100 * _EXACT * sum(float((y / error).square().sum()) for _, y, error in asked)
     for _ in range(_REFINEMENTS):
         J = torch.cat([
             (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
@@ -300,7 +301,7 @@ def refined(
             if not failed and float(ahead @ ahead) < before:
                 break
             damping *= 10
-            if damping > 1e8:
+            if damping > 1e8 or before <= rounding:
                 return put(flat)
         flat, miss, damping = flat - step, ahead, max(damping / 10, 1e-14)
         if float(miss @ miss) > 0.999 * before:

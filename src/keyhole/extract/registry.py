@@ -12,6 +12,7 @@ from typing import Any
 
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.fitted import Fitted
@@ -132,4 +133,5 @@ METHODS: Registry[Method, Row] = Registry(
     )),
     Entry("attention-sub-layer", AttentionSubLayer),
     Entry("transformer-block", TransformerBlock),
+    Entry("attention-layers", AttentionLayers),
 )  # fmt: skip
