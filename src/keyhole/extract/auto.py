@@ -30,7 +30,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.arithmetic import EXACT, digits, measured_precision, smallest
+from keyhole.extract.arithmetic import EXACT, digits, measured_precision, own_error, smallest
 from keyhole.extract.bilinear import random_units
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
@@ -371,16 +371,20 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
             flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
             break  # longer tokens than it takes
-        moved = flat[1:].unflatten(0, rays.shape[:2])
-        answers = torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
+        answers = _by_ray(flat)
         if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
         if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
             names.remove("sigmoid")  # two classes behind a softmax are sigmoids too
+        unmeasured = precision > EXACT and flat.ndim == 1
         for name in list(names):
             bent, uneven = _misses(name, answers, error)
+            if (bent or uneven) and unmeasured:  # sums lose more than an answer's last digit
+                own = _by_ray(own_error(oracle, scale * questions, flat, precision))
+                error, unmeasured = torch.maximum(error, own), False
+                bent, uneven = _misses(name, answers, error)
             odd[name] &= not uneven
             if bent:
                 names.remove(name)
@@ -395,6 +399,12 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
         return Found(none, odd["identity"])
     best = names[0]
     return Found(Link(best, _offset(best, kept[best])), odd[best])
+
+
+def _by_ray(flat: Tensor) -> Tensor:
+    """Numbers for the zero token and for each step of each ray, as (steps, rays, …)."""
+    moved = flat[1:].unflatten(0, (len(_STEPS) - 1, _RAYS))
+    return torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
 
 
 def _possible(name: str, answers: Tensor) -> bool:

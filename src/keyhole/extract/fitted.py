@@ -78,7 +78,7 @@ _ROUNDS = 4  # batches of starts for each number of heads
 _FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
 _UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once, if not coarse
 _WORK = 192  # H·d of the largest fit at one token
-UNKNOWNS = 1500  # up to which all are fitted at once
+UNKNOWNS = 4500  # up to which all are fitted at once
 
 
 @dataclass(frozen=True)
