@@ -43,6 +43,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
+from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import ask_scores, lengths
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
@@ -58,6 +59,7 @@ from keyhole.extract.heads.masks import (
 from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import Exam, Method
 from keyhole.extract.low_rank import degrees_of_freedom
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -144,9 +146,15 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     size = max(norm, float(ask_scores(oracle, pair).abs()))
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
     if miss > _LINEAR * size:
+        precision, noise = measured_errors(oracle, pair, ask_scores(oracle, pair), answers)
+        if precision > EXACT or noise or exact_decimals(answers) is not None:
+            raise Unsuccessful(
+                Status.UNVERIFIED,
+                f"answers are off by {max(precision * size, noise):.0e}: heads are read one by one "
+                "from answers exact to 1e-12 of themselves, and fitted (Fitted, auto) from others",
+            )
         raise Unsuccessful(
-            Status.MISMATCH,
-            "answers of length one are not linear to 1e-9: rounded, noisy, or no such model",
+            Status.MISMATCH, "answers of length one are not linear to 1e-9: no heads explain them"
         )
     return v
 
