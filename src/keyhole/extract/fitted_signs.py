@@ -1,7 +1,7 @@
 """Several heads from the signs of their scores: bisected scores, then a fit (ours).
 
-sign_only.py reads one head, whose answer to a pair has one gate. For several heads, with u = Σ_h v_h
-and δ_i = x_i − x for the tokens before the last one x,
+sign_only.py reads one head, whose answer to a pair has one gate. For several heads, with
+u = Σ_h v_h and δ_i = x_i − x for the tokens before the last one x,
 
     f(X) = uᵀx + Φ,    Φ = Σ_h Σ_i α_hi·v_hᵀδ_i,    α_h = softmax of δ_iᵀW_h x and 0.
 
