@@ -86,7 +86,11 @@ class _Scores:
                 usable[rows] = alike(rows, end) == wanted
         low[~usable] = high[~usable]
         width = self.precision / (_FINER * math.log(2))
-        for _ in bisect(low, high, lambda: width, centre, lambda *at: ~alike(*at)):
+
+        def below(rows: Tensor, logs: Tensor) -> Tensor:
+            return ~alike(rows, logs)
+
+        for _ in bisect(low, high, lambda: width, centre, below):
             pass
         Phi = -torch.exp2(centre(low, high)) * size * alone
         return torch.where(usable, alone + Phi, torch.nan)
