@@ -6,8 +6,9 @@ and differences to the reference do not depend on what the others have. With k =
 is sampled, and its log-probability is as it was (oracle/completions.py).
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit: the
-smallest that lifts the tokens is used. The reference gets some more, so that it is the token that
-is sampled; servers say nothing of one that is half a character.
+smallest that lifts the tokens is used, and more for a token that the others leave a probability of
+exactly zero. The reference gets some more, so that it is the token that is sampled; servers say
+nothing of one that is half a character.
 
 Rows in which something is absent, or so improbable that float32 holds no digits of it, are set
 aside: they are paid for, not used.
@@ -34,22 +35,32 @@ from keyhole.oracle.token_questions import ABSENT, question
 
 _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used
-_BIASES = (16.0, 32.0, 64.0, 128.0)
+_BIAS = 16.0  # at first,
+_MORE = (16.0, 32.0, 64.0, 0.0)  # and what is added where that does not show a token
 _REFERENCE = 16.0  # more, for the reference
 _NORMALISED = 0.5  # how far rounded log-probabilities may be from adding up to one, in logarithms
 
 
 class Prompts:
-    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is."""
+    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is.
+
+    None comes twice: equal answers would look like a rank that the layer does not have.
+    """
 
     def __init__(self, length: int, stream: torch.Generator) -> None:
         self.length = length
         self._stream = stream
+        self._drawn: set[tuple[int, ...]] = set()
 
     def draw(self, vocabulary: int | None) -> Tensor:
-        if vocabulary is None:
-            return torch.zeros(self.length, dtype=torch.long)
-        return torch.randint(0, vocabulary, (self.length,), generator=self._stream)
+        while vocabulary is None or len(self._drawn) < vocabulary**self.length:
+            prompt = torch.randint(0, vocabulary or 1, (self.length,), generator=self._stream)
+            if (ids := tuple(prompt.tolist())) not in self._drawn or vocabulary is None:
+                self._drawn.add(ids)
+                return prompt
+        raise Unsuccessful(
+            Status.UNVERIFIED, f"all prompts of length {self.length} were asked: allow longer ones"
+        )
 
 
 class WholeVectors:
@@ -109,7 +120,7 @@ class ChosenTokens:
         self._chosen: list[int] = []
         self._asked: list[Tensor] = []
         self._rows: list[Tensor] = []
-        self._bias = _BIASES[0]
+        self._bias = _BIAS
 
     @property
     def tokens(self) -> Tensor:
@@ -185,16 +196,18 @@ class ChosenTokens:
         return torch.cat(parts)
 
     def _raise(self, prompt: Tensor, tokens: list[int]) -> Tensor:
+        """Logits of raised tokens; more for those that the others leave no probability."""
+        biases = torch.full((len(tokens),), self._bias, dtype=torch.float64)
+        biases[0] += _REFERENCE
         values = torch.full((len(tokens),), ABSENT, dtype=torch.float64)
-        for bias in (bias for bias in _BIASES if bias >= self._bias):
-            biases = torch.full((len(tokens),), bias, dtype=torch.float64)
-            biases[0] += _REFERENCE
+        for more in _MORE:
             values = ask(self._oracle, question(prompt, torch.tensor(tokens), biases))[0]
-            if float(values.min()) > ABSENT:
-                self._bias = bias
+            absent = values <= ABSENT
+            if not bool(absent.any()) or len(tokens) == 1:  # one is sampled, whatever its bias
                 break
-            if len(tokens) == 1:  # it was sampled, whatever its bias
-                break
+            if bool(absent.all()):
+                self._bias += more
+            biases[absent] += more
         return values
 
 

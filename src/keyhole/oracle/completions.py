@@ -33,7 +33,7 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, TOKEN_ID, Server, server_http
+from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
@@ -61,14 +61,16 @@ class Completions:
     def __init__(
         self, url: str, model: str = "default", route: str = COMPLETION,
         vocabulary: int | None = None, width: int | None = None,
-        options: EndpointOptions | None = None,
+        options: EndpointOptions | None = None, most: int = MANY,
     ) -> None:  # fmt: skip
+        """`most` is what is asked for at a time: not all kinds of servers survive more."""
         expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
         self.route = route
         self.vocabulary = vocabulary
         self.width = width
+        self.most = most
         self._whole_token: int | None = None
         self._http = server_http(url.rstrip("/"), options or EndpointOptions(), key=True)
 
@@ -90,7 +92,8 @@ class Completions:
             if server.kind == "vLLM":
                 sizes = _vocabulary(http, server), None
         route = route or (COMPLETION if native else OPENAI)
-        return cls(url, server.model, route, *sizes, options)
+        most = MANY if server.kind in ("llama.cpp", "vLLM") else SAFE
+        return cls(url, server.model, route, *sizes, options, most)
 
     @property
     def identity(self) -> str:
@@ -118,7 +121,7 @@ class Completions:
         llama.cpp says nothing then. Once a token is known of which it speaks, that one is sampled
         always: its log-probabilities are those before the bias.
         """
-        request = {**self._request(prompt, 10**6), "temperature": 0}
+        request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
             request |= self._bias([(self._whole_token, _FORCED)])
         ids, values = _entries(self._ask(request))
@@ -127,8 +130,8 @@ class Completions:
             return torch.full((size,), ABSENT, dtype=torch.float64)
         if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
             raise OracleError(
-                f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens and not of "
-                f"all {size:,}: give -o top=N, to choose tokens"
+                f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens, asked for "
+                f"{self.most:,}, and not of the whole vocabulary: give -o top=N, to choose tokens"
             )
         self.vocabulary = size
         if self._whole_token is None:  # the likeliest, which was sampled
