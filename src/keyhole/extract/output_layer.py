@@ -60,7 +60,9 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 class OutputLayer(Method):
     """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
-    top: int | None = setting(None, "log-probabilities that the target gives at a time, if not all")
+    top: int | None = setting(
+        None, "log-probabilities that the target gives at a time, if not all; 0: a token alone"
+    )
     tokens: int | None = setting(
         None, "with top: rows of the matrix to read; as many as the width takes"
     )
@@ -71,7 +73,7 @@ class OutputLayer(Method):
 
     def __post_init__(self) -> None:
         for name in ("top", "tokens", "length", "most"):
-            expect_count(name, getattr(self, name))
+            expect_count(name, getattr(self, name), least=int(name != "top"))
         if self.tokens is not None and self.top is None:
             raise InputError("tokens needs top as well: whole answers have all rows of the matrix")
 
@@ -136,7 +138,7 @@ class _Look:
     def at(cls, rows: Tensor, answers: Answers, stream: torch.Generator) -> _Look:
         centred = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
-        step = None if decimals is None else 10.0**-decimals
+        step = answers.step if decimals is None else 10.0**-decimals
         count, size = rows.shape
         order = torch.randperm(size, generator=stream)[: _COLUMNS * count + 256]
         found = cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step)

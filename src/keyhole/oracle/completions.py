@@ -7,7 +7,8 @@ What a bias does, tried on llama.cpp: the log-probabilities in an answer are tho
 unless `post_sampling_probs` asks for those after it. So there are two ways to read chosen tokens
 where only the best k are given. Raise k of them with that option, and all k answers are theirs; or
 raise one without it: it is sampled, and its log-probability comes along as it was, from servers
-that know no such option as well. vLLM needs no bias: it gives the log-probabilities of any 128
+that know no such option as well. A server that names no probabilities still shows which of the
+raised tokens it samples. vLLM needs no bias: it gives the log-probabilities of any 128
 tokens that `logprob_token_ids` names, whatever its cap on `logprobs` is.
 
 An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
@@ -165,10 +166,22 @@ class Completions:
             for entry in _first(answer)["top_probs"]:
                 share = float(entry["prob"])
                 given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
+        if not given:
+            return self._greedy(prompt, pairs)
         values = [given.get(token, ABSENT) for token, _ in pairs]
         numbers = [value - bias if value > ABSENT else value
                    for value, (_, bias) in zip(values, pairs, strict=True)]  # fmt: skip
         return torch.tensor(numbers, dtype=torch.float64)
+
+    def _greedy(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
+        """Of a server that names no probabilities: 0 for the token that it samples, if raised."""
+        request = {**self._request(prompt, 0), **self._bias(pairs), "temperature": 0}
+        answer = self._ask(request | {"return_tokens": True, "return_token_ids": True})
+        sampled: object = None
+        with suppress(KeyError, IndexError, TypeError):
+            ids = answer["tokens"] if "tokens" in answer else answer["choices"][0]["token_ids"]
+            sampled = ids[0]
+        return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
         # Without its cache a server computes every answer alike, whatever was asked before.
