@@ -199,8 +199,8 @@ def test_wrong_input(tmp_path):
         extract.run("demo", "low-rank", reference=tmp_path)
     with pytest.raises(InputError, match="tokens needs top"):
         OutputLayer(tokens=3)
-    with pytest.raises(InputError, match="top must be 1 or more, not 0"):
-        OutputLayer(top=0)
+    with pytest.raises(InputError, match="top must be 0 or more, not -1"):
+        OutputLayer(top=-1)
     with pytest.raises(InputError, match="is another machine: give --authorized"):
         extract.run("http://example.org", "output-layer")
     result = OutputLayer()(oracle.plant(dim=3))
