@@ -29,7 +29,7 @@ from keyhole.extract.fitted import Fitted
 from keyhole.extract.halfspace import Ratios, bisect, centre, signs
 from keyhole.oracle.protocol import Oracle
 
-_FINER = 8.0  # times the accuracy: what scores are bisected to, and u
+_FINER = 64.0  # times the accuracy: what Φ is bisected to, of which a score is a difference, and u
 _LOW, _HIGH = -20.0, 12.0  # log₂ of −Φ/uᵀx, relative to Σ|δ_i|/|uᵀx|
 _OVERSAMPLING = 8.0  # half of the scores are not to be had
 

@@ -38,8 +38,8 @@ from keyhole.oracle.token_questions import ABSENT, question
 
 _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used
-_BIAS = 16.0  # at first,
-_MORE = (16.0, 32.0, 64.0, 0.0)  # and what is added where that does not show a token
+_BIASES = (16.0, 32.0, 64.0, 128.0)
+_FURTHER = 48.0  # more for tokens of no probability: less than what they are behind the reference
 _RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
 _FIRMLY = 60.0  # raised above all other tokens; a bias may be 100, as OpenAI has it
 _REFERENCE = 16.0  # more, for the reference
@@ -127,7 +127,7 @@ class ChosenTokens:
         self._chosen: list[int] = []
         self._asked: list[Tensor] = []
         self._rows: list[Tensor] = []
-        self._bias = _BIAS
+        self._bias = _BIASES[0]
 
     @property
     def step(self) -> float | None:
@@ -230,18 +230,22 @@ class ChosenTokens:
         return torch.where(inside, low + step / 2, ABSENT)
 
     def _raise(self, prompt: Tensor, tokens: list[int]) -> Tensor:
-        """Logits of raised tokens; more for those that the others leave no probability."""
-        biases = torch.full((len(tokens),), self._bias, dtype=torch.float64)
-        biases[0] += _REFERENCE
+        """Logits of raised tokens. Those that the largest bias leaves a probability of zero, next
+        to the reference that is sampled, get more of it."""
         values = torch.full((len(tokens),), ABSENT, dtype=torch.float64)
-        for more in _MORE:
+        more = torch.zeros_like(values)
+        ladder = [bias for bias in _BIASES if bias >= self._bias]
+        for bias in (*ladder, ladder[-1]):
+            biases = bias + more
+            biases[0] += _REFERENCE
             values = ask(self._oracle, question(prompt, torch.tensor(tokens), biases))[0]
             absent = values <= ABSENT
+            if not bool(absent.any()):
+                self._bias = bias
             if not bool(absent.any()) or len(tokens) == 1:  # one is sampled, whatever its bias
                 break
-            if bool(absent.all()):
-                self._bias += more
-            biases[absent] += more
+            if bias == ladder[-1]:
+                more[absent] = _FURTHER
         return values
 
 
