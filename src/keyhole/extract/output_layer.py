@@ -17,8 +17,8 @@ the table of input embeddings too (tied), those are known up to the same map: wh
 tokens are parallel, which tokens depend on each other linearly, and all angles and distances after
 whitening by the table's own covariance, which are entries of P. Lengths, cosines and inner products
 of the table itself are W M Wᵀ for an unknown metric M, d(d + 1)/2 numbers. (The final
-norm puts all h on one ellipsoid, which would tell M up to a rotation; that takes d(d + 1)/2 answers
-and more digits than float32 has, and is not done here.)
+norm puts all h on one ellipsoid, which tells M; that takes d(d + 1)/2 answers: `rotation`, in
+ellipsoid.py.)
 
 Departures. The paper takes the steepest fall of singular values; ours must end on flat ground, or
 above what rounding can cause (`cliff`), so that answers which are too few give no
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
+from keyhole.extract.ellipsoid import ellipsoid, equations
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, Method
 from keyhole.extract.token_answers import (
@@ -53,6 +54,7 @@ from keyhole.oracle.token_questions import DIM, Logits, stated_by
 _FIRST = 32  # rows before the first look
 _SPARE = 16  # rows beyond the rank, at least
 _SHARE = 12  # and one for so many of the rank
+_ELLIPSOID = 1e-2  # how far answers may be off |n|² = d
 _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no more
 
 
@@ -67,6 +69,7 @@ class OutputLayer(Method):
         None, "with top: rows of the matrix to read; as many as the width takes"
     )
     length: int = setting(4, "tokens of a random prompt")
+    rotation: bool = setting(False, "ask as much as it takes to know the matrix up to a rotation")
     most: int = setting(20_000, "prompts that are asked at most")
     seed: int = 0
     tolerance: float = 1e-5
@@ -109,7 +112,29 @@ class OutputLayer(Method):
             if len(rows := answers.complete()) > 1:
                 yield _Look.at(rows, answers, stream).step(width)
             raise
-        yield look.step(width)
+        step = look.step(width)
+        yield step
+        if self.rotation and step.layer is not None:
+            yield self._up_to_rotation(step, step.layer)
+
+    def _up_to_rotation(self, step: LayerStep, layer: LastLayer) -> LayerStep:
+        """The step with its matrix on the axes of the ellipsoid that the final norm makes."""
+        model = step.matrix
+        differing = model.dim - model.constant
+        needed, why, found = equations(differing, model.constant), "", None
+        if layer.blocks:
+            why = "a matrix in blocks of 32 adds directions that have no norm"
+        elif needed > self.most:
+            why = f"a rotation takes {needed:,} answers, and most is {self.most:,}"
+        else:
+            rows = taken_off(step.answers.rows(needed), layer.log_probabilities)
+            found = ellipsoid(rows @ model.W[:, :differing], model.width, model.constant)
+            why = f"{needed:,} answers lie on no one ellipsoid: too few digits, or no final norm"
+        if found is None or found[1] > _ELLIPSOID:
+            return replace(step, layer=replace(layer, no_rotation=why))
+        W = torch.cat([model.W[:, :differing] @ found[0], model.W[:, differing:]], 1)
+        model = replace(model, W=W.contiguous(), rotated=True)
+        return replace(step, model=model, matrix=model, layer=replace(layer, ellipsoid=found[1]))
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         prompts, vocabulary = Prompts(self.length, stream), stated_by(oracle, "vocabulary")
