@@ -66,6 +66,7 @@ def run(
     texts: int = 50,
     plain: int = 5,
     top: list[int] = [20],  # noqa: B006 - read, never changed
+    threads: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
@@ -74,7 +75,7 @@ def run(
         return
     for path in models:
         for count in top if "last-layer" in parts else ():
-            yield last_layer(path, count)
+            yield last_layer(path, count, threads)
         if not set(parts) & set(PARTS):
             continue
         loaded = load_model(path)
@@ -91,9 +92,9 @@ def run(
             yield from in_float32(path.stem, loaded, given[:plain])
 
 
-def last_layer(path: Path, top: int) -> Row:
+def last_layer(path: Path, top: int, threads: int) -> Row:
     """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
-    with served(path) as url, closing(Completions.at(url)) as server:
+    with served(path, f"threads={threads}") as url, closing(Completions.at(url)) as server:
         found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(server))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
