@@ -168,8 +168,11 @@ class Fitted(Method):
         if best is None and least <= field.possible:
             tried(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
         if best is None or miss > 2 * field.possible:
+            refuted = (
+                self.heads == 1 and least > field.possible
+            )  # the one fit that cannot get stuck
             raise Unsuccessful(
-                Status.UNVERIFIED if self.heads is None else Status.MISMATCH,
+                Status.MISMATCH if refuted else Status.UNVERIFIED,
                 f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
                 "error: try more starts, or answers with more digits",
             )
