@@ -167,6 +167,7 @@ class Auto(Method):
         # Behind a link an answer may say nothing of its score.
         failed = choice.link is not None and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
+        failed |= result.status is Status.UNVERIFIED and result.model is None
         if choice.fallback is not None and (inexact or failed or result.status in _ANOTHER_KIND):
             spent += result.queries + (0 if result.check is None else result.check.queries)
             second = choice.fallback(view)
