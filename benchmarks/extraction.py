@@ -386,8 +386,8 @@ def last_layer(quick: bool) -> Iterator[Row]:
 def stolen(d: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """The error is relative: after the best linear map, or with `rotation` of inner products."""
     draw, tokens = normals(seed), 2048
-    W, table, mix = draw(tokens, d), draw(tokens, 2 * d), draw(8 * d, d) / math.sqrt(8 * d)
-    gain = draw(d).exp()
+    W, table = 2 * draw(tokens, d) / math.sqrt(d), draw(tokens, 2 * d)
+    mix, gain = draw(8 * d, d) / math.sqrt(8 * d), (0.5 * draw(d)).exp()
 
     def logits(ids: Tensor) -> Tensor:
         x = torch.tanh(table[ids].flatten(1) @ mix)
