@@ -151,8 +151,6 @@ class SumSearch:
         Before that, so many times `_ORDERS` exchanges of its pieces.
         """
         most = self.passes or _PASSES[vectors.device.type]
-        tokens = min(tokens, len(found.encoder.table))
-        shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             parents = found.parents(rows, by_turn=False)
@@ -160,9 +158,13 @@ class SumSearch:
                 orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
                 texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
                 found.take(texts, rows.expand(len(texts)))
-            places = int(parents.texts.lengths) * (tokens + shares.put_in)
-            if len(self._open(found, rows)) and found.passes[vector] + places <= most:
-                self._add_up(found, likely, rows, parents, _CHOICE * tokens, shares)
+            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
+            count = min(tokens, len(found.encoder.table))
+            if tokens > count:  # the last time: as many as passes allow
+                count = min(count, left - left // _SELDOM)
+            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
+                shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
+                self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""
