@@ -81,6 +81,23 @@ def test_what_is_not_read_is_refused():
     assert scores.status is Status.NOT_APPLICABLE
 
 
+@pytest.mark.parametrize("rounded", [
+    lambda y: y.float().double(), lambda y: y.bfloat16().double(), lambda y: y.round(decimals=3),
+])  # fmt: skip
+def test_coarse_answers_could_not_be_checked(rounded):
+    block = plant_block(dim=6, heads=2, width=4, norm="layer")
+
+    class Coarse:
+        dim = block.dim
+
+        def __call__(self, sequences):
+            return rounded(block(sequences))
+
+    result = extract.TransformerBlock()(Coarse())
+    assert result.status is Status.UNVERIFIED
+    assert "float64 would do" in result.reason
+
+
 def test_a_budget_ends_it():
     result = extract.run(plant_block(**BENT), "transformer-block", budget=50)
     assert result.status is Status.BUDGET

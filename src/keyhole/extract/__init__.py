@@ -13,6 +13,7 @@ from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
+from keyhole.extract.fitted_signs import FittedSigns
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
@@ -43,6 +44,7 @@ __all__ = [
     "Extraction",
     "Fitted",
     "FittedLayer",
+    "FittedSigns",
     "FullOutput",
     "LowRank",
     "Method",

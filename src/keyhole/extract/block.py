@@ -45,6 +45,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.kinks import find_relu_units, straight
@@ -52,6 +53,7 @@ from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import Surroundings
 from keyhole.oracle.block import Block
@@ -86,6 +88,18 @@ class TransformerBlock(Method):
     tolerance: float = 1e-8
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
+        try:
+            yield from self._steps(oracle)
+        except (Unsuccessful, LinAlgError, NotFinite) as end:
+            if (error := _coarse(oracle)) > EXACT:
+                raise Unsuccessful(
+                    Status.UNVERIFIED,
+                    f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
+                    "differences of answers exact to 1e-12: float64 would do",
+                ) from end
+            raise
+
+    def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = _View.open(oracle, stream)
         if view.norm == "none":
@@ -118,6 +132,15 @@ class TransformerBlock(Method):
             f"{len(network.units.A)} {network.units.activation} units were read, but not the "
             f"attention in front of them: {why}",
         )
+
+
+def _coarse(oracle: Oracle) -> float:
+    """The relative error of the answers."""
+    x = torch.eye(oracle.dim, dtype=torch.float64)[:2].unsqueeze(0)
+    y = ask(oracle, x)
+    decimals = exact_decimals(y)
+    error, _ = measured_errors(oracle, x, y, y)
+    return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
 def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:

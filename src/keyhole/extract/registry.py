@@ -17,6 +17,7 @@ from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
+from keyhole.extract.fitted_signs import FittedSigns
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import LowRank
@@ -120,6 +121,7 @@ METHODS: Registry[Method, Row] = Registry(
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
     Entry("fitted-layer", FittedLayer),
+    Entry("fitted-signs", FittedSigns),
     Entry("ordinary-questions", OrdinaryQuestions),
     Entry("ordinary-labels", OrdinaryLabels),
     Entry("one-layer", OneLayerTransformer, (

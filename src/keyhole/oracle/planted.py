@@ -324,13 +324,15 @@ class OutputMatrix(Parametric):
     to a row that is added to all rows): its columns are an orthonormal basis of what they span.
     With `constant` the last of them is the direction of what all answers share, an output bias or
     that of the final norm, beyond those in which answers differ. `blocks` of them are none of the
-    model's: see `width`.
+    model's: see `width`. With `rotated` they are no basis, but W with the gain of the final norm,
+    up to a rotation.
     """
 
     W: Tensor
     tokens: Tensor
     constant: bool = False
     blocks: int = 0
+    rotated: bool = False
     kind = "output-layer"
 
     def __post_init__(self) -> None:
@@ -364,11 +366,13 @@ class OutputMatrix(Parametric):
         return {"W": self.W, "tokens": self.tokens}
 
     def flags(self) -> dict[str, str]:
-        return {"constant": str(self.constant), "blocks": str(self.blocks)}
+        flags = {"constant": self.constant, "blocks": self.blocks, "rotated": self.rotated}
+        return {name: str(value) for name, value in flags.items()}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return tokens[:, -1] @ self.W.mT
 
     def outside(self, answers: Tensor) -> Tensor:
         """What no state explains of answers (b, tokens), centred where W is: zero for its own."""
-        return answers - (answers @ self.W) @ self.W.mT
+        basis = torch.linalg.qr(self.W).Q if self.rotated else self.W
+        return answers - (answers @ basis) @ basis.mT
