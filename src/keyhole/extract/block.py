@@ -68,8 +68,9 @@ _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 _SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-# Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
-_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8, 0.15, 0.08)
+# How much longer the token that asks is than what the others have beside it, where there are no
+# norms: the longer, the more likely h is unique, at the cost of digits.
+_REACHES = (16.0, 64.0, 64.0, 256.0, 256.0, 1024.0)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -104,9 +105,9 @@ class TransformerBlock(Method):
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
-        for share in _SHARES:
+        for reach in _REACHES:
             try:
-                layer = read_attention(undone.surroundings(), stream, undone.total, share)
+                layer = read_attention(undone.surroundings(), stream, undone.total, reach)
                 model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
@@ -311,13 +312,17 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
         forth, back = single.undone(y, both / 4).chunk(2)
         shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
         R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
-        placed = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
-        beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
-        signed = _turned(placed, beside, linear[-1])
-        if signed is not None:
-            network = _Network(view, *signed)
-            M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
-            return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+        placed = replace(units, A=units.A @ R.mT)
+        turned = _signs(placed, R @ linear[:-1] - torch.eye(d, dtype=torch.float64))
+        if turned is None:
+            continue
+        # Once the signs are known, 1 + M stands beside the units of single tokens.
+        through = linear[:-1] + (turned[:, None] * units.A).mT @ units.C.mT
+        A, G = (torch.linalg.solve(through, part.mT).mT for part in (units.A, units.G))
+        placed = _turned(replace(units, A=A, G=G), turned)
+        network = _Network(view, placed, linear[-1] + units.C @ (turned * units.a))
+        M = through - torch.eye(d, dtype=torch.float64)
+        return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
     raise _not_a_block()
 
 
@@ -355,22 +360,25 @@ class _Single:
         return v
 
 
-def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor] | None:
-    """Units with the signs for which nothing linear (e, d) stands beside them; and the constant."""
+def _signs(units: Units, beside: Tensor) -> Tensor | None:
+    """Which units to turn, 1 or 0, so that nothing linear (e, d) stands beside them."""
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
         shares = torch.zeros(len(units.A), dtype=torch.float64)
     else:
         shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
-    turned = shares > 0.5
-    off = (shares - turned.to(torch.float64)).abs().max()
-    rest = beside.flatten() + turned.to(torch.float64) @ products
+    turned = (shares > 0.5).to(torch.float64)
+    off = (shares - turned).abs().max()
+    rest = beside.flatten() + turned @ products
     if float(off) > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
         return None
-    # φ(z) = φ(−z) + z
-    sign = torch.where(turned, -1.0, 1.0).to(torch.float64)
-    moved = units.C @ (turned.to(torch.float64) * units.a)
-    return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
+    return turned
+
+
+def _turned(units: Units, turned: Tensor) -> Units:
+    """Of φ(z) = φ(−z) + z the other one: `(A_k·u + a_k)·c_k` goes to what stands beside."""
+    sign = 1 - 2 * turned
+    return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
 def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
@@ -451,10 +459,10 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    signed = _turned(units, linear[:-1] - M, linear[-1] - b)
-    if signed is None:
+    turned = _signs(units, linear[:-1] - M)
+    if turned is None:
         raise _not_a_block()
-    return signed[0], _Shifted(view, x, M, b)
+    return _turned(units, turned), _Shifted(view, x, M, b)
 
 
 def _attention_sum(

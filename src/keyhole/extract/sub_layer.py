@@ -92,23 +92,24 @@ class AttentionSubLayer(Method):
 
 
 def read_attention(
-    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, share: float = 1.0
+    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, reach: float = 1.0
 ) -> SubLayer:
     """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too.
 
-    Tokens are as long as suits their gates, or a share of that.
+    Without a norm, points may be `reach` times longer than differences and keys: scores are
+    products of the two.
     """
     d = view.dim
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
     if view.asking is None:
-        length = share * _fitting_length(view, total, length, stream)
+        length = _fitting_length(view, total, length, reach, stream)
     else:
         length = _INWARDS * view.asking
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     positions = _positions_matter(view, length, stream)
-    probe = Probe(view, total, subspace, length, positions)
+    probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
     if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
         probe = strengthened(probe, anchor, stream)
@@ -119,21 +120,22 @@ def read_attention(
     scores = float(anchor.scores.square().mean().sqrt())
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.asking is None else stronger)
-    reader = Reader(view, values.of_heads, values.O)
-    factors = read_factors(
-        reader, values.groups, min(length, _WIDEST * view.radius), positions, stream
-    )
+    reader = Reader(view, values.of_heads, values.O, total, positions)
+    length = min(length, _WIDEST * view.radius)
+    factors = read_factors(reader, values.groups, length, reach, stream)
     return _assembled(view, values, factors)
 
 
 def _fitting_length(
-    view: Surroundings, total: Tensor, length: float, stream: torch.Generator
+    view: Surroundings, total: Tensor, length: float, reach: float, stream: torch.Generator
 ) -> float:
-    """Of x and δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    """Of δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    length /= math.sqrt(reach)
     most = _BOUND * view.radius
     for _ in range(_SCALES):
         pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
         x, delta = torch.stack(pairs, 1)
+        x = reach * x
         forward, backward = (
             view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
         )

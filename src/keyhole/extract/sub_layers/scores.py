@@ -59,16 +59,19 @@ class _Rows:
         blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(
             self.reader.keys
         )
-        return torch.cat([self.reader.scores(b, self.xs, gap)[..., :-1] for b in blocks], -1)
+        scores = [self.reader.scores(part, self.xs, gap)[..., : len(part)] for part in blocks]
+        return torch.cat(scores, -1)
 
 
 def read_factors(
-    reader: Reader, groups: list[list[int]], length: float, positions: bool, stream: torch.Generator
+    reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
 ) -> Factors:
-    d, k = reader.values.shape[1:]
+    """With keys of one length, and x of `reach` times that, or of the length that answers."""
+    (d, k), positions = reader.values.shape[1:], reader.positions
+    longer = reader.view.asking or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = (reader.view.asking or length) * random_orthogonal(d, stream)[: min(count, d)]
+    xs = longer * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
@@ -78,7 +81,7 @@ def read_factors(
         right, plane = _keys_of(rows, moved, group, k)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
-    Q, q = _read_queries(reader, groups, K, planes, length, stream)
+    Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
     none = torch.zeros(0, dtype=torch.float64)
     frequencies = [none if plane is None else plane.frequencies for plane in planes]
     return Factors(Q, q, torch.stack(K), torch.stack(frequencies))
@@ -105,17 +108,17 @@ def _keys_of(
 
 def _read_queries(
     reader: Reader, groups: list[list[int]], K: list[Tensor], planes: list[Planes | None],
-    length: float, stream: torch.Generator,
+    lengths: tuple[float, float], stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    points = (reader.view.asking or length) * points
+    points = lengths[1] * points
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
-    keys = [length * random_orthogonal(d, stream)[:size] for _ in range(count)]
+    keys = [lengths[0] * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
     places = torch.arange(size, 0, -1.0, dtype=torch.float64)
     heads = sum(len(group) for group in groups)
@@ -123,7 +126,7 @@ def _read_queries(
     q = torch.empty(heads, k, dtype=torch.float64)
     affine = torch.cat([torch.ones(d + 1, 1, dtype=torch.float64), points], 1)
     for group, keys_of, plane in zip(groups, K, planes, strict=True):
-        own = (points @ keys_of).unsqueeze(1)
+        own = (points @ keys_of).unsqueeze(1)[:, int(reader.beside) :]
         parts = [part @ keys_of for part in keys]
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
@@ -205,6 +208,9 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 # as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
 # c/(…), so logarithms give the scores z_hj of the keys and s_h of x with itself.
 #
+# Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the answer is
+# `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, whatever the length of x, and x's own weight is what is left.
+#
 # All heads are solved for together, and not one by one after a projection onto the space that each
 # writes into: those spaces are independent but nearly meet (the output projection of SmolLM2's
 # first block has condition 4e4), the values of half as many tokens do not.
@@ -219,12 +225,19 @@ class Reader:
     view: Surroundings
     values: Tensor
     outputs: Tensor
+    total: Tensor  # of what [x] answers
+    positions: bool
+
+    @property
+    def beside(self) -> bool:
+        """Do keys stand beside x, as x + w?"""
+        return self.view.epsilon is None and not self.positions
 
     @property
     def keys(self) -> int:
         """How many keys a sequence should hold at most."""
         heads, k, m = self.outputs.shape
-        return max(1, math.floor(_FULL * min(k, m / heads)) - 1)
+        return max(1, math.floor(_FULL * min(k, m / heads)) - (not self.beside))
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
@@ -233,8 +246,17 @@ class Reader:
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
+        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x.
+
+        Of keys that stand beside x, z alone.
+        """
         (p, d), heads = keys.shape, len(self.outputs)
+        if self.beside:
+            tokens = torch.cat([keys, torch.zeros(1, d, dtype=torch.float64)]) + xs[:, None]
+            rows = self.view.answer(tokens) - xs @ self.total
+            written = self._written(keys).transpose(0, 1).flatten(0, 1)
+            weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
+            return _logarithms(weights)
         if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
@@ -246,13 +268,7 @@ class Reader:
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
-        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
-        rest = (1 - weights.sum(-1, keepdim=True)) / (1 + gap)
-        if not bool((weights > 0).all() & (rest > 0).all()):
-            raise Unsuccessful(
-                Status.MISMATCH, "the answers leave the range that attention weights allow"
-            )
-        return torch.log(weights / rest)
+        return _logarithms(torch.cat([of_keys.reshape(-1, heads, p), of_x], -1), 1 + gap)
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
         """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
@@ -274,3 +290,13 @@ class Reader:
             )
         z, s = torch.logit(weights).unbind(-1)
         return torch.stack([z + s, s], -1)
+
+
+def _logarithms(weights: Tensor, others: int = 1) -> Tensor:
+    """Of weights over that of one of so many other tokens, which share what is left of 1."""
+    rest = (1 - weights.sum(-1, keepdim=True)) / others
+    if not bool((weights > 0).all() & (rest > 0).all()):
+        raise Unsuccessful(
+            Status.MISMATCH, "the answers leave the range that attention weights allow"
+        )
+    return torch.log(weights / rest)

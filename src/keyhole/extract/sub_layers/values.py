@@ -39,7 +39,8 @@ class Probe:
 
     Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
     Where the x_i have the largest length that there is, they are around the subspace's first axis,
-    and differences lead inwards: only τ above 0 is asked.
+    and differences lead inwards: only τ above 0 is asked. Else they are up to `reach` times as long
+    as differences.
     """
 
     view: Surroundings
@@ -47,6 +48,7 @@ class Probe:
     subspace: Tensor  # (s, d), orthonormal
     length: float
     positions: bool
+    reach: float = 1.0
 
     @property
     def aside(self) -> float:
@@ -54,14 +56,14 @@ class Probe:
         return 1.0 if self.positions else 0.2
 
     def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
-        """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
+        """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
         if self.view.asking is not None:
             xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
             return self.view.asking * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
-        xi = xi * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
+        xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
         signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
         return xi, signs * (0.4 + 0.6 * share[1])
 
