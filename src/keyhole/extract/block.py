@@ -36,7 +36,7 @@ refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -289,18 +289,22 @@ def _count(view: _View, units: Units) -> int:
     return math.ceil(_MORE * numbers / view.dim) + 16
 
 
-def _share(view: _View, units: Units, parts: int) -> int:
-    """Likewise, of tokens of one length among several."""
-    return math.ceil(_count(view, units) / parts) + 8
+def _of_lengths(
+    view: _View, units: Units, lengths: Sequence[float], stream: torch.Generator
+) -> Tensor:
+    """So many tokens, of several lengths."""
+    count = math.ceil(_count(view, units) / len(lengths)) + 8
+    return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
 def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     if straight(view.ask, d, stream):
-        units = find_relu_units(view.ask, d, seed, stream)
+        units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
     else:
-        units = find_units(Field(view.ask, d, sphere=False), stream)
-    x = view.tokens(_count(view, units), 1.0, stream)
+        units, lengths = find_units(Field(view.ask, d, sphere=False), stream), (1.0,)
+    # Of long tokens, half are on either side of every kink, whatever the bias.
+    x = _of_lengths(view, units, lengths, stream)
     ones = torch.ones(len(x), 1, dtype=torch.float64)
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
@@ -392,9 +396,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
     units = find_units(Field(far, e, sphere=True), stream)
     units = replace(units, A=units.A / shrink, G=units.G / shrink)
     units, start = _rough(view, units, stream)
-    x = torch.cat([
-        view.tokens(_share(view, units, len(_LENGTHS)), length, stream) for length in _LENGTHS
-    ])  # fmt: skip
+    x = _of_lengths(view, units, _LENGTHS, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
     _expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
