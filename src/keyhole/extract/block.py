@@ -61,6 +61,7 @@ from keyhole.oracle.sub_layer import SubLayer
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
 _LONG = 2.0**16
 _MORE = 1.5  # answers for each unknown of a fit
+_MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
@@ -126,12 +127,13 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
     """
-    names = [name for name in model.NAMES if getattr(model, name).numel()]
+    names, more = [name for name in model.NAMES if getattr(model, name).numel()], _MORE
     if sum(getattr(model, name).numel() for name in names) > _MOST:
+        more = _MANY
         names = [name for name in names if name in SubLayer.NAMES]
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
-    count = math.ceil(_MORE * unknowns / view.dim) + 16
+    count = math.ceil(more * unknowns / view.dim) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     y = ask(view.oracle, tokens)
     return refined(model, names, [(tokens, y, torch.ones_like(y))])
@@ -282,18 +284,18 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units) -> int:
+def _count(view: _View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
-    return math.ceil(_MORE * numbers / view.dim) + 16
+    return math.ceil(more * numbers / view.dim) + 16
 
 
 def _of_lengths(
-    view: _View, units: Units, lengths: Sequence[float], stream: torch.Generator
+    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
 ) -> Tensor:
     """So many tokens, of several lengths."""
-    count = math.ceil(_count(view, units) / len(lengths)) + 8
+    count = math.ceil(_count(view, units, more) / len(lengths)) + 8
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
@@ -304,7 +306,7 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
     else:
         units, lengths = find_units(Field(view.ask, d, sphere=False), stream), (1.0,)
     # Of long tokens, half are on either side of every kink, whatever the bias.
-    x = _of_lengths(view, units, lengths, stream)
+    x = _of_lengths(view, units, lengths, _MANY, stream)
     ones = torch.ones(len(x), 1, dtype=torch.float64)
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
@@ -396,7 +398,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
     units = find_units(Field(far, e, sphere=True), stream)
     units = replace(units, A=units.A / shrink, G=units.G / shrink)
     units, start = _rough(view, units, stream)
-    x = _of_lengths(view, units, _LENGTHS, stream)
+    x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
     _expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)

@@ -225,6 +225,7 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
 
 _Model = TypeVar("_Model", bound=Parametric)
 _REFINEMENTS = 30
+_ROUNDED = 1e-26  # of the squared answers: steps that gain little from here on gain nothing
 
 
 def _by_parameters(
@@ -286,6 +287,7 @@ def refined(
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
     damping, miss = 1e-6, misses(flat)
+    rounded = _ROUNDED * sum(float((y / error).square().sum()) for _, y, error in asked)
     for _ in range(_REFINEMENTS):
         J = torch.cat([
             (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
@@ -300,9 +302,9 @@ def refined(
             if not failed and float(ahead @ ahead) < before:
                 break
             damping *= 10
-            if damping > 1e8:
+            if damping > 1e8 or before < rounded:
                 return put(flat)
         flat, miss, damping = flat - step, ahead, max(damping / 10, 1e-14)
-        if float(miss @ miss) > 0.999 * before:
+        if float(miss @ miss) > (0.25 if before < rounded else 0.999) * before:
             break
     return put(flat)

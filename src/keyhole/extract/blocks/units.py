@@ -44,7 +44,7 @@ from keyhole.oracle.block import ACTIVATIONS
 SMOOTH = ("gelu", "gelu-tanh", "silu")
 _STEP = 0.03  # of the radius, for differences of the fourth order
 _POINTS = 12
-_AXES = 3  # of Π
+_AXES, _FEWEST = 3, 2  # of Π
 _ERRORS = 1e-6  # singular values of the Hessians below this, relative, are errors of differences
 _CLIFF = 10.0  # how far these stay below those that count, at least
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
@@ -124,13 +124,13 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
         bent = _Hessians.measured(field, frame, stream)
         if bent.dimension <= _FULL * q * (q - 1) / 2:
             break
-        if q == d - _AXES:
+        if q == d - _FEWEST:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 f"curvature spans {bent.dimension} dimensions, too many to tell units apart in "
                 f"{q}: a layer this wide is not read",
             )
-        q = min(math.ceil(1.3 * q), d - _AXES)
+        q = min(math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
     units, partners = rank_ones(unpacked(bent.basis, q), count, stream)
     if partners is None:
@@ -154,7 +154,7 @@ class _Hessians:
     @classmethod
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
         q = len(frame.U)
-        xi = torch.randn(_POINTS, _AXES, generator=stream, dtype=torch.float64)
+        xi = torch.randn(_POINTS, len(frame.Pi), generator=stream, dtype=torch.float64)
         points = field.radius * normalize(xi, dim=1) @ frame.Pi
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(frame.U[rows] + frame.U[columns], dim=1)
