@@ -7,15 +7,18 @@ asked for.
     single tokens        the softmax of one token is 1: y is a function of one vector
     blocks/units.py      the units of the feed-forward layer from how it bends
     blocks/fit.py        all of its numbers, by least squares
-    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [x ; 0]
+    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [p + x ; p]
     sub_layer.py         everything else of attention, from answers that the layer is taken off of
 
 Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v beside a linear map. Every
 answer is that of some single token v, `h = v(1 + M)`, and
 
-    v([x ; 0]) − v([−x ; 0]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
+    v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
 
-is M. Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
+is M, near enough to tell the units' signs; then 1 + M is what stands beside them. y may have
+several v. Scores are products of p and x, so p is long and x short: the right v is near p.
+
+Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
 feed-forward layer on a sphere beside a linear map; tokens of ordinary length then show M and b,
 which turn N(h) away from N(x), and both ε.
 
@@ -67,7 +70,6 @@ _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
-_SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # How much longer the token that asks is than what the others have beside it, where there are no
 # norms: the longer, the more likely h is unique, at the cost of digits.
@@ -311,11 +313,12 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
     single = _Single(units, linear[:-1], linear[-1])
-    for share in _SHORT:
-        basis = share * math.sqrt(d) * random_orthogonal(d, stream)
+    for reach in _REACHES:
+        basis, (p, *_) = (math.sqrt(d) * random_orthogonal(d, stream) for _ in range(2))
+        basis, p = basis / math.sqrt(reach), p * math.sqrt(reach)
         both = torch.cat([basis, -basis])
-        y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
-        forth, back = single.undone(y, both / 4).chunk(2)
+        y = last(view.oracle, torch.stack([p + both, p.expand_as(both)], 1))
+        forth, back = single.undone(y, p + both / 4).chunk(2)
         shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
         R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
         placed = replace(units, A=units.A @ R.mT)
