@@ -73,7 +73,7 @@ _NEWTON = 20
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # How much longer the token that asks is than what the others have beside it, where there are no
 # norms: the longer, the more likely h is unique, at the cost of digits.
-_REACHES = (16.0, 64.0, 64.0, 256.0, 256.0, 1024.0)
+_REACHES = (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished

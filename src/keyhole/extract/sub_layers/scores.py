@@ -78,7 +78,7 @@ def read_factors(
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
-        right, plane = _keys_of(rows, moved, group, k)
+        right, plane = _keys_of(rows, moved, group, k, _RANK * reach)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
@@ -88,11 +88,11 @@ def read_factors(
 
 
 def _keys_of(
-    rows: _Rows, moved: list[Tensor], group: list[int], k: int
+    rows: _Rows, moved: list[Tensor], group: list[int], k: int, noise: float
 ) -> tuple[Tensor, Planes | None]:
     """κ of every key at x's own place (d, k), and the planes in which places turn it."""
     left, sizes, right = torch.linalg.svd(rows.scores[:, group].flatten(0, 1), full_matrices=False)
-    if len(sizes) > k and float(sizes[k]) > _RANK * float(sizes[0]):
+    if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
         raise Unsuccessful(
             Status.MISMATCH,
             f"the scores of heads that share values have a rank above {k}, the width of the values",

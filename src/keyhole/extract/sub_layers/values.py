@@ -40,7 +40,7 @@ class Probe:
     Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
     Where the x_i have the largest length that there is, they are around the subspace's first axis,
     and differences lead inwards: only τ above 0 is asked. Else they are up to `reach` times as long
-    as differences.
+    as differences, whose answers have lost as many digits.
     """
 
     view: Surroundings
@@ -130,7 +130,7 @@ def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = No
         delta = probe.difference(stream) if delta is None else delta
         xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
         features = all_features(xi, tau, probe.positions)
-        theta = find_gates(rows, features, heads, stream)
+        theta = find_gates(rows, features, heads, stream, ARRIVED * probe.reach)
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
         delta = None
@@ -151,7 +151,7 @@ def _enough_points(
         parts.append((*fresh, probe.rows(delta, *fresh)))
         xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
         sizes = torch.linalg.svdvals(rows)
-        heads = int((sizes > _RANK * sizes[0]).sum())
+        heads = int((sizes > _RANK * probe.reach * sizes[0]).sum())
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
@@ -212,9 +212,8 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
-        values = (
-            _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
-        )
+        settled = _nearest if probe.positions else _matched
+        values = settled(anchor, each, far / probe.reach, Y)
         if values is not None:  # else a gate got lost, or two became one
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
@@ -262,7 +261,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
-        ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
+        ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m:
@@ -358,7 +357,7 @@ def follow_gates(
 
 
 def find_gates(
-    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator, arrived: float = ARRIVED
 ) -> Tensor | None:
     """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
     U = column_space(rows, heads)
@@ -370,7 +369,7 @@ def find_gates(
         spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
         starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
         theta, outside = follow_gates(U, features / sizes, none, starts)
-        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        solutions = distinct(torch.cat([solutions, theta[outside < arrived]]))
         if len(solutions) >= heads:
             break
     return solutions / sizes if len(solutions) == heads else None
