@@ -58,7 +58,7 @@ _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
 _TRIES = 48  # starts of the fit of one unit's numbers
-_AGAIN = 4  # times as many for a unit whose numbers miss by more than this
+_DRAWS, _MORE_DRAWS = 64, 8192  # of which each start is the best; for units that miss
 _MISSED = 1e-3
 _STEPS = 40
 _SAMPLE = 8  # units that show the activation
@@ -450,31 +450,30 @@ def _fitted(numbers: Tensor, places: Tensor, order: int) -> tuple[str, Tensor, T
         return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
 
     activation = min(SMOOTH, key=off)
-    best = fit_numbers(numbers, places, activation, order)
-    for seed in range(1, _AGAIN + 1):
-        bad = best[2] > _MISSED
-        if not bool(bad.any()):
-            break
-        again = fit_numbers(numbers[bad], places, activation, order, seed)
-        better = again[2] < best[2][bad]
-        rows = bad.nonzero()[:, 0][better]
-        for part, other in zip(best, again, strict=True):
-            part[rows] = other[better]
-    return activation, *best[:2]
+    theta, sizes, misses = fit_numbers(numbers, places, activation, order)
+    bad = misses > _MISSED
+    if bool(bad.any()):
+        again = fit_numbers(numbers[bad], places, activation, order, _MORE_DRAWS)
+        theta[bad], sizes[bad] = again[:2]
+    return activation, theta, sizes
 
 
 def fit_numbers(
-    numbers: Tensor, places: Tensor, activation: str, order: int, seed: int = 0
+    numbers: Tensor, places: Tensor, activation: str, order: int, draws: int = _DRAWS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each unit's `size·φ⁽ᵒʳᵈᵉʳ⁾(θ·p + α)`, from many starts: θ and α, sizes, misses."""
     (r, _), axes = numbers.shape, places.shape[1]
-    stream = torch.Generator().manual_seed(axes + (seed << 8))
+    stream = torch.Generator().manual_seed(axes)
     affine = torch.cat([places, torch.ones_like(places[:, :1])], 1)
     scale = affine.square().mean(0).sqrt()
     unit = numbers / torch.linalg.vector_norm(numbers, dim=1, keepdim=True)
     wanted = unit.repeat_interleave(_TRIES, 0)
-    theta = torch.randn(len(wanted), axes + 1, generator=stream, dtype=torch.float64) / scale
     f, df = derivative(activation, order), derivative(activation, order + 1)
+    spread = 4 * torch.rand(_TRIES, draws, 1, generator=stream, dtype=torch.float64)
+    starts = torch.randn(_TRIES, draws, axes + 1, generator=stream, dtype=torch.float64)
+    starts = spread * starts / scale
+    likeness = torch.einsum("tsp,rp->rts", normalize(f(starts @ affine.mT), dim=2), unit).abs()
+    theta = starts[torch.arange(_TRIES), likeness.argmax(2)].flatten(0, 1)
 
     def look(theta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Unit vectors, the size that suits, what is left and its square."""
