@@ -33,7 +33,7 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
 are read without norms alone. A norm behind the sum (BERT) takes away the length of every answer:
-refused.
+refused, as are answers of one number.
 """
 
 from __future__ import annotations
