@@ -41,9 +41,12 @@ def test_a_block_is_stored(tmp_path):
 
 NOT_UNIQUE = {**RELU, "width": 12, "seed": 6}  # of the states h that give an answer
 CROWDED = {**SMALL, "width": 8, "activation": "silu", "gated": True, "norm": "layer"}
+PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": False}
 
 
-@pytest.mark.parametrize("kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED])
+@pytest.mark.parametrize(
+    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED]
+)
 def test_every_number_comes_back(kind):
     _expect_back(plant_block(**kind))
 

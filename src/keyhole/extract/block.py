@@ -70,6 +70,8 @@ _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
+# Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
+_PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # How much longer the token that asks is than what the others have beside it, where there are no
 # norms: the longer, the more likely h is unique, at the cost of digits.
@@ -313,9 +315,9 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
     single = _Single(units, linear[:-1], linear[-1])
-    for reach in _REACHES:
-        basis, (p, *_) = (math.sqrt(d) * random_orthogonal(d, stream) for _ in range(2))
-        basis, p = basis / math.sqrt(reach), p * math.sqrt(reach)
+    for long, short in _PAIRS:
+        p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
+        basis = short * math.sqrt(d) * random_orthogonal(d, stream)
         both = torch.cat([basis, -basis])
         y = last(view.oracle, torch.stack([p + both, p.expand_as(both)], 1))
         forth, back = single.undone(y, p + both / 4).chunk(2)

@@ -66,6 +66,7 @@ _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
 _SCALES = 16
 _PAIRS = 3
+_SHORTER = -1 / 8  # the power of `reach` that tokens are shorter by, where it cannot be had
 _FAINT = 0.5  # scores below this, on average, cost too many digits
 _BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
 _WIDEST = 0.95  # of the radius, for one
@@ -103,12 +104,14 @@ def read_attention(
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
-    if view.asking is None:
-        length = _fitting_length(view, total, length, reach, stream)
-    else:
+    if view.asking is not None:
         length = _INWARDS * view.asking
-    subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     positions = _positions_matter(view, length, stream)
+    if view.asking is None:
+        # With positions, scores of x with itself count: all tokens are shorter instead.
+        share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
+        length = share * _fitting_length(view, total, length, reach, stream)
+    subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
     if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
