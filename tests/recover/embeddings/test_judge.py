@@ -15,8 +15,8 @@ from keyhole.models import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Vectors
 from keyhole.recover.embeddings.judge import judge_vector
-from keyhole.recover.judge import Mark
 from keyhole.recover.leaks import Pooled
+from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import degrade, leak_of
 
 FORMS = {
