@@ -226,6 +226,7 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
 _Model = TypeVar("_Model", bound=Parametric)
 _REFINEMENTS = 30
 _ROWS = 1024  # of a Jacobian that are held at a time
+_ROUNDED = 1e-26  # of the squared answers: steps that gain little from here on gain nothing
 
 
 def _by_parameters(
@@ -303,7 +304,7 @@ def refined(
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
     damping, miss = 1e-6, misses(flat)
-    rounding = 100 * _EXACT * sum(float((y / error).square().sum()) for _, y, error in asked)
+    rounded = _ROUNDED * sum(float((y / error).square().sum()) for _, y, error in asked)
     for _ in range(_REFINEMENTS):
         square, slope = _normal(rows, flat, asked, miss.split(sizes))
         diagonal = square.diagonal()
@@ -315,9 +316,9 @@ def refined(
             if not failed and float(ahead @ ahead) < before:
                 break
             damping *= 10
-            if damping > 1e8 or before <= rounding:
+            if damping > 1e8 or before < rounded:
                 return put(flat)
         flat, miss, damping = flat - step, ahead, max(damping / 10, 1e-14)
-        if float(miss @ miss) > 0.999 * before:
+        if float(miss @ miss) > (0.25 if before < rounded else 0.999) * before:
             break
     return put(flat)
