@@ -44,6 +44,7 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.protection import (
+    Change,
     Defence,
     gaussian_noise,
     metric_noise,
@@ -164,12 +165,12 @@ def own_defences(docs: Tensor) -> list[Defence]:
         no_defence(),
         *(gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
         private_noise(PRIVATE),
-        *(metric_noise(share, d) for share in (0.1, 0.2, 0.5, 1.0)),
+        *(metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
         *(rounding(precision) for precision in ("int8", "int4", "binary")),
-        *(product_quantisation(d // size, docs) for size in (4, 8, 16, 32)),
+        *(product_quantisation(d // size, docs) for size in (4, 8, 16)),
         *(rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
-        *(projection(d // part, d) for part in (2, 4, 8, 16)),
-        *(truncation(d // part, d) for part in (2, 4, 8, 16)),
+        *(projection(d // part, d) for part in (2, 4, 8)),
+        *(truncation(d // part, d) for part in (2, 4, 8)),
     ]
 
 
@@ -254,13 +255,19 @@ def ironcore(setting: Setting) -> list[Defence]:
         sdk = module.Standalone(module.StandaloneConfiguration(standard, {}, {"": vector}))
         keep = cache(partial(_encrypted, module, sdk))
         stated = {"noise": factor / 4 * (d + 2) ** -0.5}
-        about = ("ironcore-alloy", keep, keep, stated)
-        undo = {pairs: lambda known, stored: in_order(stored.T, known.T) for pairs in PAIRS}
-        undo[0] = lambda *_, keep=keep: reordered(setting.known, keep(setting.docs))
-        for pairs in PAIRS:
-            words = f"factor {factor:g}, {pairs} known"
-            made.append(Defence(about[0], words, *about[1:], pairs=pairs, undo=undo[pairs]))
+        statistics_alone = partial(_by_statistics, setting, keep)
+        made += [
+            Defence(
+                "ironcore-alloy", f"factor {factor:g}, {pairs} known", keep, keep, stated,
+                pairs=pairs, undo=in_order if pairs else statistics_alone,
+            )
+            for pairs in PAIRS
+        ]  # fmt: skip
     return made
+
+
+def _by_statistics(setting: Setting, keep: Change, _known: Tensor, _stored: Tensor) -> Alignment:
+    return reordered(setting.known, keep(setting.docs))
 
 
 def _encrypted(module: Any, sdk: Any, vectors: Tensor) -> Tensor:
@@ -278,9 +285,9 @@ def _encrypted(module: Any, sdk: Any, vectors: Tensor) -> Tensor:
     return torch.tensor([made[number].encrypted_vector for number in rows]).to(vectors)
 
 
-def in_order(stored: Tensor, known: Tensor) -> Alignment:
-    """A secret order of d numbers, from what is known of each (d, m) and is stored of each."""
-    order = assigned(torch.cdist(stored.double(), known.double()))
+def in_order(known: Tensor, stored: Tensor) -> Alignment:
+    """A secret order of d numbers, from what is known (m, d) and stored (m, d) of each."""
+    order = assigned(torch.cdist(stored.T.double(), known.T.double()))
     eye = torch.eye(len(order), dtype=torch.float64)
     return Alignment(eye[:, order], eye)
 
@@ -292,10 +299,10 @@ def reordered(own: Tensor, stored: Tensor, rounds: int = 30) -> Alignment:
     all others in the order so far. Noise changes none of these but each number's own variance.
     """
     own, stored = own.double().cpu(), stored.double().cpu()
-    found = in_order(*(torch.stack([each.mean(0), each.std(0)], 1) for each in (stored, own)))
+    found = in_order(*(torch.stack([each.mean(0), each.std(0)]) for each in (own, stored)))
     ours, theirs = (torch.cov(each.T).fill_diagonal_(0) for each in (own, stored))
     for _ in range(rounds):
-        found = in_order(theirs @ found.stored, ours)
+        found = in_order(ours, (theirs @ found.stored).T)
     return found
 
 
