@@ -15,9 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -69,7 +70,10 @@ class Counted:
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
         texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
-        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
+        if enough and encoder.whitening is None:
+            vectors = encoder.whiten(texts)
+        else:
+            vectors = encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
         seen, endings = _altered(encoder, texts, vectors, frame, seed), None
         if encoder.exposure.pooling == "last":
@@ -397,8 +401,30 @@ class Endings:
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
     """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
-    texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
+    if trained_on(corpus):
+        texts = _kept_texts(corpus)
+    else:
+        texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise InputError(f"the corpus holds no text: {corpus}")
     return texts
+
+
+def trained_on(corpus: str | Path | Sequence[str]) -> TypeGuard[str | Path]:
+    """Is it a file of texts with what was trained on them (corrector.py)?"""
+    return isinstance(corpus, str | Path) and Path(corpus).suffix == ".safetensors"
+
+
+def _kept_texts(file: str | Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return bytes(opened.get_tensor("texts").tolist()).decode().splitlines()
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} is no file of keyhole lab corrector: {error}") from None
+
+
+def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Noise: the largest of log p + noise is a draw from p, the k largest are k different ones."""
+    noise = torch.rand(scores.shape, generator=generator, device=scores.device)
+    return -(-noise.clamp(1e-9, 1 - 1e-7).log()).log()

@@ -41,6 +41,7 @@ from keyhole.recover.embeddings.changes import (
     SingleChanges,
     exchanged,
 )
+from keyhole.recover.embeddings.corrector import Corrector
 from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sums import Effects, Sets, picked
@@ -51,7 +52,10 @@ _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in t
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
+_FIRST = 8  # rounds of corrections before the others, where there is a corrector …
+_CORRECTIONS = 12  # … and how many of a text
 _CHOICE = 4  # times as many are candidates
+_ORDERS = 8  # … and as many exchanges
 _SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
@@ -95,10 +99,11 @@ class SumSearch:
     def __call__(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
         notify: Notify | None = None, may_be: MayBe | None = None,
+        corrector: Corrector | None = None,
     ) -> list[Reading]:  # fmt: skip
         """Texts of at most `max_length` tokens for vectors (v, d) as the encoder compares them."""
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            found = self._search(encoder, goals, counted, max_length, notify, may_be)
+            found = self._search(encoder, goals, counted, max_length, notify, may_be, corrector)
         return [
             Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
             for row in range(len(goals))
@@ -106,15 +111,17 @@ class SumSearch:
 
     def _search(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        notify: Notify | None, may_be: MayBe | None,
+        notify: Notify | None, may_be: MayBe | None, corrector: Corrector | None,
     ) -> Populations:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
         trust, count = goals.new_tensor(self.trust), len(self.trust)
         found = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
-        likely = LikelyTokens.of(counted, goals)
+        likely = LikelyTokens.of(counted, goals, corrector)
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
         turn = torch.arange(len(vector), device=vector.device) % count
         found.take(lines, vector * count + turn)
+        for _ in range(_FIRST if corrector else 0):
+            self._correct(found, corrector)
         for number in range(self.rounds):
             rows = self._open(found, torch.arange(len(found.vector), device=encoder.device))
             if notify:
@@ -123,7 +130,10 @@ class SumSearch:
                 break
             base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
             for some in rows.split(_BATCH_SIZE[rows.device.type]):
-                self._add_up(found, likely, some, found.parents(some), base, self.shares)
+                parents = found.parents(some)
+                shares = self.shares.within(int(parents.texts.lengths.max()))
+                self._add_up(found, likely, some, parents, base, shares)
+            self._correct(found, corrector)
             for among in (1, 4):
                 rows = self._open(found, rows)
                 for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
@@ -139,16 +149,37 @@ class SumSearch:
                 self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
 
+    def _correct(self, found: Populations, corrector: Corrector | None) -> None:
+        """Run what a corrector makes of good texts as a whole."""
+        every = torch.arange(len(found.vector), device=found.vector.device)
+        for among in (1, 4) if corrector else ():
+            rows = self._open(found, every)
+            for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
+                texts = found.leading(some, among)
+                vectors = found.encoder.vectors(texts, fast=True).float()
+                goals = found.goals[found.vector[some]]
+                made = corrector.corrected(
+                    texts, vectors, goals, _CORRECTIONS, found.max_length, found.generator
+                )
+                found.take(made, some.repeat_interleave(_CORRECTIONS))
+
     def _widen(
         self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
     ) -> None:
-        """Try so many tokens at each place of the nearest text of each vector, if passes allow."""
+        """Try so many tokens at each place of the nearest text of each vector, if passes allow.
+
+        And so many more exchanges of its pieces.
+        """
         most = self.passes or _PASSES[vectors.device.type]
         tokens = min(tokens, len(found.encoder.table))
         shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             parents = found.parents(rows, by_turn=False)
+            if len(self._open(found, rows)):
+                orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
+                texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
+                found.take(texts, rows.expand(len(texts)))
             places = int(parents.texts.lengths) * (tokens + shares.put_in)
             if len(self._open(found, rows)) and found.passes[vector] + places <= most:
                 self._add_up(found, likely, rows, parents, _CHOICE * tokens, shares)
