@@ -81,7 +81,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return Path(self.loaded.name).stem
+        path = Path(self.loaded.name)
+        return path.parent.name if path.name == "model" else path.stem
 
     @property
     def target(self) -> Target:
