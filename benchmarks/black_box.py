@@ -122,8 +122,10 @@ class Queried(Encoder):
     def __init__(self, url: str, tokenizer: Any) -> None:
         import transformers
 
-        size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        config = transformers.BertConfig(vocab_size=len(tokenizer), intermediate_size=8, **size)
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=8,
+        )  # fmt: skip
         super().__init__(Target.of(transformers.BertModel(config).eval(), tokenizer))
         self.client, self.url = httpx.Client(timeout=300), f"{url}/v1/embeddings"
         self.known: dict[str, Tensor] = {}
@@ -163,7 +165,7 @@ def answering(loaded: Loaded) -> Generator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Silent."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
