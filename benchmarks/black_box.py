@@ -8,7 +8,7 @@ after `--passes` for a text. Nothing is verified here: the judge needs gradients
 the vector back within 1e-6 and is another is counted as wrong.
 
 The server is MiniLM (or another `--encoder`) behind http.server, or llama.cpp for a .gguf file.
-Zero2Text (arXiv 2602.01757) reports 2,180 queries a text. `--quick` takes a random-weight model.
+Zero2Text (Kim et al., 2026) reports 2,180 queries a text. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
