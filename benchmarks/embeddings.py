@@ -11,10 +11,8 @@ secrets of OWASP's lab for embedding inversion, which recovers neither, with the
 and the judge; 5, another domain and the texts of `--drawn` (`keyhole lab corpus`); 6, passages of
 `--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
 `--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
-both in half precision on a GPU. `--corrector` (a file of `keyhole lab corrector`) gives rows 5 and
-6 again with what was trained.
-On a GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a
-random-weight model.
+both in half precision on a GPU. On a GPU all vectors are searched together, on a CPU one after the
+other. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled, leak_of, recover_texts
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.corrector import Corrector, load_corrector
 from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
@@ -48,7 +45,7 @@ LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
-_TIMED = 20_000  # passes for each vector, where they are timed
+_TIMED = 6_000  # passes for each vector, where they are timed
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ class Case:
     corpus: Sequence[str]
     percent: dict[Lengths, int] | None = None
     passages: Sequence[str] = ()  # to be cut, in the place of sentences
-    corrector: Path | None = None
 
 
 def run(
@@ -73,7 +69,6 @@ def run(
     tokens: str = "4-9,10-16,17-24,25-32",
     passages: str = "32-32,64-64,128-128",
     drawn: Path | None = None,
-    corrector: Path | None = None,
 ) -> Iterator[Row]:
     if quick:
         loaded = subjects.tiny("bert", words=96)
@@ -93,8 +88,8 @@ def run(
                 PERCENT if on_gpu else ON_CPU),
         2: Case("another domain", others),
         3: Case("the corpus that ships", read_texts(SHIPPED)),
-        5: Case("another domain and texts drawn", more, PERCENT, corrector=corrector),
-        6: Case("passages", more, LONG, long, corrector),
+        5: Case("another domain and texts drawn", more, PERCENT),
+        6: Case("passages", more, LONG, long),
     }  # fmt: skip
     for row in rows:
         if row == 4:
@@ -191,35 +186,31 @@ def searched(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
     search: SumSearch, texts: int,
 ) -> Iterator[Row]:  # fmt: skip
-    """Each case, by length; where there is a corrector, with and without it."""
     target = Target.of(loaded.model, loaded.tokenizer)
     name = Path(loaded.name).name
     for case in cases:
         lines = token_lists(loaded, case.corpus)
         encoder, clock = Encoder(target, half=matrix_half()), _Clock()
-        corrector = load_corrector(case.corrector, encoder) if case.corrector else None
         longest = max(most for _, most in lengths) + 2
         counted = Counted.of(encoder, lines, longest)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
         yield Row(f"{name}, {case.what}: corpus", words)
         for length, few in of_lengths(loaded, case, secrets, lines, lengths, texts):
-            for trained in (None, corrector) if corrector else (None,):
-                what = f"{name}, {case.what}, {length[0]}–{length[1]} tokens"
-                what += ", a corrector trained" if trained else ""
-                percent = (case.percent or {}).get(length)
-                yield measure(what, counted, few, search, longest, percent, trained)
+            what = f"{name}, {case.what}, {length[0]}–{length[1]} tokens"
+            percent = (case.percent or {}).get(length)
+            yield measure(what, counted, few, search, longest, percent)
 
 
 def measure(
     what: str, counted: Counted, secrets: list[list[int]], search: SumSearch, max_length: int,
-    percent: int | None, corrector: Corrector | None = None,
+    percent: int | None,
 ) -> Row:  # fmt: skip
     encoder, clock = counted.encoder, _Clock()
     goals = encoder.vectors(Texts.of(secrets, max_length, encoder.device))
     groups = [goals] if goals.is_cuda else goals.split(1)
     readings: list[Reading] = []
     for group in groups:
-        readings += search(encoder, group, counted, max_length, corrector=corrector)
+        readings += search(encoder, group, counted, max_length)
     took = clock.words(len(secrets))
     decode = encoder.target.tokenizer.decode
     items = [

@@ -330,14 +330,3 @@ def block(
             unit *= parts["G"][k] @ u + parts["g"][k]
         y = y + unit * parts["C"][:, k]
     return y
-
-
-def edit_distance(text: list[int], truth: list[int]) -> int:
-    """The fewest tokens to replace, leave out or put in (Levenshtein), by its recursion."""
-    if not text or not truth:
-        return max(len(text), len(truth))
-    return min(
-        edit_distance(text[:-1], truth) + 1,
-        edit_distance(text, truth[:-1]) + 1,
-        edit_distance(text[:-1], truth[:-1]) + (text[-1] != truth[-1]),
-    )

@@ -294,43 +294,6 @@ def corpus(
 
 
 @command(
-    "keyhole lab corrector ./encoder --corpus drawn.txt --device cuda --out trained.safetensors",
-    "keyhole recover ./encoder vectors.npy --corpus trained.safetensors",
-    group=lab,
-)
-def corrector(
-    model: opt.ModelName,
-    corpus: opt.Corpus = None,
-    out: Annotated[Path, opt.about("The file to write it to.", OUTPUT, metavar="FILE")] = Path(
-        "corrector.safetensors"
-    ),
-    max_length: Annotated[int, opt.about("The most tokens of a text.", CHECKS)] = 34,
-    option: opt.MethodOptions = None,
-    force: opt.Force = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    allow_pickle: opt.AllowPickle = False,
-) -> None:
-    """Train a model that corrects guesses at the texts behind an encoder's embeddings.
-
-    It takes a GPU and minutes: -o seconds sets how long (180). The file holds the texts of the
-    corpus as well and is given as --corpus to keyhole recover and keyhole audit.
-    """
-    from keyhole.recover.embeddings.corrector import train_corrector
-    from keyhole.recover.embeddings.counts import SHIPPED
-
-    options = settings(option or (), {"seconds": float}, "corrector")
-    expect_count("--max-length", max_length)
-    expect_new(out, force=force)
-    with interruptible(), bars("corrector", "seconds") as track:
-        texts = train_corrector(
-            model, corpus or SHIPPED, out, max_length=max_length, device=device,
-            allow_pickle=allow_pickle, seed=seed, track=track, **options,
-        )  # fmt: skip
-    show(f"{out}: a corrector trained on {texts:,} texts")
-
-
-@command(
     "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
     "keyhole invert layer.safetensors -o starts=32 --out input.json",
     "keyhole lab bounds layer.safetensors input.safetensors",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.files import read_text
 from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, silent, untracked
@@ -27,7 +28,6 @@ from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
 from keyhole.models.pieces import unknown_token
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
-from keyhole.recover.embeddings.counts import corpus_texts
 from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
@@ -172,7 +172,7 @@ def _identity(
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
     if corpus is not None:
-        identity["corpus"] = digest(corpus_texts(corpus))
+        identity["corpus"] = digest(read_text(corpus, "a corpus"))
     return identity
 
 

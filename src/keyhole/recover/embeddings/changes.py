@@ -18,9 +18,9 @@ further down come to be tried. The gradient of the encoder is of no use here: it
 the right token among thousands.
 
 Then the same tokens in another order: two pieces [a, b) and [c, d) of a text, a < b ≤ c < d, change
-places ("glad and tired" becomes "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so,
-but not run: what an exchange does to the log p of bigrams is told by the ends of the pieces alone,
-and some are drawn by that.
+places ("glad and tired" becomes "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so
+(in a long text some of them), but not run: what an exchange does to the log p of bigrams is told by
+the ends of the pieces alone, and some are drawn by that.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from keyhole.recover.embeddings.corrector import Corrector
-from keyhole.recover.embeddings.counts import Counted, NGrams, gumbel, mixed
+from keyhole.recover.embeddings.counts import Counted, NGrams, mixed
 from keyhole.recover.embeddings.encoder import Texts
 
 REPLACED, PUT_IN, LEFT_OUT = 0, 1, 2
 _COMMON = 200  # tokens that follow most others: vectors say little of them
 _MISSED = 100  # tokens that a text lacks
-_ORDINARY = 34  # tokens of a text
-_LEARNT = 24  # tokens that a corrector names for a place, at most
-_MOST_CUTS = 1 << 16  # exchanges that are looked at
+_ORDINARY = 40  # tokens of a text
+_MOST_CUTS = 1 << 16  # exchanges that are looked at in longer ones
 _TURNS = 3  # after which chance counts no more than it did
 _NEVER = -1e3  # the log-odds of a token that no text holds
 _HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
@@ -160,20 +158,16 @@ class LikelyTokens:
     counted: Counted
     odds: Tensor
     ranks: Tensor  # (v, V): the odds, common tokens before all others
-    goals: Tensor  # (v, d)
-    corrector: Corrector | None = None
 
     @classmethod
-    def of(
-        cls, counted: Counted, goals: Tensor, corrector: Corrector | None = None
-    ) -> LikelyTokens:
+    def of(cls, counted: Counted, goals: Tensor) -> LikelyTokens:
         odds = counted.token_odds.odds(goals)
         odds[:, counted.special] = _NEVER
         ranks = odds.clone()
         ends = counted.ngrams.ends[: odds.shape[1]]
         ranks[:, ends.topk(min(_COMMON, len(ends))).indices] -= _NEVER
         ranks[:, counted.special] = _NEVER
-        return cls(counted, odds, ranks, goals, corrector)
+        return cls(counted, odds, ranks)
 
     def changes(
         self, parents: Texts, off: Tensor, vectors: Tensor, chance: Chance, max_length: int,
@@ -194,7 +188,6 @@ class LikelyTokens:
             after = mixed(after, own[:, : n + 1].gather(2, wide))
         before = ngrams.pairs(wide, row[:, 1:, None].expand_as(wide))
         same = tokens[:, None] == row[:, 1:-1, None]  # (p, n, c)
-        learnt = self._learnt(parents, off, vectors, chance, shares)
         odds = odds.where(~same.any(1), 0.0)
         length = off.norm(dim=-1, keepdim=True).clamp(min=1e-3)
 
@@ -215,32 +208,11 @@ class LikelyTokens:
             return tokens[:, None].expand(-1, places.shape[1], -1).gather(2, places)
 
         order = chance.on(after[:, :-1] + before[:, 1:])
-        named = [_named(tokens, part, len(self.odds[0])) for part in learnt]
-        left = shares.replaced - learnt[0].shape[2]
-        replaced = chosen(order, left, same | named[0], shares.by_odds)
-        put_in = chosen(chance.on(after + before), shares.put_in - learnt[1].shape[2], named[1])
-        replaced, put_in = (
-            torch.cat(pair, 2) for pair in zip(learnt, (replaced, put_in), strict=True)
+        replaced = chosen(order, shares.replaced, same, shares.by_odds)
+        put_in = chosen(
+            chance.on(after + before), shares.put_in, torch.zeros_like(wide, dtype=torch.bool)
         )
         return SingleChanges.of(parents, replaced, put_in, max_length)
-
-    def _learnt(
-        self, parents: Texts, off: Tensor, vectors: Tensor, chance: Chance, shares: Shares
-    ) -> list[Tensor]:
-        """The tokens for each place, and for each gap, that a corrector names, if there is one."""
-        n, counts = int(parents.lengths.max()), (shares.replaced, shares.put_in)
-        if self.corrector is None:
-            return [parents.ids.new_zeros(len(parents), n + gap, 0) for gap in (0, 1)]
-        goals = self.goals[vectors]
-        answers = self.corrector.likeliest(
-            parents, goals - off, goals, min(2 * _LEARNT, self.odds.shape[1])
-        )
-        made: list[Tensor] = []
-        for (log_p, tokens), count in zip(answers, counts, strict=True):
-            promise = chance.on(log_p).masked_fill(torch.isin(tokens, self.counted.special), _NEVER)
-            best = promise.topk(min(_LEARNT, 3 * count // 4), dim=-1).indices
-            made.append(tokens.gather(2, best))
-        return made
 
     def _candidates(self, vectors: Tensor, missing: Tensor, base: int) -> Tensor:
         """The likeliest tokens of each vector, and those that its text lacks most (p, c)."""
@@ -260,8 +232,7 @@ def exchanged(
     With them comes the row of the text that each was made from.
     """
     n = int(parents.lengths.max())
-    cuts = _cuts(n) if n <= _ORDINARY + 6 else _some_cuts(n, _MOST_CUTS)
-    cuts = cuts.to(parents.ids.device)
+    cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(parents.ids.device)
     gains = likelier(Texts(parents.ids[:, :n], parents.lengths), cuts, ngrams) / _HEAT
     gains = gains + gumbel(gains, generator)
     gains = gains.where(cuts[3] <= parents.lengths[:, None], -torch.inf)
@@ -301,16 +272,10 @@ def apply(texts: Texts, cuts: Tensor) -> Texts:
     return Texts(texts.ids.gather(1, source), texts.lengths)
 
 
-def _named(tokens: Tensor, learnt: Tensor, size: int) -> Tensor:
-    """Which of the candidates (p, c) are among the tokens of each place (p, n, k): (p, n, c)."""
-    held = torch.zeros(*learnt.shape[:2], size, dtype=torch.bool, device=learnt.device)
-    held.scatter_(2, learnt, True)
-    return held.gather(2, tokens[:, None].expand(-1, learnt.shape[1], -1))
-
-
-def _some_cuts(n: int, count: int) -> Tensor:
-    """Exchanges in a longer text, drawn by chance: as many with neighbouring pieces as others."""
-    drawn = torch.randint(n + 1, (4, count)).sort(dim=0).values
+def _some_cuts(n: int, generator: torch.Generator) -> Tensor:
+    """Exchanges in a longer text, drawn by chance: half of them of neighbouring pieces."""
+    shape, device = (4, _MOST_CUTS), generator.device
+    drawn = torch.randint(n + 1, shape, generator=generator, device=device).sort(dim=0).values
     drawn[2, ::2] = drawn[1, ::2]
     return drawn[:, (drawn[0] < drawn[1]) & (drawn[2] < drawn[3])]
 
@@ -321,3 +286,9 @@ def _cuts(n: int) -> Tensor:
     joined = [(a, b, b, d) for a, b, d in combinations(range(n + 1), 3)]
     apart = list(combinations(range(n + 1), 4))
     return torch.tensor([*joined, *apart], dtype=torch.long).view(-1, 4).T
+
+
+def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Noise: the largest of log p + noise is a draw from p, the k largest are k different ones."""
+    noise = torch.rand(scores.shape, generator=generator, device=scores.device)
+    return -(-noise.clamp(1e-9, 1 - 1e-7).log()).log()

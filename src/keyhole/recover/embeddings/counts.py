@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -30,7 +29,7 @@ from keyhole.recover.embeddings.encoder import Encoder, Texts
 
 SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
 _LINES = {"cuda": 200_000, "cpu": 50_000}  # that the encoder is run on …
-_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that it is run on them with tokens replaced
+_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that a small one is run on them, tokens replaced
 _ALONE = {"cuda": math.inf, "cpu": 4_000}  # tokens that it is run on by themselves
 _SMALL = 1.2e7  # parameters without the table: what a small encoder has
 _SIMPLE = 0.1  # added to the squares of a regression
@@ -70,10 +69,7 @@ class Counted:
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
         texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
-        if enough and encoder.whitening is None:
-            vectors = encoder.whiten(texts)
-        else:
-            vectors = encoder.vectors(texts, fast=True)
+        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
         seen, endings = _altered(encoder, texts, vectors, frame, seed), None
         if encoder.exposure.pooling == "last":
@@ -108,7 +104,7 @@ def _altered(
     words[special] = False
     words = words.nonzero().flatten()
     parts, runs = [texts], [vectors]
-    for _ in range(_ALTERED[device.type]):
+    for _ in range(math.ceil(_ALTERED[device.type] * _smallness(encoder.target))):
         share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
         chance = torch.rand(texts.ids.shape, generator=generator, device=device)
         any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
@@ -207,8 +203,11 @@ def alone(encoder: Encoder) -> Tensor:
 
 def effort(target: Target) -> float:
     """The share of a small encoder's runs that this one gets: on a CPU large ones take longer."""
-    if target.parts.device.type != "cpu":
-        return 1.0
+    return _smallness(target) if target.parts.device.type == "cpu" else 1.0
+
+
+def _smallness(target: Target) -> float:
+    """1 for a small encoder, less for a large one."""
     size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
     return min(1.0, _SMALL / max(1, size))
 
@@ -401,30 +400,8 @@ class Endings:
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
     """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
-    if trained_on(corpus):
-        texts = _kept_texts(corpus)
-    else:
-        texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
+    texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise InputError(f"the corpus holds no text: {corpus}")
     return texts
-
-
-def trained_on(corpus: str | Path | Sequence[str]) -> TypeGuard[str | Path]:
-    """Is it a file of texts with what was trained on them (corrector.py)?"""
-    return isinstance(corpus, str | Path) and Path(corpus).suffix == ".safetensors"
-
-
-def _kept_texts(file: str | Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as opened:
-            return bytes(opened.get_tensor("texts").tolist()).decode().splitlines()
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} is no file of keyhole lab corrector: {error}") from None
-
-
-def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise: the largest of log p + noise is a draw from p, the k largest are k different ones."""
-    noise = torch.rand(scores.shape, generator=generator, device=scores.device)
-    return -(-noise.clamp(1e-9, 1 - 1e-7).log()).log()

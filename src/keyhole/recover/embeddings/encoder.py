@@ -101,7 +101,7 @@ class Encoder:
         self.before, self.after = target.frame() if frame is None else frame
         self.pad = target.pads()[0]
         self.passes = 0
-        self.whitening: Whitening | None = None
+        self._whitening: Whitening | None = None
         self._half = torch.float16 if self.device.type == "cuda" else half
 
     @cached_property
@@ -133,19 +133,19 @@ class Encoder:
 
         Gives the vectors of these.
         """
-        self.whitening = None
+        self._whitening = None
         vectors = self.vectors(texts, fast=True)
         self.whiten_by(vectors)
         return self.directions(vectors)
 
     def whiten_by(self, vectors: Tensor) -> None:
         """The same, from the vectors of texts as they are compared without it."""
-        self.whitening = Whitening.of(vectors)
+        self._whitening = Whitening.of(vectors)
 
     def directions(self, values: Tensor) -> Tensor:
         """Vectors (b, d) of a model as they are compared: of length one, in float32."""
         unit = normalize(values.float(), dim=-1)
-        return unit if self.whitening is None else normalize(self.whitening(unit), dim=-1)
+        return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
 
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
         """The vectors (b, d) of texts as they are compared: of length one, in float32."""
@@ -266,8 +266,8 @@ class Whitening:
     """Vectors made to vary alike in every direction, by their mean (d,) and a map (d, d).
 
     With mean μ and covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes
-    (v − μ) U diag(λ + ε)^-½ Uᵀ. ε, a share of the largest λ, keeps rounding from counting as much
-    as the text.
+    (v − μ) U diag(λ + ε)^-½. ε, a share of the largest λ, keeps rounding from counting as much as
+    the text.
     """
 
     mean: Tensor
@@ -280,7 +280,7 @@ class Whitening:
         off = vectors.double() - mean
         spread, axes = torch.linalg.eigh(off.T @ off / len(off))
         scale = (spread.clamp(min=0) + _ROUNDING * spread[-1].clamp(min=1e-30)).rsqrt()
-        return cls(mean.to(vectors), (axes * scale @ axes.T).to(vectors))
+        return cls(mean.to(vectors), (axes * scale).to(vectors))
 
     def __call__(self, vectors: Tensor) -> Tensor:
         return (vectors - self.mean) @ self.map

@@ -24,8 +24,7 @@ from keyhole.core.errors import expect_count
 from keyhole.core.journal import digest
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.embeddings.corrector import Corrector, load_corrector
-from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort, trained_on
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.judge import may_be
 from keyhole.recover.embeddings.pooling import likely_prefix
@@ -43,17 +42,14 @@ _ENOUGH = 100  # lines that are counted in any case
 class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
-    The file may be one that `keyhole lab corrector` wrote for this encoder: its texts are counted,
-    and what it trained on them is used.
     `max_length` is the number of tokens, special ones left out, up to which texts are looked for.
-    `counted` and `trained`: made before, by `ready`, so that it is not done again.
+    `counted`: counts made before, by `ready`, so that the corpus is not counted again.
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
     max_length: int = 34
     search: SumSearch = field(default_factory=SumSearch)
     counted: Counted | None = field(default=None, repr=False, compare=False)
-    trained: Corrector | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         expect_count("max_length", self.max_length)
@@ -61,10 +57,10 @@ class CountedReader:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         target.count.begin(range(len(leaks)))
         vectors, exposure = vectors_of(target.model, leaks)
-        counted, trained = self.counted, self.trained
+        counted = self.counted
         if counted is None:
             prefix = self._prefix(target, exposure, vectors) if isinstance(leaks[0], Pooled) else ""
-            counted, trained = self._count(_encoder(target, exposure, prefix))
+            counted = self._count(_encoder(target, exposure, prefix))
         encoder = counted.encoder
         max_length, specials = self._max_length(encoder), len(encoder.before + encoder.after)
         counting = 0 if self.counted else encoder.passes // len(leaks)
@@ -77,7 +73,6 @@ class CountedReader:
                 encoder, goals, counted, max(1, min(max_length, max(lengths) - specials)),
                 self._notify(target, len(batch)),
                 _plausibility(target, encoder, [leaks[number] for number in batch]),
-                trained,
             )  # fmt: skip
             for number, reading in zip(batch, readings, strict=True):
                 tokens = reading.tokens
@@ -90,8 +85,6 @@ class CountedReader:
     @property
     def note(self) -> str:
         """What it reads with, for a person to read."""
-        if trained_on(self.corpus):
-            return "read with counts of the corpus and a corrector trained on it"
         if self.corpus == SHIPPED:
             return "read with counts of the corpus that ships"
         return "read with counts of the corpus, nothing learnt"
@@ -110,14 +103,13 @@ class CountedReader:
 
         `prefix` are words that stand before every text, of the corpus too.
         """
-        counted, trained = self._count(_encoder(target, exposure, prefix))
-        return replace(self, counted=counted, trained=trained)
+        return replace(self, counted=self._count(_encoder(target, exposure, prefix)))
 
     def _prefix(self, target: Target, exposure: Exposure, vectors: Tensor) -> str:
         lines = corpus_texts(self.corpus)[:_SOME]
         return likely_prefix(target.model, target.tokenizer, lines, vectors, exposure)
 
-    def _count(self, encoder: Encoder) -> tuple[Counted, Corrector | None]:
+    def _count(self, encoder: Encoder) -> Counted:
         progress = encoder.target.track("counting the corpus", 1)
         tokenized = encoder.target.tokenizer(
             corpus_texts(self.corpus), add_special_tokens=False, truncation=False
@@ -128,10 +120,9 @@ class CountedReader:
             lines = lines[: max(_ENOUGH, round(len(lines) * effort(encoder.target)))]
         if encoder.exposure.pooling == "last":
             lines += beginnings(lines, max_length)
-        corrector = load_corrector(self.corpus, encoder) if trained_on(self.corpus) else None
         counted = Counted.of(encoder, lines, max_length)
         progress(1)
-        return counted, corrector
+        return counted
 
     def _notify(self, target: Target, count: int) -> Notify | None:
         """What shows progress within a batch; a batch of one text needs nothing."""

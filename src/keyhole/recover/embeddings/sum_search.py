@@ -8,7 +8,8 @@ the lines of the corpus that are nearest. A vector leaves as soon as a text give
 rounding, so that the hard ones get the machine to themselves; one that was stored with fewer
 digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
 stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
-piece of a password: then many more tokens are tried at each of its places, and at last all.
+piece of a password, or in an order that bigrams do not speak for: then many more exchanges are
+tried, and many more tokens at each of its places, at last all.
 
 How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
 one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
@@ -41,7 +42,6 @@ from keyhole.recover.embeddings.changes import (
     SingleChanges,
     exchanged,
 )
-from keyhole.recover.embeddings.corrector import Corrector
 from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sums import Effects, Sets, picked
@@ -52,10 +52,8 @@ _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in t
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
-_FIRST = 8  # rounds of corrections before the others, where there is a corrector …
-_CORRECTIONS = 12  # … and how many of a text
 _CHOICE = 4  # times as many are candidates
-_ORDERS = 8  # … and as many exchanges
+_ORDERS = 8  # times as many exchanges
 _SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
@@ -99,11 +97,10 @@ class SumSearch:
     def __call__(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
         notify: Notify | None = None, may_be: MayBe | None = None,
-        corrector: Corrector | None = None,
     ) -> list[Reading]:  # fmt: skip
         """Texts of at most `max_length` tokens for vectors (v, d) as the encoder compares them."""
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            found = self._search(encoder, goals, counted, max_length, notify, may_be, corrector)
+            found = self._search(encoder, goals, counted, max_length, notify, may_be)
         return [
             Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
             for row in range(len(goals))
@@ -111,17 +108,15 @@ class SumSearch:
 
     def _search(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        notify: Notify | None, may_be: MayBe | None, corrector: Corrector | None,
+        notify: Notify | None, may_be: MayBe | None,
     ) -> Populations:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
         trust, count = goals.new_tensor(self.trust), len(self.trust)
         found = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
-        likely = LikelyTokens.of(counted, goals, corrector)
+        likely = LikelyTokens.of(counted, goals)
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
         turn = torch.arange(len(vector), device=vector.device) % count
         found.take(lines, vector * count + turn)
-        for _ in range(_FIRST if corrector else 0):
-            self._correct(found, corrector)
         for number in range(self.rounds):
             rows = self._open(found, torch.arange(len(found.vector), device=encoder.device))
             if notify:
@@ -133,7 +128,6 @@ class SumSearch:
                 parents = found.parents(some)
                 shares = self.shares.within(int(parents.texts.lengths.max()))
                 self._add_up(found, likely, some, parents, base, shares)
-            self._correct(found, corrector)
             for among in (1, 4):
                 rows = self._open(found, rows)
                 for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
@@ -149,26 +143,12 @@ class SumSearch:
                 self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
 
-    def _correct(self, found: Populations, corrector: Corrector | None) -> None:
-        """Run what a corrector makes of good texts as a whole."""
-        every = torch.arange(len(found.vector), device=found.vector.device)
-        for among in (1, 4) if corrector else ():
-            rows = self._open(found, every)
-            for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
-                texts = found.leading(some, among)
-                vectors = found.encoder.vectors(texts, fast=True).float()
-                goals = found.goals[found.vector[some]]
-                made = corrector.corrected(
-                    texts, vectors, goals, _CORRECTIONS, found.max_length, found.generator
-                )
-                found.take(made, some.repeat_interleave(_CORRECTIONS))
-
     def _widen(
         self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
     ) -> None:
         """Try so many tokens at each place of the nearest text of each vector, if passes allow.
 
-        And so many more exchanges of its pieces.
+        Before that, so many times `_ORDERS` exchanges of its pieces.
         """
         most = self.passes or _PASSES[vectors.device.type]
         tokens = min(tokens, len(found.encoder.table))
