@@ -102,7 +102,7 @@ def run(
     docs: int = 2_000,
     nobody: int = 1_000,
     tokens: str = "4-9",
-    parts: list[str] = ["defences", "packages", "near", "nobody"],  # noqa: B006 - read only
+    parts: list[str] = ["defences", "near", "nobody", "packages"],  # noqa: B006 - read only
 ) -> Iterator[Row]:
     if packages is not None:
         sys.path.insert(0, str(packages))
@@ -130,13 +130,13 @@ def run(
     setting = prepared(loaded, fresh[:texts], corpus, docs, search, most + 3)
     if "defences" in parts:
         yield from defended(setting, own_defences(setting.docs))
-    if "packages" in parts:
-        for package in (turboquant, ironcore):
-            yield from packaged(setting, package)
     if "near" in parts:
         yield from near_rows(setting, texts)
     if "nobody" in parts:
         yield from nobody_rows(setting, another, device, nobody, replace(search, passes=1_000))
+    if "packages" in parts:
+        for package in (turboquant, ironcore):
+            yield from packaged(setting, package)
 
 
 def prepared(
