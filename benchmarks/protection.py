@@ -9,7 +9,8 @@ that no text is verified wrongly.
 Rows of packages run the packages' own code, from the folder that is given as `--packages`
 (`pip install --target FOLDER --no-deps turboquant-vectors ironcore-alloy`); a package that is not
 there says so. `nobody` are `--nobody` vectors that are of no text, and `near` texts next to the
-true one that are handed to the judge: none may be verified; `--parts defences,nobody` takes some.
+true one that are handed to the judge: none may be verified; `--parts defences,nobody` takes some,
+`--only rounding,truncation` some defences.
 On a GPU all vectors of an encoder are searched together. `--quick` takes a random-weight model.
 """
 
@@ -102,6 +103,7 @@ def run(
     docs: int = 2_000,
     nobody: int = 1_000,
     tokens: str = "4-9",
+    only: list[str] = [],  # noqa: B006 - read, never changed
     parts: list[str] = ["defences", "near", "nobody", "packages"],  # noqa: B006 - read only
 ) -> Iterator[Row]:
     if packages is not None:
@@ -129,7 +131,8 @@ def run(
     search = SumSearch(passes=passes)
     setting = prepared(loaded, fresh[:texts], corpus, docs, search, most + 3)
     if "defences" in parts:
-        yield from defended(setting, own_defences(setting.docs))
+        named = [each for each in own_defences(setting.docs) if not only or each.name in only]
+        yield from defended(setting, named)
     if "near" in parts:
         yield from near_rows(setting, texts)
     if "nobody" in parts:
