@@ -284,7 +284,7 @@ LETTERS = {
     "product quantisation": "Q", "random projection": "P", "truncation": "T",
     "secret rotation": "R",
 }  # fmt: skip
-RECORDS = {"protection-minilm": "MiniLM", "protection-mpnet": "MPNet", "protection-nomic": "Nomic"}
+RECORDS = {"protection-minilm": "MiniLM", "protection-mpnet": "MPNet"}
 
 
 def protection() -> Sheet:
