@@ -290,6 +290,7 @@ RECORDS = {"protection-minilm": "MiniLM", "protection-mpnet": "MPNet"}
 def protection() -> Sheet:
     """Texts read against recall, one panel for each encoder, from the records."""
     sheet = Sheet("Texts read behind each defence, against what retrieval keeps", height=290)
+    drawn = set[str]()
     for number, (record, name) in enumerate(RECORDS.items()):
         x, y, size = 46 + 230 * number, 30, 190
         sheet.path([(x, y), (x, y + size), (x + size, y + size)], "axis")
@@ -302,13 +303,14 @@ def protection() -> Sheet:
             if run.get("defence") in LETTERS:
                 place = (x + size * run["recall"], y + size * (1 - run["exact"] / run["texts"]))
                 points.setdefault(LETTERS[run["defence"]], []).append(place)
+        drawn |= set(points)
         for letter, places in points.items():
             if letter != "R":  # all of them keep every distance
                 sheet.path(sorted(places), "axis")
             for left, top in places:
                 sheet.text(left, top + 4, letter, "leak small middle")
     sheet.text(46, 252, "up: texts read exactly; across: recall@10 that is left", "soft small")
-    words = [f"{letter} {name}" for name, letter in LETTERS.items()]
+    words = [f"{letter} {name}" for name, letter in LETTERS.items() if letter in drawn]
     for row in range(2):
         sheet.text(46, 268 + 14 * row, " · ".join(words[4 * row : 4 * row + 4]), "soft small")
     return sheet
