@@ -79,6 +79,7 @@ class Setting:
     known: Tensor  # of texts that the attacker knows to be stored
     docs: Tensor
     queries: Tensor
+    texts: Sequence[str]  # of the docs
 
     @property
     def name(self) -> str:
@@ -152,7 +153,7 @@ def prepared(
     half = len(corpus) // 2
     return Setting(
         loaded, ids, reader, embedded(target, secrets), embedded(target, corpus[-1_000:]),
-        embedded(target, corpus[:docs]), embedded(target, corpus[half : half + 200]),
+        embedded(target, corpus[:docs]), embedded(target, corpus[half : half + 200]), corpus,
     )  # fmt: skip
 
 
@@ -384,26 +385,33 @@ def nobody_rows(
             vectors[:, :d], (0, max(0, d - vectors.shape[1]))
         )
     for kind, vectors in kinds.items():
-        yield nobody_row(setting, kind, vectors, search)
+        right = setting.texts[:each] if "noise" in kind else []
+        yield nobody_row(setting, kind, vectors, search, right)
 
 
-def nobody_row(setting: Setting, kind: str, vectors: Tensor, search: SumSearch) -> Row:
+def nobody_row(
+    setting: Setting, kind: str, vectors: Tensor, search: SumSearch, right: Sequence[str] = ()
+) -> Row:
+    """`right` are the texts behind vectors that noise leaves too near to them to be no text's."""
     vectors, target = normalize(vectors, dim=-1), setting.target
     reader = replace(setting.reader, search=search)
     leaks = [Pooled(vector) for vector in vectors]
     read = recover_texts(setting.loaded.model, setting.loaded.tokenizer, leaks, method=reader)
-    verified = sum(made.verified for made in read)
-    tried = len(read)
-    for made, vector in zip(read, vectors, strict=True):
-        run = Vectors(target, WAY, made.ids)
+    truths = [setting.loaded.tokenizer(text)["input_ids"] for text in right] or [[]] * len(read)
+    wrong = true = 0
+    for made, vector, truth in zip(read, vectors, truths, strict=True):
+        verdicts, run = [made.verified], Vectors(target, WAY, made.ids)
         for form in ("int8", "binary"):
-            leak, tried = Pooled(ROUNDINGS[form](vector)), tried + 1
-            if may_be(target, leak, made.ids, run):
-                verified += judge_vector(target, leak, made.ids, run).verified
+            leak = Pooled(ROUNDINGS[form](vector))
+            fits = may_be(target, leak, made.ids, run)
+            verdicts.append(fits and judge_vector(target, leak, made.ids, run).verified)
+        wrong += sum(verdicts) * (made.ids != truth)
+        true += sum(verdicts) * (made.ids == truth)
     cosine = statistics.median(made.similarity or 0.0 for made in read)
     return show.exactly(
-        f"{setting.name}, {len(vectors)} {kind}", f"{verified} verified", "0 verified",
-        f"as float32, 8 bits and signs; cosine of what was found {cosine:.3f}, median",
+        f"{setting.name}, {len(vectors)} {kind}", f"{wrong} verified wrongly", "0 verified wrongly",
+        f"as float32, 8 bits and signs; {true} verified with the text that the noise was added to; "
+        f"cosine of what was found {cosine:.3f}, median",
     )  # fmt: skip
 
 
