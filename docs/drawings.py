@@ -284,14 +284,17 @@ LETTERS = {
     "product quantisation": "Q", "random projection": "P", "truncation": "T",
     "secret rotation": "R",
 }  # fmt: skip
-RECORDS = {"protection-minilm": "MiniLM", "protection-mpnet": "MPNet"}
+RECORDS = {
+    "MiniLM": ("protection-minilm", "protection-maps"), "MPNet": ("protection-mpnet",),
+    "Nomic": ("protection-nomic",),
+}  # fmt: skip
 
 
 def protection() -> Sheet:
     """Texts read against recall, one panel for each encoder, from the records."""
     sheet = Sheet("Texts read behind each defence, against what retrieval keeps", height=290)
     drawn = set[str]()
-    for number, (record, name) in enumerate(RECORDS.items()):
+    for number, (name, records) in enumerate(RECORDS.items()):
         x, y, size = 46 + 230 * number, 30, 190
         sheet.path([(x, y), (x, y + size), (x + size, y + size)], "axis")
         sheet.text(x + size / 2, y - 10, name, "middle")
@@ -299,7 +302,7 @@ def protection() -> Sheet:
             sheet.text(x - 18, y + 4 + size * (1 - share), f"{share:.0%}", "soft small middle")
             sheet.text(x + size * share, y + size + 14, f"{share:g}", "soft small middle")
         points: dict[str, list[tuple[float, float]]] = {}
-        for run in quoted.Record.load(record).runs:
+        for run in (run for each in records for run in quoted.Record.load(each).runs):
             if run.get("defence") in LETTERS:
                 place = (x + size * run["recall"], y + size * (1 - run["exact"] / run["texts"]))
                 points.setdefault(LETTERS[run["defence"]], []).append(place)
