@@ -7,9 +7,8 @@ import torch
 from planted_sub_layers import LLAMA, planted
 
 from keyhole.core import Unsuccessful
-from keyhole.extract.sub_layers.scores import Reader, find_planes
-from keyhole.extract.sub_layers.surroundings import open_surroundings
-from keyhole.extract.sub_layers.values import find_gates
+from keyhole.extract.sub_layer import Reader, find_planes
+from keyhole.extract.sub_layer_values import find_gates, open_surroundings
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

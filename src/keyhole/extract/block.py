@@ -53,7 +53,7 @@ from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer import read_attention
-from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.extract.sub_layer_values import Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer

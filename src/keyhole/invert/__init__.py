@@ -33,7 +33,7 @@ __all__ = [
     "Pooled", "Problem", "RegularizedNewton", "ResidualStream", "TextRecovery", "TokenByToken",
     "bounds", "certify", "degrade", "gauss_newton_product", "gradient", "hessian",
     "hessian_blocks", "hessian_product", "jacobian", "leak_of", "load_leak", "loss", "mean_field",
-    "plant", "recover_text", "recover_texts", "recovering", "run", "save_leak",
+    "plant", "recover_text", "recover_texts", "recovering", "run",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         recover_text,
         recover_texts,
         recovering,
-        save_leak,
     )
 else:  # on demand: an inversion of one layer needs no transformers
 

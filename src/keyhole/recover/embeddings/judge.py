@@ -36,9 +36,9 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _NOISE = 0.15  # of the spread: a distance above it is not called noise
 

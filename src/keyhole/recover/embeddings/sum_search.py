@@ -53,7 +53,8 @@ _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
-_ORDERS = 8  # times as many exchanges
+_ORDERS = 8  # times as many exchanges, of which some are kept
+_FEW = 4
 _SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
@@ -151,18 +152,23 @@ class SumSearch:
         Before that, so many times `_ORDERS` exchanges of its pieces.
         """
         most = self.passes or _PASSES[vectors.device.type]
-        tokens = min(tokens, len(found.encoder.table))
-        shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             parents = found.parents(rows, by_turn=False)
             if len(self._open(found, rows)):
                 orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
                 texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
-                found.take(texts, rows.expand(len(texts)))
-            places = int(parents.texts.lengths) * (tokens + shares.put_in)
-            if len(self._open(found, rows)) and found.passes[vector] + places <= most:
-                self._add_up(found, likely, rows, parents, _CHOICE * tokens, shares)
+                cosines = found.encoder.vectors(texts, fast=True).float() @ found.goals[vector]
+                found.passes[vector] += len(texts)
+                best = cosines.topk(min(_FEW, len(texts))).indices  # all would crowd out the others
+                found.take(texts[best], rows.expand(len(best)))
+            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
+            count = min(tokens, len(found.encoder.table))
+            if tokens > count:  # the last time: as many as passes allow
+                count = min(count, left - left // _SELDOM)
+            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
+                shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
+                self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""
