@@ -64,6 +64,7 @@ _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
 _SCALES = 16
 _PAIRS = 3
+_SHORTER = -1 / 8  # the power of `reach` that tokens are shorter by, where it cannot be had
 _FAINT = 0.5  # scores below this, on average, cost too many digits
 _BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
 _WIDEST = 0.95  # of the radius, for one
@@ -90,23 +91,26 @@ class AttentionSubLayer(Method):
 
 
 def read_attention(
-    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, share: float = 1.0
+    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, reach: float = 1.0
 ) -> SubLayer:
     """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too.
 
-    Tokens are as long as suits their gates, or a share of that.
+    Without a norm, points may be `reach` times longer than differences and keys: scores are
+    products of the two.
     """
     d = view.dim
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
-    if view.asking is None:
-        length = share * _fitting_length(view, total, length, stream)
-    else:
+    if view.asking is not None:
         length = _INWARDS * view.asking
-    subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     positions = _positions_matter(view, length, stream)
-    probe = Probe(view, total, subspace, length, positions)
+    if view.asking is None:
+        # With positions, scores of x with itself count: all tokens are shorter instead.
+        share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
+        length = share * _fitting_length(view, total, length, reach, stream)
+    subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
+    probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
     if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
         probe = strengthened(probe, anchor, stream)
@@ -117,21 +121,22 @@ def read_attention(
     scores = float(anchor.scores.square().mean().sqrt())
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.asking is None else stronger)
-    reader = Reader(view, values.of_heads, values.O)
-    factors = read_factors(
-        reader, values.groups, min(length, _WIDEST * view.radius), positions, stream
-    )
+    reader = Reader(view, values.of_heads, values.O, total, positions)
+    length = min(length, _WIDEST * view.radius)
+    factors = read_factors(reader, values.groups, length, reach, stream)
     return _assembled(view, values, factors)
 
 
 def _fitting_length(
-    view: Surroundings, total: Tensor, length: float, stream: torch.Generator
+    view: Surroundings, total: Tensor, length: float, reach: float, stream: torch.Generator
 ) -> float:
-    """Of x and δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    """Of δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    length /= math.sqrt(reach)
     most = _BOUND * view.radius
     for _ in range(_SCALES):
         pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
         x, delta = torch.stack(pairs, 1)
+        x = reach * x
         forward, backward = (
             view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
         )
@@ -230,37 +235,40 @@ class _Rows:
         blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(
             self.reader.keys
         )
-        return torch.cat([self.reader.scores(b, self.xs, gap)[..., :-1] for b in blocks], -1)
+        scores = [self.reader.scores(part, self.xs, gap)[..., : len(part)] for part in blocks]
+        return torch.cat(scores, -1)
 
 
 def read_factors(
-    reader: Reader, groups: list[list[int]], length: float, positions: bool, stream: torch.Generator
+    reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
 ) -> Factors:
-    d, k = reader.values.shape[1:]
+    """With keys of one length, and x of `reach` times that, or of the length that answers."""
+    (d, k), positions = reader.values.shape[1:], reader.positions
+    longer = reader.view.asking or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = (reader.view.asking or length) * random_orthogonal(d, stream)[: min(count, d)]
+    xs = longer * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
-        right, plane = _keys_of(rows, moved, group, k)
+        right, plane = _keys_of(rows, moved, group, k, _RANK * reach)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
-    Q, q = _read_queries(reader, groups, K, planes, length, stream)
+    Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
     none = torch.zeros(0, dtype=torch.float64)
     frequencies = [none if plane is None else plane.frequencies for plane in planes]
     return Factors(Q, q, torch.stack(K), torch.stack(frequencies))
 
 
 def _keys_of(
-    rows: _Rows, moved: list[Tensor], group: list[int], k: int
+    rows: _Rows, moved: list[Tensor], group: list[int], k: int, noise: float
 ) -> tuple[Tensor, Planes | None]:
     """κ of every key at x's own place (d, k), and the planes in which places turn it."""
     left, sizes, right = torch.linalg.svd(rows.scores[:, group].flatten(0, 1), full_matrices=False)
-    if len(sizes) > k and float(sizes[k]) > _RANK * float(sizes[0]):
+    if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
         raise Unsuccessful(
             Status.MISMATCH,
             f"the scores of heads that share values have a rank above {k}, the width of the values",
@@ -276,17 +284,17 @@ def _keys_of(
 
 def _read_queries(
     reader: Reader, groups: list[list[int]], K: list[Tensor], planes: list[Planes | None],
-    length: float, stream: torch.Generator,
+    lengths: tuple[float, float], stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    points = (reader.view.asking or length) * points
+    points = lengths[1] * points
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
-    keys = [length * random_orthogonal(d, stream)[:size] for _ in range(count)]
+    keys = [lengths[0] * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
     places = torch.arange(size, 0, -1.0, dtype=torch.float64)
     heads = sum(len(group) for group in groups)
@@ -294,7 +302,7 @@ def _read_queries(
     q = torch.empty(heads, k, dtype=torch.float64)
     affine = torch.cat([torch.ones(d + 1, 1, dtype=torch.float64), points], 1)
     for group, keys_of, plane in zip(groups, K, planes, strict=True):
-        own = (points @ keys_of).unsqueeze(1)
+        own = (points @ keys_of).unsqueeze(1)[:, int(reader.beside) :]
         parts = [part @ keys_of for part in keys]
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
@@ -376,6 +384,9 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 # as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
 # c/(…), so logarithms give the scores z_hj of the keys and s_h of x with itself.
 #
+# Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the answer is
+# `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, whatever the length of x, and x's own weight is what is left.
+#
 # All heads are solved for together, and not one by one after a projection onto the space that each
 # writes into: those spaces are independent but nearly meet (the output projection of SmolLM2's
 # first block has condition 4e4), the values of half as many tokens do not.
@@ -390,12 +401,19 @@ class Reader:
     view: Surroundings
     values: Tensor
     outputs: Tensor
+    total: Tensor  # of what [x] answers
+    positions: bool
+
+    @property
+    def beside(self) -> bool:
+        """Do keys stand beside x, as x + w?"""
+        return self.view.epsilon is None and not self.positions
 
     @property
     def keys(self) -> int:
         """How many keys a sequence should hold at most."""
         heads, k, m = self.outputs.shape
-        return max(1, math.floor(_FULL * min(k, m / heads)) - 1)
+        return max(1, math.floor(_FULL * min(k, m / heads)) - (not self.beside))
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
@@ -404,8 +422,17 @@ class Reader:
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
+        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x.
+
+        Of keys that stand beside x, z alone.
+        """
         (p, d), heads = keys.shape, len(self.outputs)
+        if self.beside:
+            tokens = torch.cat([keys, torch.zeros(1, d, dtype=torch.float64)]) + xs[:, None]
+            rows = self.view.answer(tokens) - xs @ self.total
+            written = self._written(keys).transpose(0, 1).flatten(0, 1)
+            weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
+            return _logarithms(weights)
         if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
@@ -417,13 +444,7 @@ class Reader:
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
-        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
-        rest = (1 - weights.sum(-1, keepdim=True)) / (1 + gap)
-        if not bool((weights > 0).all() & (rest > 0).all()):
-            raise Unsuccessful(
-                Status.MISMATCH, "the answers leave the range that attention weights allow"
-            )
-        return torch.log(weights / rest)
+        return _logarithms(torch.cat([of_keys.reshape(-1, heads, p), of_x], -1), 1 + gap)
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
         """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
@@ -445,3 +466,13 @@ class Reader:
             )
         z, s = torch.logit(weights).unbind(-1)
         return torch.stack([z + s, s], -1)
+
+
+def _logarithms(weights: Tensor, others: int = 1) -> Tensor:
+    """Of weights over that of one of so many other tokens, which share what is left of 1."""
+    rest = (1 - weights.sum(-1, keepdim=True)) / others
+    if not bool((weights > 0).all() & (rest > 0).all()):
+        raise Unsuccessful(
+            Status.MISMATCH, "the answers leave the range that attention weights allow"
+        )
+    return torch.log(weights / rest)

@@ -166,7 +166,8 @@ class Probe:
 
     Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
     Where the x_i have the largest length that there is, they are around the subspace's first axis,
-    and differences lead inwards: only τ above 0 is asked.
+    and differences lead inwards: only τ above 0 is asked. Else they are up to `reach` times as long
+    as differences, whose answers have lost as many digits.
     """
 
     view: Surroundings
@@ -174,6 +175,7 @@ class Probe:
     subspace: Tensor  # (s, d), orthonormal
     length: float
     positions: bool
+    reach: float = 1.0
 
     @property
     def aside(self) -> float:
@@ -181,14 +183,14 @@ class Probe:
         return 1.0 if self.positions else 0.2
 
     def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
-        """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
+        """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
         if self.view.asking is not None:
             xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
             return self.view.asking * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
-        xi = xi * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
+        xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
         signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
         return xi, signs * (0.4 + 0.6 * share[1])
 
@@ -255,7 +257,7 @@ def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = No
         delta = probe.difference(stream) if delta is None else delta
         xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
         features = all_features(xi, tau, probe.positions)
-        theta = find_gates(rows, features, heads, stream)
+        theta = find_gates(rows, features, heads, stream, ARRIVED * probe.reach)
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
         delta = None
@@ -276,7 +278,7 @@ def _enough_points(
         parts.append((*fresh, probe.rows(delta, *fresh)))
         xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
         sizes = torch.linalg.svdvals(rows)
-        heads = int((sizes > _RANK * sizes[0]).sum())
+        heads = int((sizes > _RANK * probe.reach * sizes[0]).sum())
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
@@ -337,9 +339,8 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
-        values = (
-            _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
-        )
+        settled = _nearest if probe.positions else _matched
+        values = settled(anchor, each, far / probe.reach, Y)
         if values is not None:  # else a gate got lost, or two became one
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
@@ -387,7 +388,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
-        ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
+        ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m:
@@ -483,7 +484,7 @@ def follow_gates(
 
 
 def find_gates(
-    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator, arrived: float = ARRIVED
 ) -> Tensor | None:
     """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
     U = column_space(rows, heads)
@@ -495,7 +496,7 @@ def find_gates(
         spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
         starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
         theta, outside = follow_gates(U, features / sizes, none, starts)
-        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        solutions = distinct(torch.cat([solutions, theta[outside < arrived]]))
         if len(solutions) >= heads:
             break
     return solutions / sizes if len(solutions) == heads else None

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.derivatives.equations import gradient, jacobian, loss
-from keyhole.invert.derivatives.hessian import gauss_newton_product, hessian, hessian_product
-from keyhole.invert.derivatives.hessian_blocks import hessian_blocks
+from keyhole.invert.derivatives.hessian import (
+    gauss_newton_product,
+    hessian,
+    hessian_blocks,
+    hessian_product,
+)
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.krawczyk import Certificate, certify
 from keyhole.invert.problem import Problem, plant
