@@ -14,12 +14,7 @@ from keyhole.core import Status
 from keyhole.models import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Vectors
-<<<<<<< HEAD
 from keyhole.recover.embeddings.judge import Stored, judge_vector
-from keyhole.recover.judge import Mark
-=======
-from keyhole.recover.embeddings.judge import judge_vector
->>>>>>> main
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import degrade, leak_of
