@@ -13,7 +13,7 @@ and inner products of its rows; the rotation itself is a symmetry of everything 
 answer tells it. It applies where the norm's ε is nothing next to a state, the states fill the
 ellipsoid (the equations have full rank: the paper's conditions of regularity), and d is small
 enough to be asked for: 166,176 answers at d = 576. Answers that were kept apart say whether it is
-one. We had the paper's abstract and introduction, not its whole text.
+one. We had the paper's abstract, not its text.
 """
 
 from __future__ import annotations
