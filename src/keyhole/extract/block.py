@@ -29,8 +29,7 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. A norm behind the sum (BERT) takes away the length of every answer:
-refused.
+are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.blocks.behind import Behind
+from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
@@ -84,11 +86,17 @@ class TransformerBlock(Method):
 
     seed: int = 0
     tolerance: float = 1e-8
+    device: str = "cpu"  # where a wide block with norms behind its sums is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = _View.open(oracle, stream)
-        if view.norm == "none":
+        network: _Network | Behind
+        if view.norm == "behind":
+            network = undone = read_behind(
+                partial(last, oracle), view.dim, torch.device(self.device), stream
+            )
+        elif view.norm == "none":
             network, undone = _without_norm(view, self.seed, stream)
         else:
             network, undone = _behind_norms(view, stream)
@@ -98,7 +106,8 @@ class TransformerBlock(Method):
         )
 
     def _model(
-        self, view: _View, network: _Network, undone: _Undone, stream: torch.Generator
+        self, view: _View, network: _Network | Behind, undone: _Undone | Behind,
+        stream: torch.Generator,
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
@@ -107,7 +116,10 @@ class TransformerBlock(Method):
         for share in _SHARES:
             try:
                 layer = read_attention(undone.surroundings(), stream, undone.total, share)
-                model = _assembled(view, network, layer)
+                if isinstance(network, Behind):
+                    model = _assembled_behind(view, network, layer)
+                else:
+                    model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -172,11 +184,7 @@ class _View:
         view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
         one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
         if float(two.abs().max()) < 2 * math.sqrt(_FAR):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "answers do not grow with a token: a norm behind the sum takes away the length of "
-                "every answer, and such a block is not read",
-            )
+            return replace(view, norm="behind")
         if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
             return view
         rest = one - _FAR * x
@@ -551,6 +559,18 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
     )  # fmt: skip
 
 
+def _assembled_behind(view: _View, behind: Behind, layer: SubLayer) -> Block:
+    units, lift = behind.layer.units, behind.axes
+    return Block(
+        Q=layer.Q, q=layer.q, K=layer.K, V=layer.V, O=(layer.O @ lift.mT).contiguous(),
+        b=lift @ layer.b, frequencies=layer.frequencies, A=(units.A @ lift.mT).contiguous(),
+        a=units.a, G=units.G.new_zeros(0, view.dim), g=units.g, C=(lift @ units.C).contiguous(),
+        c=lift @ behind.layer.c, D=behind.D, E=behind.second.E, e=behind.second.e,
+        activation=units.activation, norm="behind", every_token=view.every_token,
+        causal=view.causal,
+    )  # fmt: skip
+
+
 def _described(model: Block) -> str:
     heads, _, k = model.Q.shape
     parts = [f"{heads} heads of width {k}"]
@@ -560,8 +580,9 @@ def _described(model: Block) -> str:
         parts.append("rotary positions")
     gate = " with gates" if len(model.G) else ""
     parts.append(f"{len(model.A)} {model.activation} units{gate}")
-    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms"}
+    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",
+             "behind": "LayerNorms behind the sums"}  # fmt: skip
     norm = names[model.norm]
-    if model.norm != "none":
+    if model.epsilon or model.epsilon_behind:
         norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
     return ", ".join([*parts, norm])

@@ -115,7 +115,7 @@ def read_attention(
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
     probe = replace(probe, view=view, total=total)
-    values = Values.of(total, *read_vectors(probe, anchor, stream))
+    values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(probe, stream)
     scores = float(anchor.scores.square().mean().sqrt())
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.asking is None else stronger)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,9 +35,12 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.gauss_newton import levenberg
+from keyhole.extract.blocks.descent import Numbers, descend
 from keyhole.extract.blocks.rank_ones import rank_ones, unpacked
 from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric
+from keyhole.extract.gauss_newton import levenberg
+from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.oracle.block import ACTIVATIONS
 
 _AXES = 3  # of Π
 _POINTS = 12
@@ -45,6 +48,13 @@ _STEP = 0.02  # of the radius
 _SHORT = 0.005  # of √d, for derivatives by tokens
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _SPARE = 16
+_MORE = 1.5  # answers for each unknown of the fit
+_TURNS = 40
+_GATES = (0.5, 0.25, 0.75, 0.05, 0.95)  # how far heads are open, where a sum is sought
+_AGREES = 1e-9
+_ROUGH = 1e-5
+_NEWTON = 30
+_BATCH = 128
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
 _CLIFF = 10.0
@@ -481,3 +491,243 @@ def _together(
     point, left = levenberg(model, torch.cat([length, offset, sizes, s.log()]), 200)
     s = point[3 * r :].exp()
     return s / s.mean(), left
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`ŷ = √d·R/|R|`, `R = n·L + C·f(n) + c`, in coordinates n (e) of the sphere."""
+
+    units: Units
+    L: Tensor
+    c: Tensor
+
+    def numbers(self, device: torch.device) -> Numbers:
+        units = self.units
+        A = torch.cat([units.A, units.a[:, None]], 1)
+        linear = torch.cat([units.C.mT, self.L, self.c[None]])
+        return {"A": A.to(device), "linear": linear.to(device)}
+
+    @classmethod
+    def of(cls, numbers: Numbers, activation: str) -> Layer:
+        A, linear = (part.to("cpu") for part in (numbers["A"], numbers["linear"]))
+        none, width = torch.zeros(0, dtype=torch.float64), len(A)
+        units = Units(
+            A[:, :-1].contiguous(), A[:, -1].contiguous(), none.reshape(0, A.shape[1] - 1), none,
+            linear[:width].mT.contiguous(), activation,
+        )  # fmt: skip
+        return cls(units, linear[width:-1], linear[-1])
+
+
+def fitted(value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator) -> tuple[Layer, float]:
+    """All numbers of the layer, from those of the units, at as many points as they need."""
+    width, e = units.A.shape
+    unknowns = width * (e + 1) + (width + e + 1) * e
+    count = math.ceil(_MORE * unknowns / (e - 1)) + _SPARE
+    n = radius * normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
+    y = value(n).to(device)
+    n = n.to(device)
+    affine = torch.cat([n, torch.ones_like(n[:, :1])], 1)
+    activation = ACTIVATIONS[units.activation]
+    # What is linear, and the lengths of answers, by turns: few, since both are a start only.
+    made = activation(affine @ torch.cat([units.A, units.a[:, None]], 1).to(device).mT) @ units.C.mT.to(device)
+    Q, R = torch.linalg.qr(affine)
+    length = torch.ones_like(y[:, :1])
+    sums = made
+    for _ in range(_TURNS):
+        sums = made + Q @ (Q.mT @ (length * y - made))
+        length = (sums * y).sum(1, keepdim=True) / radius**2
+    linear = torch.linalg.solve_triangular(R, Q.mT @ (length * y - made), upper=True).to("cpu")
+    numbers = Layer(units, linear[:-1], linear[-1]).numbers(device)
+
+    def model(numbers: Numbers) -> Tensor:
+        features = torch.cat([activation(affine @ numbers["A"].mT), affine], 1)
+        return radius * normalize(features @ numbers["linear"], dim=1)
+
+    def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+        z = affine @ numbers["A"].mT
+        features = torch.cat([activation(z), affine], 1)
+        scale = (features @ numbers["linear"]).norm(dim=1, keepdim=True) / radius
+        features, C = features / scale, numbers["linear"][:width]
+        slopes = derivative(units.activation, 1)(z) / scale
+        of_A = _inverse((C @ C.mT) * (slopes.mT @ slopes))
+        of_linear = _inverse(features.mT @ features)
+        return lambda slope: {"A": of_A @ slope["A"], "linear": of_linear @ slope["linear"]}
+
+    numbers, left = descend(model, numbers, y, preconditioner)
+    return Layer.of(numbers, units.activation), left
+
+
+def _inverse(gram: Tensor) -> Tensor:
+    ridge = 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge))
+
+
+def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
+    """The layer with the signs of its units for which D is diagonal; and D (d), of mean square 1.
+
+    `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0, since φ(z) = φ(−z) + z: linear in D, t.
+    """
+    units = layer.units
+    A, C = units.A @ axes.mT, units.C.mT @ axes.mT  # (r, d)
+    L = axes @ layer.L @ axes.mT
+    d, r = L.shape[0], len(A)
+    centre = torch.eye(d, dtype=torch.float64) - 1 / d
+    gram = torch.cat([
+        torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1), torch.cat([(-A * C).mT, centre.square()], 1)
+    ])  # fmt: skip
+    wanted = torch.cat([-((A @ L) * C).sum(1), L.diagonal()])
+    solved = torch.linalg.solve(gram, wanted)
+    turned, D = solved[:r] > 0.5, solved[r:]
+    off = (solved[:r] - turned.to(torch.float64)).abs().max()
+    if float(off) > 0.05:
+        raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
+    share = turned.to(torch.float64)
+    sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
+    c = layer.c + units.C @ (share * units.a)
+    units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
+    return Layer(units, axes.mT @ (D[:, None] * axes) / size, c / size), D / size
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Everything of such a block but its attention, which is asked through it.
+
+    As an oracle it gives what attention adds, in coordinates (e): of pairs exactly, of more tokens
+    the direction of the sum alone. The sums of `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since
+    σ(s) + σ(−s) = 1 in every head: with both directions known that is both lengths.
+    """
+
+    ask: Value  # the last token's vectors
+    axes: Tensor  # (d, e), orthonormal and of mean 0
+    second: SecondNorm
+    first: FirstSum
+    layer: Layer
+    D: Tensor
+    device: torch.device
+    every_token: bool = False
+    causal: bool = False
+
+    def surroundings(self) -> Surroundings:
+        def direction(sequences: Tensor) -> tuple[Tensor, Tensor]:
+            return self.directions(sequences), sequences[:, -1] @ self.axes + self.b
+
+        return Surroundings(
+            self, self.b, every_token=self.every_token, causal=self.causal, direction=direction
+        )
+
+    @property
+    def units(self) -> Units:
+        return self.layer.units
+
+    @property
+    def dim(self) -> int:
+        return len(self.axes)
+
+    @property
+    def total(self) -> Tensor:
+        return self.first.total @ self.axes
+
+    @property
+    def b(self) -> Tensor:
+        return self.first.b @ self.axes
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        x = sequences[:, -1]
+        alone = self.sums(x)
+        if sequences.shape[1] == 1:
+            return alone - x @ self.axes
+        if sequences.shape[1] > 2:
+            return self.directions(sequences)
+        delta = (sequences[:, 0] - x) @ self.total
+        mirrored = torch.stack([2 * x - sequences[:, 0], x], 1)
+        y = self.second.undone(self.ask(torch.cat([sequences, mirrored]))) @ self.axes
+        best, left = alone.clone(), torch.full((len(x),), math.inf, dtype=torch.float64)
+        for gate in _GATES:
+            open_ = torch.nonzero(left > _AGREES)[:, 0]
+            if not len(open_):
+                break
+            both = torch.cat([open_, open_ + len(x)])
+            start = torch.cat([alone + gate * delta, alone - (1 - gate) * delta])
+            forth, back = self.undone(y[both], start[both]).chunk(2)
+            pair = torch.stack([forth, -back], 2)
+            lengths = torch.linalg.lstsq(pair, delta[open_, :, None]).solution
+            off = ((pair @ lengths)[..., 0] - delta[open_]).norm(dim=1) / delta[open_].norm(dim=1)
+            off = torch.where((lengths[:, :, 0] > 0).all(1), off, math.inf)
+            better = off < left[open_]
+            chosen = open_[better]
+            left[chosen], best[chosen] = off[better], (lengths[:, 0] * forth)[better]
+        if float(left.max()) > _ROUGH:
+            raise Unsuccessful(
+                Status.MISMATCH, "what attention adds to two tokens could not be told from answers"
+            )
+        return best - x @ self.axes
+
+    def sums(self, x: Tensor) -> Tensor:
+        """In front of the first norm, of single tokens, in coordinates."""
+        return (x - self.first.start) @ (self.first.T @ self.axes)
+
+    def directions(self, sequences: Tensor) -> Tensor:
+        """n of the sum in front of the first norm, of sequences of any length."""
+        x = sequences[:, -1]
+        y = self.second.undone(self.ask(sequences)) @ self.axes
+        return self.undone(y, self.sums(x) + (sequences.mean(1) - x) @ self.total)
+
+    def undone(self, y: Tensor, start: Tensor) -> Tensor:
+        """Points n of the sphere that answer ŷ, by Newton's method: R(n) = s·ŷ, |n|² = d."""
+        at = self.device
+        units, radius = self.layer.units, math.sqrt(self.dim)
+        A, a, C, L, c = (p.to(at) for p in (units.A, units.a, units.C, self.layer.L, self.layer.c))
+        f, df = ACTIVATIONS[units.activation], derivative(units.activation, 1)
+        ends: list[Tensor] = []
+        for y_, n in zip(y.split(_BATCH), start.split(_BATCH), strict=True):
+            y_, n = y_.to(at), radius * normalize(n.to(at), dim=1)
+
+            def look(n: Tensor, y_: Tensor = y_) -> tuple[Tensor, Tensor, Tensor]:
+                R = n @ L + f(n @ A.mT + a) @ C.mT + c
+                s = (R * y_).sum(1) / radius**2
+                rest = R - s[:, None] * y_
+                return s, rest, rest.norm(dim=1) / R.norm(dim=1)
+
+            s, rest, size = look(n)
+            for _ in range(_NEWTON):
+                slope = L.mT + (C * df(n @ A.mT + a)[:, None]) @ A  # (n, m, e)
+                top = torch.cat([slope, -y_[..., None]], 2)
+                bottom = torch.cat([n, torch.zeros_like(n[:, :1])], 1)[:, None]
+                wanted = torch.cat([rest, torch.zeros_like(n[:, :1])], 1)
+                step = torch.linalg.solve_ex(torch.cat([top, bottom], 1), wanted[..., None])[0]
+                step = torch.nan_to_num(step[:, :-1, 0])
+                share = torch.ones_like(n[:, :1])
+                for _ in range(5):
+                    tried = radius * normalize(n - share * step, dim=1)
+                    new = look(tried)
+                    worse = (new[2] > size) & (size > 1e-14)
+                    if not bool(worse.any()):
+                        break
+                    share = torch.where(worse[:, None], share / 4, share)
+                n, (s, rest, size) = tried, new
+                if float(size.max()) < 1e-14:
+                    break
+            ends.append(n.to("cpu"))
+        return torch.cat(ends)
+
+
+def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
+    """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
+    tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
+    second = SecondNorm.read(ask(tokens))
+    first = FirstSum.read(lambda sequences: second.undone(ask(sequences)), d, stream)
+    ones = torch.ones(d, 1, dtype=torch.float64)
+    axes = torch.linalg.qr(torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1))[0][:, 1:]
+
+    def value(n: Tensor) -> Tensor:
+        return second.undone(ask(first.tokens(n @ axes.mT).unsqueeze(1))) @ axes
+
+    units = find_units(value, d - 1, math.sqrt(d), device, stream)
+    layer, left = fitted(value, units, math.sqrt(d), device, stream)
+    if left > 1e-6:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
+        )
+    layer, D = signed(layer, axes)
+    return Behind(ask, axes, second, first, layer, D, device)

@@ -239,14 +239,18 @@ class Reader:
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
-        answers = self.view.answer(torch.cat([ahead, xs.unsqueeze(1)], 1)).unsqueeze(-1)
+        sequences, own = torch.cat([ahead, xs.unsqueeze(1)], 1), self._written(xs).mT
+        if self.view.direction is None:
+            answers = self.view.answer(sequences).unsqueeze(-1)
+        else:  # the answer is so many times the direction, less the rest: one unknown more
+            direction, rest = self.view.direction(sequences)
+            answers, own = -rest.unsqueeze(-1), torch.cat([own, -direction.unsqueeze(-1)], -1)
         # The keys' part of the system is the same for all x: it is factored once.
         Q, R = torch.linalg.qr(self._written(keys).transpose(0, 1).flatten(0, 1).mT)
-        own = self._written(xs).mT
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
-        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
+        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x[:, :heads]], -1)
         rest = (1 - weights.sum(-1, keepdim=True)) / (1 + gap)
         if not bool((weights > 0).all() & (rest > 0).all()):
             raise Unsuccessful(

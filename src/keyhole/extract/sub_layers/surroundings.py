@@ -13,6 +13,7 @@ until the values of the heads are known (values.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +43,8 @@ class Surroundings:
     every_token: bool = False
     causal: bool = False
     asking: float | None = None
+    # Of more than two tokens: the direction of an answer, and what is to be taken off of it
+    direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def dim(self) -> int:

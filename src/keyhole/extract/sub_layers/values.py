@@ -31,6 +31,7 @@ _BATCH = 4
 _STRIDE = 4
 _BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
+_PLACES = 2  # at which differences are asked for what is open of the values
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
         ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
-            if bool((ranks == k).all()) and heads * k <= m:
+            if bool((ranks == k).all()) and heads * k <= m + 1:
                 return vectors, k
             break
     raise Unsuccessful(
@@ -418,6 +419,37 @@ class Values:
         sums = torch.cat([O[group].sum(0) for group in groups])
         V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
         return cls(V.transpose(0, 1).contiguous(), O, groups)
+
+    def completed(self, probe: Probe, stream: torch.Generator) -> Values:
+        """Where the spaces have one dimension too many together, as behind a norm: all values.
+
+        With Σ_h κ_h O_h = 0, `V_h + f κ_h` answer single tokens alike, whatever the vector f. One
+        pair for each of d differences δ shows f·δ: `Σ_h a_h·δV_h O_h + b_h·κ_h O_h`, where b_h is
+        (f·δ)·a_h and a number that is the same for all heads.
+        """
+        heads, k, m = self.O.shape
+        if heads * k <= m:
+            return self
+        if len(self.groups) < heads:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "heads that share values fill more than an answer shows"
+            )
+        kappa = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
+        kept = torch.einsum("hk,hkm->hm", kappa, self.O)
+        deltas = probe.length * random_orthogonal(probe.view.dim, stream)
+        xi, tau = probe.points(_PLACES, stream, len(probe.subspace))
+        rows = probe.rows(deltas, xi, tau)  # (d, places, m)
+        # In the order of the groups, one head each.
+        order = [group[0] for group in self.groups]
+        V = torch.empty_like(self.V)
+        V[order] = self.V
+        written = torch.einsum("nd,hdk,hkm->nhm", deltas, V, self.O)
+        system = torch.cat([written, kept.expand_as(written)], 1).mT  # (d, m, 2H)
+        solved = torch.linalg.pinv(system, rtol=1e-12) @ rows.mT
+        gates, others = (part - part.mean(1, keepdim=True) for part in solved.split(heads, 1))
+        along = (gates * others).sum((1, 2)) / gates.square().sum((1, 2))
+        f = deltas.mT @ along / probe.length**2
+        return replace(self, V=(V + f[:, None] * kappa[:, None])[order])
 
     @property
     def of_heads(self) -> Tensor:
