@@ -52,6 +52,7 @@ _MORE = 1.5  # answers for each unknown of the fit
 _TURNS = 40
 _GATES = (0.5, 0.25, 0.75, 0.05, 0.95)  # how far heads are open, where a sum is sought
 _AGREES = 1e-9
+_PRECISE = 1e-9  # of what attention adds
 _ROUGH = 1e-5
 _NEWTON = 30
 _BATCH = 128
@@ -612,8 +613,9 @@ class Behind:
             return self.directions(sequences), sequences[:, -1] @ self.axes + self.b
 
         return Surroundings(
-            self, self.b, every_token=self.every_token, causal=self.causal, direction=direction
-        )
+            self, self.b, every_token=self.every_token, causal=self.causal, precision=_PRECISE,
+            direction=direction,
+        )  # fmt: skip
 
     @property
     def units(self) -> Units:

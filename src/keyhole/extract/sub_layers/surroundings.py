@@ -43,6 +43,7 @@ class Surroundings:
     every_token: bool = False
     causal: bool = False
     asking: float | None = None
+    precision: float = 1e-11  # of answers, relative
     # Of more than two tokens: the direction of an answer, and what is to be taken off of it
     direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 

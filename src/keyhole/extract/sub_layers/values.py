@@ -23,7 +23,6 @@ from keyhole.extract.sub_layers.surroundings import Surroundings
 _ATTEMPTS = 4
 _AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
-_RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
 _PARTED = 1e8  # the worst condition of gates that are still different
 _STARTS = 3  # of the gates of every head, on the way from one difference to another
@@ -150,7 +149,7 @@ def _enough_points(
         parts.append((*fresh, probe.rows(delta, *fresh)))
         xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
         sizes = torch.linalg.svdvals(rows)
-        heads = int((sizes > _RANK * sizes[0]).sum())
+        heads = int((sizes > probe.view.precision * sizes[0]).sum())
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
