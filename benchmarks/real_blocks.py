@@ -19,7 +19,7 @@ from torch import Tensor
 import show
 import subjects
 from keyhole.extract import TransformerBlock, judge
-from keyhole.extract.canonical import compared
+from keyhole.extract.blocks.canonical import compared
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
 from show import Row

@@ -42,8 +42,8 @@ from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.sub_layers.surroundings import Surroundings
 from keyhole.oracle.block import ACTIVATIONS
 
-_AXES = 3  # of Π
-_POINTS = 12
+_AXES = 2  # of Π
+_POINTS = 13  # of a circle in it
 _STEP = 0.02  # of the radius
 _SHORT = 0.005  # of √d, for derivatives by tokens
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
@@ -186,7 +186,7 @@ class Sphere:
 
 @dataclass
 class _Measured:
-    """At points of Π: ŷ (P, m), its first derivatives (P, q, m) in U and second (P, q, q, m)."""
+    """At points of a circle in Π: ŷ (P, m), its first derivatives (P, q, m) in U and second (P, q, q, m)."""
 
     sphere: Sphere
     Pi: Tensor
@@ -198,31 +198,31 @@ class _Measured:
 
     @classmethod
     def of(
-        cls, sphere: Sphere, Pi: Tensor, U: Tensor, count: int, before: _Measured | None,
-        stream: torch.Generator,
-    ) -> _Measured:  # fmt: skip
-        """What was measured before, of fewer points and axes, is not asked again."""
+        cls, sphere: Sphere, Pi: Tensor, U: Tensor, count: int, before: _Measured | None
+    ) -> _Measured:
+        """What was measured before, of fewer axes, is not asked again."""
         q, m = len(U), sphere.dim
-        old, had = (0, 0) if before is None else (len(before.points), len(before.U))
-        xi = torch.randn(count - old, len(Pi), generator=stream, dtype=torch.float64)
-        points = sphere.radius * normalize(xi, dim=1) @ Pi
-        y = sphere.value(points) if len(points) else points
+        if before is None or len(before.points) != count:
+            turn = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
+            points = sphere.radius * torch.stack([turn.cos(), turn.sin()], 1) @ Pi
+            before, had, y = None, 0, sphere.value(points)
+        else:
+            points, had, y = before.points, len(before.U), before.y
         first = torch.zeros(count, q, m, dtype=torch.float64)
         second = torch.zeros(count, q, q, m, dtype=torch.float64)
         if before is not None:
-            points, y = torch.cat([before.points, points]), torch.cat([before.y, y])
-            first[:old, :had], second[:old, :had, :had] = before.first, before.second
+            first[:, :had], second[:, :had, :had] = before.first, before.second
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(U[rows] + U[columns], dim=1)
         for each, (p, middle) in enumerate(zip(points, y, strict=True)):
-            new = columns >= (had if each < old else 0)
+            new = columns >= had
             by, twice = sphere.derivatives(p, directions[new], middle)
             i, j = rows[new], columns[new]
             first[each, i[i == j]] = by[i == j]
             second[each, i, j] = twice
         diagonal = second.diagonal(dim1=1, dim2=2).mT.clone()  # (P, q, m)
         for each in range(count):
-            new = (columns >= (had if each < old else 0)) & (rows != columns)
+            new = (columns >= had) & (rows != columns)
             i, j = rows[new], columns[new]
             mixed = second[each, i, j] - (diagonal[each, i] + diagonal[each, j]) / 2
             second[each, i, j] = second[each, j, i] = mixed
@@ -262,7 +262,7 @@ def find_units(
         numbers = q * (q + 1) // 2
         count = max(_POINTS, math.ceil(1.3 * numbers / (dim - q - 1)))
         U = axes[_AXES : _AXES + q]
-        measured = _Measured.of(sphere, axes[:_AXES], U, count, measured, stream)
+        measured = _Measured.of(sphere, axes[:_AXES], U, count, measured)
         basis, ended = measured.space(device)
         if ended:
             break
@@ -307,11 +307,12 @@ def _read(
         parts[j] = (solve @ H)[:-1]
     c, numbers = _directions(parts, hats)
     of_W, _ = _mixed(at, [W] * P, torch.eye(len(W), dtype=torch.float64), parts, units, sigma, stream)
-    tangents = [torch.linalg.svd(p[None] @ at.Pi.mT)[2][1:] @ at.Pi for p in at.points]
+    x, y_ = (at.points @ at.Pi.mT / at.sphere.radius).unbind(1)
+    tangents = list((torch.stack([-y_, x], 1) @ at.Pi).unsqueeze(1))
     of_Pi, slopes = _mixed(at, tangents, at.Pi, parts, units, sigma, stream)
     places = at.points / at.sphere.radius
     along = of_Pi.to("cpu") @ at.Pi @ places.mT  # (r, P): where units stand, for a length of 1
-    grown = _integrated(places @ at.Pi.mT, torch.stack(tangents) @ at.Pi.mT, slopes.to("cpu"))
+    grown = _integrated(torch.atan2(y_, x), slopes[:, 0].to("cpu"))
     activation, length, offset, sizes = _numbers(numbers.mT.to("cpu"), along, grown)
     A = units.to("cpu") @ at.U + of_Pi.to("cpu") @ at.Pi + of_W.to("cpu") @ W
     A = length[:, None] * A / at.sphere.radius
@@ -381,21 +382,14 @@ def _mixed(
     return solved[:r], solved[r:]
 
 
-def _integrated(places: Tensor, tangents: Tensor, slopes: Tensor) -> Tensor:
-    """s at unit vectors (P, 3), about, from its logarithm's slopes (P, 2) along tangents (P, 2, 3).
-
-    By the polynomial of degree 3 that has nearest slopes.
-    """
-    x = places.detach().requires_grad_()
-    powers = [(i, j, k) for i in range(4) for j in range(4 - i) for k in range(2) if 0 < i + j + k <= 3]
-    values = torch.stack([x[:, 0] ** i * x[:, 1] ** j * x[:, 2] ** k for i, j, k in powers], 1)
-    along = [torch.autograd.grad(v.sum(), x, retain_graph=True)[0] for v in values.unbind(1)]
-    system = torch.einsum("fpi,pti->ptf", torch.stack(along), tangents).flatten(0, 1)
-    ridge = 1e-3 * torch.eye(len(powers), dtype=torch.float64)
-    weights = least_squares(
-        torch.cat([system, ridge]), torch.cat([slopes.flatten(), ridge[0] * 0])[:, None]
-    )
-    return (values.detach() @ weights)[:, 0].exp()
+def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:
+    """s at points of a circle, from its logarithm's slopes: by harmonics, of mean 1."""
+    orders = torch.arange(1, (len(angles) + 1) // 2, dtype=torch.float64)
+    turns = angles[:, None] * orders
+    system = torch.cat([-orders * turns.sin(), orders * turns.cos()], 1)
+    weights = least_squares(system, slopes[:, None])
+    s = (torch.cat([turns.cos(), turns.sin()], 1) @ weights)[:, 0].exp()
+    return s / s.mean()
 
 
 def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
