@@ -55,7 +55,7 @@ from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer import read_attention
-from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.extract.sub_layers.surroundings import LostSum, Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
@@ -123,7 +123,7 @@ class TransformerBlock(Method):
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
-            except (Unsuccessful, LinAlgError, NotFinite) as error:
+            except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -140,6 +140,8 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
     names = [name for name in model.NAMES if getattr(model, name).numel()]
     if sum(getattr(model, name).numel() for name in names) > _MOST:
         names = [name for name in names if name in SubLayer.NAMES]
+    if sum(getattr(model, name).numel() for name in names) > 4 * _MOST:
+        return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
     count = math.ceil(_MORE * unknowns / view.dim) + 16

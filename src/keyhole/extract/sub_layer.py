@@ -47,6 +47,7 @@ from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layers.scores import Factors, Reader, read_factors
 from keyhole.extract.sub_layers.surroundings import (
+    LostSum,
     Surroundings,
     open_surroundings,
     read_total,
@@ -65,6 +66,7 @@ from keyhole.oracle.sub_layer import SubLayer
 _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
 _SCALES = 16
+_SHORT = 0.1  # of √d, where lengths are sought from below
 _PAIRS = 3
 _FAINT = 0.5  # scores below this, on average, cost too many digits
 _BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
@@ -102,7 +104,9 @@ def read_attention(
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
-    if view.asking is None:
+    if view.direction is not None:
+        length = share * _fitting_length(view, total, _SHORT * length, stream)
+    elif view.asking is None:
         length = share * _fitting_length(view, total, length, stream)
     else:
         length = _INWARDS * view.asking
@@ -110,7 +114,8 @@ def read_attention(
     positions = _positions_matter(view, length, stream)
     probe = Probe(view, total, subspace, length, positions)
     anchor = find_anchor(probe, stream)
-    if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
+    bounded = view.direction is not None or length >= _BOUND * view.radius
+    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
@@ -134,15 +139,18 @@ def _fitting_length(
     for _ in range(_SCALES):
         pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
         x, delta = torch.stack(pairs, 1)
-        forward, backward = (
-            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
-        )
+        try:
+            forward, backward = (
+                view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
+            )
+        except LostSum:
+            return length / 1.5
         # Σ_h tanh(z_h/2)·δM_h next to Σ_h δM_h
         ratio = float((forward + backward).norm() / (forward - backward).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3
         elif ratio < _OPEN[0] and length < most:
-            length = min(length * (1.5 if ratio > 0.1 else 4), most)
+            length = min(length * (1.5 if ratio > 0.1 or view.direction else 4), most)
         else:
             break
     return length

@@ -39,7 +39,7 @@ from keyhole.extract.blocks.descent import Numbers, descend
 from keyhole.extract.blocks.rank_ones import rank_ones, unpacked
 from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric
 from keyhole.extract.gauss_newton import levenberg
-from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.extract.sub_layers.surroundings import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS
 
 _AXES = 2  # of Π
@@ -50,12 +50,13 @@ _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _SPARE = 16
 _MORE = 1.5  # answers for each unknown of the fit
 _TURNS = 40
-_GATES = (0.5, 0.25, 0.75, 0.05, 0.95)  # how far heads are open, where a sum is sought
-_AGREES = 1e-9
-_PRECISE = 1e-9  # of what attention adds
+_PATH = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # shares of tokens on the way to them
+_ARRIVED = 1e-9
+_AGREES = 1e-7
+_PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
-_NEWTON = 30
-_BATCH = 128
+_NEWTON = 16
+_BATCH = 512
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
 _CLIFF = 10.0
@@ -636,27 +637,18 @@ class Behind:
             return self.directions(sequences)
         delta = (sequences[:, 0] - x) @ self.total
         mirrored = torch.stack([2 * x - sequences[:, 0], x], 1)
-        y = self.second.undone(self.ask(torch.cat([sequences, mirrored]))) @ self.axes
-        best, left = alone.clone(), torch.full((len(x),), math.inf, dtype=torch.float64)
-        for gate in _GATES:
-            open_ = torch.nonzero(left > _AGREES)[:, 0]
-            if not len(open_):
-                break
-            both = torch.cat([open_, open_ + len(x)])
-            start = torch.cat([alone + gate * delta, alone - (1 - gate) * delta])
-            forth, back = self.undone(y[both], start[both]).chunk(2)
-            pair = torch.stack([forth, -back], 2)
-            lengths = torch.linalg.lstsq(pair, delta[open_, :, None]).solution
-            off = ((pair @ lengths)[..., 0] - delta[open_]).norm(dim=1) / delta[open_].norm(dim=1)
-            off = torch.where((lengths[:, :, 0] > 0).all(1), off, math.inf)
-            better = off < left[open_]
-            chosen = open_[better]
-            left[chosen], best[chosen] = off[better], (lengths[:, 0] * forth)[better]
-        if float(left.max()) > _ROUGH:
-            raise Unsuccessful(
-                Status.MISMATCH, "what attention adds to two tokens could not be told from answers"
-            )
-        return best - x @ self.axes
+        both = torch.cat([sequences, mirrored])
+        n, _ = self._directions(both)
+        sums, off = _lengths(*n.chunk(2), delta)
+        lost = torch.nonzero(off > _AGREES)[:, 0]
+        if len(lost):
+            rows = torch.cat([lost, lost + len(x)])
+            again, left = _lengths(*self._followed(both[rows]).chunk(2), delta[lost])
+            better = left < off[lost]
+            sums[lost[better]], off[lost[better]] = again[better], left[better]
+        if float(off.max()) > _ROUGH:
+            raise LostSum(f"{int((off > _ROUGH).sum())} sums could not be told from answers")
+        return sums - x @ self.axes
 
     def sums(self, x: Tensor) -> Tensor:
         """In front of the first norm, of single tokens, in coordinates."""
@@ -664,17 +656,41 @@ class Behind:
 
     def directions(self, sequences: Tensor) -> Tensor:
         """n of the sum in front of the first norm, of sequences of any length."""
-        x = sequences[:, -1]
-        y = self.second.undone(self.ask(sequences)) @ self.axes
-        return self.undone(y, self.sums(x) + (sequences.mean(1) - x) @ self.total)
+        n, off = self._directions(sequences)
+        lost = torch.nonzero(off > _ARRIVED)[:, 0]
+        if len(lost):
+            n[lost] = self._followed(sequences[lost])
+        return n
 
-    def undone(self, y: Tensor, start: Tensor) -> Tensor:
-        """Points n of the sphere that answer ŷ, by Newton's method: R(n) = s·ŷ, |n|² = d."""
+    def _directions(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.second.undone(self.ask(sequences)) @ self.axes
+        return self.undone(y, self._guess(sequences))
+
+    def _guess(self, sequences: Tensor) -> Tensor:
+        """The sum if every head looked at all tokens alike, as it does at short ones."""
+        x = sequences[:, -1]
+        return self.sums(x) + (sequences.mean(1) - x) @ self.total
+
+    def _followed(self, sequences: Tensor) -> Tensor:
+        """Likewise, from tokens so short that the sum is known on: a path of questions."""
+        before, at, n = None, 0.0, self._guess(_PATH[0] * sequences)
+        for share in _PATH:
+            y = self.second.undone(self.ask(share * sequences)) @ self.axes
+            start = n if before is None else n + (n - before[1]) * (share - at) / (at - before[0])
+            before, (n, _) = (at, n) if at else None, self.undone(y, start)
+            at = share
+        return n
+
+    def undone(self, y: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Points n of the sphere that answer ŷ, by Newton's method: R(n) = s·ŷ, |n|² = d.
+
+        And what is left, relative to R.
+        """
         at = self.device
         units, radius = self.layer.units, math.sqrt(self.dim)
         A, a, C, L, c = (p.to(at) for p in (units.A, units.a, units.C, self.layer.L, self.layer.c))
         f, df = ACTIVATIONS[units.activation], derivative(units.activation, 1)
-        ends: list[Tensor] = []
+        ends, left = list[Tensor](), list[Tensor]()
         for y_, n in zip(y.split(_BATCH), start.split(_BATCH), strict=True):
             y_, n = y_.to(at), radius * normalize(n.to(at), dim=1)
 
@@ -700,11 +716,22 @@ class Behind:
                     if not bool(worse.any()):
                         break
                     share = torch.where(worse[:, None], share / 4, share)
+                done = (new[2] < 1e-10) & (new[2] > 0.5 * size)
                 n, (s, rest, size) = tried, new
-                if float(size.max()) < 1e-14:
+                if bool((done | (size < 1e-15)).all()):
                     break
             ends.append(n.to("cpu"))
-        return torch.cat(ends)
+            left.append(size.to("cpu"))
+        return torch.cat(ends), torch.cat(left)
+
+
+def _lengths(forth: Tensor, back: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of two sums that differ by delta, from their directions; and how far these fail."""
+    pair = torch.stack([forth, -back], 2)
+    gram = pair.mT @ pair
+    lengths = torch.linalg.solve(gram, pair.mT @ delta[..., None])
+    off = ((pair @ lengths)[..., 0] - delta).norm(dim=1) / delta.norm(dim=1)
+    return lengths[:, 0] * forth, torch.where((lengths[..., 0] > 0).all(1), off, math.inf)
 
 
 def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import KeyholeError
 from keyhole.extract.bilinear import batch_rows
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -27,6 +28,10 @@ _SAME = 1e-9  # relative
 _ALMOST = 1e-5
 _FAR = 2.0**30
 _FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens, to see ε
+
+
+class LostSum(KeyholeError):
+    """What attention adds does not follow from the answers to these questions: tokens too long."""
 
 
 @dataclass(frozen=True)

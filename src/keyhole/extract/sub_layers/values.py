@@ -49,6 +49,11 @@ class Probe:
     positions: bool
 
     @property
+    def arrived(self) -> float:
+        """How far outside the column space gates may end."""
+        return max(ARRIVED, 10 * self.view.precision)
+
+    @property
     def aside(self) -> float:
         """η: without κ, by which positions mark every head, heads must stay recognisable."""
         return 1.0 if self.positions else 0.2
@@ -128,7 +133,7 @@ def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = No
         delta = probe.difference(stream) if delta is None else delta
         xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
         features = all_features(xi, tau, probe.positions)
-        theta = find_gates(rows, features, heads, stream)
+        theta = find_gates(rows, features, heads, stream, probe.arrived)
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
         delta = None
@@ -210,6 +215,7 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
+        far = far * ARRIVED / probe.arrived
         values = (
             _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
         )
@@ -356,7 +362,7 @@ def follow_gates(
 
 
 def find_gates(
-    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator, arrived: float = ARRIVED
 ) -> Tensor | None:
     """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
     U = column_space(rows, heads)
@@ -368,7 +374,7 @@ def find_gates(
         spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
         starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
         theta, outside = follow_gates(U, features / sizes, none, starts)
-        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        solutions = distinct(torch.cat([solutions, theta[outside < arrived]]))
         if len(solutions) >= heads:
             break
     return solutions / sizes if len(solutions) == heads else None
