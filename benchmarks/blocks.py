@@ -24,6 +24,7 @@ TOLERANCE = 1e-6
 LEAST = 9  # of ten seeds
 SWIGLU = {"activation": "silu", "gated": True}
 LLAMA = {**SWIGLU, "groups": 2, "rotary": True, "biases": False}
+BERT = {"norm": "behind", "epsilon": 1e-12}
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "ReLU, d = 8, 6 heads": (
         {"dim": 8, "heads": 6, "head_dim": 1, "width": 16, "activation": "relu", "norm": "none"},
@@ -35,6 +36,10 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "RMSNorm, GELU, d = 16": ({"norm": "rms"}, TOLERANCE),
     "LayerNorm, SwiGLU, d = 16": ({**SWIGLU, "norm": "layer"}, TOLERANCE),
     "RMSNorm, SwiGLU, rotary, grouped keys, d = 16": (LLAMA, TOLERANCE),
+    "LayerNorms behind the sums, GELU, d = 16": (BERT, TOLERANCE),
+    "LayerNorms behind the sums, GELU, d = 32": (
+        {**BERT, "dim": 32, "heads": 8, "width": 64}, TOLERANCE,
+    ),
     "ReLU, d = 32, 8 heads": (
         {"dim": 32, "heads": 8, "width": 64, "activation": "relu", "norm": "none"}, BITS,
     ),
