@@ -29,6 +29,7 @@ from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder
 
 DEMO = "demo"
 OF_A_MODEL = ":attention."
+BLOCK_OF_A_MODEL = ":block."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
 STORES = (  # the forms of vector stores (stores/__init__.py opens them)
@@ -48,6 +49,7 @@ class TargetKind(StrEnum):
     LEAK = "leak"
     MODEL = "model"
     ATTENTION = "attention"
+    BLOCK = "block"
     FILE = "file"
     UNKNOWN = "unknown"
 
@@ -66,6 +68,8 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.ENDPOINT if MODELS in name else TargetKind.ROUTE
     if OF_A_MODEL in name:
         return TargetKind.ATTENTION
+    if BLOCK_OF_A_MODEL in name:
+        return TargetKind.BLOCK
     if _is_model(name):
         return TargetKind.MODEL
     if name == DEMO:

@@ -55,6 +55,8 @@ def run(
         kind = kind_of(target)
         if kind is TargetKind.ATTENTION:
             method = "attention-sub-layer"
+        elif kind is TargetKind.BLOCK:
+            method = "transformer-block"
         elif kind in LANGUAGE_MODELS:
             method = "output-layer"
     if isinstance(method, str):

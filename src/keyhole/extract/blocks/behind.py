@@ -57,6 +57,7 @@ _PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
 _NEWTON = 16
 _BATCH = 512
+_TOKENS = 12
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
 _CLIFF = 10.0
@@ -650,6 +651,18 @@ class Behind:
             raise LostSum(f"{int((off > _ROUGH).sum())} sums could not be told from answers")
         return sums - x @ self.axes
 
+    def with_start(self, stream: torch.Generator) -> Behind:
+        """x₀ again, now that directions are known: sums `x·T + b` of a few tokens are along them."""
+        d, e = self.axes.shape
+        x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
+        n, _ = self._directions(x.unsqueeze(1))
+        hats = normalize(n, dim=1)
+        moved = x @ (self.first.T @ self.axes)
+        # b without its parts along each direction: Σ (1 − n̂n̂ᵀ)(b + moved) = 0
+        square = len(x) * torch.eye(e, dtype=torch.float64) - hats.mT @ hats
+        b = -torch.linalg.solve(square, (moved - (moved * hats).sum(1, keepdim=True) * hats).sum(0))
+        return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
+
     def sums(self, x: Tensor) -> Tensor:
         """In front of the first norm, of single tokens, in coordinates."""
         return (x - self.first.start) @ (self.first.T @ self.axes)
@@ -753,4 +766,4 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
             f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
         )
     layer, D = signed(layer, axes)
-    return Behind(ask, axes, second, first, layer, D, device)
+    return Behind(ask, axes, second, first, layer, D, device).with_start(stream)
