@@ -8,6 +8,7 @@ says where the models come from; `--quick` takes a planted block.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,19 @@ from torch import Tensor
 import show
 import subjects
 from keyhole.core import Unsuccessful
-from keyhole.extract import TransformerBlock, judge
+from keyhole.core.errors import KeyholeError
+from keyhole.extract import judge
 from keyhole.extract.block import last
-from keyhole.extract.blocks.behind import read
+from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
+from keyhole.extract.sub_layer import read_attention
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
 from keyhole.oracle.protocol import Counted
 from show import Row
 
 TOLERANCE = 1e-6
+SHARE = 0.6  # of the lengths that suit attention
 
 
 def run(
@@ -35,25 +39,32 @@ def run(
     seed: int = 0,
 ) -> Iterator[Row]:  # fmt: skip
     if quick:
-        planted = plant_block(10, norm="behind", heads=2, width=8, epsilon=1e-12)
-        yield measure("planted, norms behind, d = 10", planted, "cpu", seed)
+        planted = plant_block(12, norm="behind", heads=2, head_dim=3, width=10, epsilon=1e-12)
+        yield from measure("planted, norms behind, d = 12", planted, "cpu", seed)
         return
     loaded = subjects.minilm(encoder, "cpu")
-    target = block(loaded.model, layer)
-    yield but_attention(f"MiniLM-L6, block {layer}", target, device, seed)
-    yield measure(f"MiniLM-L6, block {layer}", target, device, seed)
+    yield from measure(f"MiniLM-L6, block {layer}", block(loaded.model, layer), device, seed)
 
 
-def but_attention(label: str, target: Block, device: str, seed: int) -> Row:
-    counted = Counted(target)
+def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
+    counted, stream = Counted(target), torch.Generator().manual_seed(seed)
+    started = time.perf_counter()
     what = f"{label}, all but attention"
     try:
-        found = read(
-            partial(last, counted), target.dim, torch.device(device),
-            torch.Generator().manual_seed(seed),
-        )  # fmt: skip
-    except Unsuccessful as end:
-        return Row(what, f"{end.status}: {end.reason}", f"<= {TOLERANCE:.0e}", False)
+        found = read(partial(last, counted), target.dim, torch.device(device), stream)
+        yield but_attention(what, found, counted.queries, target, time.perf_counter() - started)
+        what = f"{label}, the whole block"
+        attention = read_attention(found.surroundings(), stream, found.total, SHARE)
+    except (Unsuccessful, KeyholeError) as end:
+        yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
+        return
+    made = found.block(attention)
+    about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
+    about += f", {time.perf_counter() - started:.0f} s"
+    yield row(what, compared(target, made), counted.queries, target, about)
+
+
+def but_attention(what: str, found: Behind, queries: int, target: Block, seconds: float) -> Row:
     true, units, lift = canonical_block(target), found.layer.units, found.axes
     total = torch.einsum("hdk,hkm->dm", true.V, true.O)
     rows = (units.A @ lift.mT, units.a, (lift @ units.C).mT)
@@ -65,21 +76,12 @@ def but_attention(label: str, target: Block, device: str, seed: int) -> Row:
         "D": off(found.D, true.D), "A": off(A, true.A), "a": off(a, true.a),
         "C": off(C, true.C.mT), "c": off(lift @ found.layer.c, true.c),
     }  # fmt: skip
-    return row(what, errors, counted.queries, target, f"{len(near.unique())} units")
+    units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
+    return row(what, errors, queries, target, units_of)
 
 
 def off(found: Tensor, true: Tensor) -> float:
     return float((found - true).abs().max() / true.abs().max())
-
-
-def measure(label: str, target: Block, device: str, seed: int) -> Row:
-    result = TransformerBlock(seed=seed, device=device)(target)
-    if not isinstance(result.model, Block):
-        return Row(label, f"{result.status}: {result.reason}", f"<= {TOLERANCE:.0e}", False,
-                   f"{result.queries:,} queries")  # fmt: skip
-    worst = judge(target, result.model, seed + 100).worst
-    about = f"{result.status}, fresh error {worst:.1e}, {result.seconds:.0f} s"
-    return row(label, compared(target, result.model), result.queries, target, about)
 
 
 def row(label: str, errors: dict[str, float], queries: int, target: Block, about: str) -> Row:

@@ -96,6 +96,7 @@ class TransformerBlock(Method):
             network = undone = read_behind(
                 partial(last, oracle), view.dim, torch.device(self.device), stream
             )
+            network = undone = replace(network, every_token=view.every_token, causal=view.causal)
         elif view.norm == "none":
             network, undone = _without_norm(view, self.seed, stream)
         else:
@@ -106,7 +107,10 @@ class TransformerBlock(Method):
         )
 
     def _model(
-        self, view: _View, network: _Network | Behind, undone: _Undone | Behind,
+        self,
+        view: _View,
+        network: _Network | Behind,
+        undone: _Undone | Behind,
         stream: torch.Generator,
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
@@ -117,7 +121,7 @@ class TransformerBlock(Method):
             try:
                 layer = read_attention(undone.surroundings(), stream, undone.total, share)
                 if isinstance(network, Behind):
-                    model = _assembled_behind(view, network, layer)
+                    model = network.block(layer)
                 else:
                     model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
@@ -558,18 +562,6 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
         c=network.c, activation=units.activation, norm=view.norm,
         epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
         every_token=view.every_token, causal=view.causal,
-    )  # fmt: skip
-
-
-def _assembled_behind(view: _View, behind: Behind, layer: SubLayer) -> Block:
-    units, lift = behind.layer.units, behind.axes
-    return Block(
-        Q=layer.Q, q=layer.q, K=layer.K, V=layer.V, O=(layer.O @ lift.mT).contiguous(),
-        b=lift @ layer.b, frequencies=layer.frequencies, A=(units.A @ lift.mT).contiguous(),
-        a=units.a, G=units.G.new_zeros(0, view.dim), g=units.g, C=(lift @ units.C).contiguous(),
-        c=lift @ behind.layer.c, D=behind.D, E=behind.second.E, e=behind.second.e,
-        activation=units.activation, norm="behind", every_token=view.every_token,
-        causal=view.causal,
     )  # fmt: skip
 
 

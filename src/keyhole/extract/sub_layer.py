@@ -59,6 +59,7 @@ from keyhole.extract.sub_layers.values import (
     find_residual,
     read_vectors,
     strengthened,
+    where_scores_vary,
 )
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
@@ -113,9 +114,11 @@ def read_attention(
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     positions = _positions_matter(view, length, stream)
     probe = Probe(view, total, subspace, length, positions)
-    anchor = find_anchor(probe, stream)
-    bounded = view.direction is not None or length >= _BOUND * view.radius
-    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
+    delta = None
+    if view.direction is not None:
+        probe, delta = where_scores_vary(probe, stream)
+    anchor = find_anchor(probe, stream, delta)
+    if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)

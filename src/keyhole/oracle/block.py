@@ -180,9 +180,11 @@ def plant_block(
     turns = 10000.0 ** -(torch.arange(0, k, 2, dtype=torch.float64) / k)
     gates = width if gated else 0
     epsilon = 0.0 if norm == "none" else epsilon
-    behind = {
-        name: mean + 0.2 * normal(dim) for name, mean in (("D", 1.0), ("E", 1.0), ("e", 0.0))
-    } if norm == "behind" else {}
+    behind = (
+        {name: mean + 0.2 * normal(dim) for name, mean in (("D", 1.0), ("E", 1.0), ("e", 0.0))}
+        if norm == "behind"
+        else {}
+    )
     return Block(
         Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
         K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,

@@ -40,7 +40,8 @@ from keyhole.extract.blocks.rank_ones import rank_ones, unpacked
 from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.sub_layers.surroundings import LostSum, Surroundings
-from keyhole.oracle.block import ACTIVATIONS
+from keyhole.oracle.block import ACTIVATIONS, Block
+from keyhole.oracle.sub_layer import SubLayer
 
 _AXES = 2  # of Π
 _POINTS = 13  # of a circle in it
@@ -50,7 +51,19 @@ _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _SPARE = 16
 _MORE = 1.5  # answers for each unknown of the fit
 _TURNS = 40
-_PATH = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # shares of tokens on the way to them
+_PATH = (
+    0.1,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.68,
+    0.76,
+    0.84,
+    0.92,
+    1.0,
+)  # shares of tokens on the way to them
 _ARRIVED = 1e-9
 _AGREES = 1e-7
 _PRECISE = 1e-8  # of what attention adds
@@ -98,7 +111,9 @@ class SecondNorm:
         z = y * scale
         centre = z.mean(0)
         parts = z - centre
-        middle = least_squares(2 * parts, (parts.square().sum(1) - parts.square().sum(1).mean())[:, None])[:, 0]
+        middle = least_squares(
+            2 * parts, (parts.square().sum(1) - parts.square().sum(1).mean())[:, None]
+        )[:, 0]
         z0 = centre + middle - middle.mean()
         radius = (z - z0).square().mean().sqrt()
         return cls(radius / scale, z0 / scale)
@@ -285,16 +300,16 @@ def find_units(
     return _read(measured, basis, units, axes[_AXES + q :], stream)
 
 
-def _read(
-    at: _Measured, basis: Tensor, units: Tensor, W: Tensor, stream: torch.Generator
-) -> Units:
+def _read(at: _Measured, basis: Tensor, units: Tensor, W: Tensor, stream: torch.Generator) -> Units:
     q, (P, m) = len(at.U), at.y.shape
     device = basis.device
     identity = torch.eye(q, dtype=torch.float64, device=device)
     S = torch.linalg.qr(basis.mT)[0]
     outside = torch.linalg.svd(S)[0][:, S.shape[1] :].mT
     forms = unpacked(outside, q)
-    products = torch.cat([symmetric(units, units), symmetric(identity, identity).sum(0, keepdim=True)])
+    products = torch.cat(
+        [symmetric(units, units), symmetric(identity, identity).sum(0, keepdim=True)]
+    )
     solve = torch.linalg.pinv(products.mT)
     packed, first, y = (part.to(device) for part in (at.packed, at.first, at.y))
     hats = normalize(y, dim=1)
@@ -308,7 +323,9 @@ def _read(
         H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
         parts[j] = (solve @ H)[:-1]
     c, numbers = _directions(parts, hats)
-    of_W, _ = _mixed(at, [W] * P, torch.eye(len(W), dtype=torch.float64), parts, units, sigma, stream)
+    of_W, _ = _mixed(
+        at, [W] * P, torch.eye(len(W), dtype=torch.float64), parts, units, sigma, stream
+    )
     x, y_ = (at.points @ at.Pi.mT / at.sphere.radius).unbind(1)
     tangents = list((torch.stack([-y_, x], 1) @ at.Pi).unsqueeze(1))
     of_Pi, slopes = _mixed(at, tangents, at.Pi, parts, units, sigma, stream)
@@ -448,7 +465,10 @@ def _shapes(numbers: Tensor, along: Tensor, activation: str) -> tuple[Tensor, ..
         tried = length - step[:, 0], offset - step[:, 1]
         new = look(*tried)
         better = new[3] < cost
-        length, offset = torch.where(better, tried[0], length), torch.where(better, tried[1], offset)
+        length, offset = (
+            torch.where(better, tried[0], length),
+            torch.where(better, tried[1], offset),
+        )
         unit, size, rest = (
             torch.where(better[:, None], n, o)
             for n, o in zip(new[:3], (unit, size, rest), strict=True)
@@ -515,7 +535,9 @@ class Layer:
         return cls(units, linear[width:-1], linear[-1])
 
 
-def fitted(value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator) -> tuple[Layer, float]:
+def fitted(
+    value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator
+) -> tuple[Layer, float]:
     """All numbers of the layer, from those of the units, at as many points as they need."""
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 1) * e
@@ -526,7 +548,9 @@ def fitted(value: Value, units: Units, radius: float, device: torch.device, stre
     affine = torch.cat([n, torch.ones_like(n[:, :1])], 1)
     activation = ACTIVATIONS[units.activation]
     # What is linear, and the lengths of answers, by turns: few, since both are a start only.
-    made = activation(affine @ torch.cat([units.A, units.a[:, None]], 1).to(device).mT) @ units.C.mT.to(device)
+    made = activation(
+        affine @ torch.cat([units.A, units.a[:, None]], 1).to(device).mT
+    ) @ units.C.mT.to(device)
     Q, R = torch.linalg.qr(affine)
     length = torch.ones_like(y[:, :1])
     sums = made
@@ -555,7 +579,9 @@ def fitted(value: Value, units: Units, radius: float, device: torch.device, stre
 
 
 def _inverse(gram: Tensor) -> Tensor:
-    ridge = 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    ridge = (
+        1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    )
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge))
 
 
@@ -616,6 +642,19 @@ class Behind:
     @property
     def units(self) -> Units:
         return self.layer.units
+
+    def block(self, attention: SubLayer) -> Block:
+        """With the attention that its answers show."""
+        units, lift = self.units, self.axes
+        return Block(
+            Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
+            O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
+            frequencies=attention.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            G=units.G.new_zeros(0, self.dim), g=units.g, C=(lift @ units.C).contiguous(),
+            c=lift @ self.layer.c, D=self.D, E=self.second.E, e=self.second.e,
+            activation=units.activation, norm="behind", every_token=self.every_token,
+            causal=self.causal,
+        )  # fmt: skip
 
     @property
     def dim(self) -> int:

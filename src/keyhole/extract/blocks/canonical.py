@@ -6,7 +6,7 @@ all of them share is compared instead, number by number:
     of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order
     of each unit     its row, bias, gate and column of C; units in any order, those of ReLU and the
                      gates of length 1
-    b and biases     without norms b is moved into a and c
+    b and biases     without norms b is moved into a and c, before LayerNorms its mean into c
     means            what a norm takes away is left out: of rows behind a LayerNorm, of O, b, C and
                      c where norms are behind the sums, and there D has the mean square 1
 """
@@ -31,7 +31,8 @@ def canonical_block(block: Block) -> Block:
         block = replace(block, A=_centred(block.A), G=_centred(block.G))
     if block.norm == "layer":
         Q, K, V = (_centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V))
-        block = replace(block, Q=Q, K=K, V=V)
+        shift = block.b.mean()  # seen behind both sums, but not by the second norm
+        block = replace(block, Q=Q, K=K, V=V, b=block.b - shift, c=block.c + shift)
     if block.norm == "behind":
         size = block.D.square().mean().sqrt() * block.D.sum().sign()
         turn = size.sign()
@@ -69,8 +70,7 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     if shapes[0] != shapes[1]:
         raise InputError(f"the blocks differ in heads, units and gates: {shapes[0]}, {shapes[1]}")
     one, two = canonical_block(first), canonical_block(second)
-    of_units = [torch.cat([each.A, each.a[:, None]], 1) for each in (one, two)]
-    units = torch.cdist(*of_units).argmin(1)
+    units = torch.cdist(*(torch.cat([each.A, each.a[:, None]], 1) for each in (one, two))).argmin(1)
     forms, others = _heads(one), _heads(two)
     likeness = torch.stack([
         torch.cdist(forms[name].flatten(1), others[name].flatten(1)) / forms[name].abs().max()
@@ -79,15 +79,29 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     heads = likeness.sum(0).argmin(1)
     if len(heads.unique()) < len(heads) or len(units.unique()) < len(units):
         raise InputError("heads or units of one block have no partner of their own in the other")
-    errors = {name: _apart(others[name][heads], form) for name, form in forms.items()}
-    for name in ("A", "a", "G", "g"):
-        if getattr(one, name).numel():
-            errors[name] = _apart(getattr(two, name)[units], getattr(one, name))
-    errors["C"] = _apart(two.C[:, units], one.C)
-    for name in ("b", "c", "D", "E", "e"):
-        if getattr(one, name).numel():
-            errors[name] = _apart(getattr(two, name), getattr(one, name))
-    return errors
+    parts = {name: (others[name][heads], form) for name, form in forms.items()}
+    of_units = ("A", "a", "G", "g") if len(one.G) else ("A", "a")
+    parts |= {name: (getattr(two, name)[units], getattr(one, name)) for name in of_units}
+    parts["C"] = two.C[:, units], one.C
+    parts |= {name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e")}
+    sizes = {name: _size(*both) for name, both in parts.items() if both[1].numel()}
+    # A bias may be 0: its errors are those of the matrix beside it.
+    beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
+    return {
+        name: float((parts[name][0] - parts[name][1]).abs().max())
+        / max(size, sizes.get(beside.get(name, name), 0.0))
+        for name, size in sizes.items()
+    }
+
+
+def difference(first: Block, second: Block, tolerance: float = 1e-9) -> str:
+    """In what two blocks differ as functions; empty if they are the same."""
+    try:
+        errors = compared(first, second)
+    except InputError as error:
+        return str(error)
+    name = max(errors, key=lambda each: errors[each])
+    return "" if errors[name] <= tolerance else f"{name} differs by {errors[name]:.1e}, relatively"
 
 
 def _centred(rows: Tensor) -> Tensor:
@@ -97,7 +111,9 @@ def _centred(rows: Tensor) -> Tensor:
 def _heads(block: Block) -> dict[str, Tensor]:
     each = len(block.Q) // len(block.K)
     K, V = (part.repeat_interleave(each, 0) for part in (block.K, block.V))
-    forms = [block.Q @ _turned(block, K, place).mT for place in _PLACES[: None if _turns(block) else 1]]
+    forms = [
+        block.Q @ _turned(block, K, place).mT for place in _PLACES[: None if _turns(block) else 1]
+    ]
     return {
         "QK": torch.cat(forms, 2),
         "qK": torch.cat([block.q[:, None] @ K.mT], 2),
@@ -119,6 +135,5 @@ def _turned(block: Block, keys: Tensor, place: int) -> Tensor:
     return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    size = max(float(ours.abs().max()), float(theirs.abs().max()))
-    return float((ours - theirs).abs().max()) / size if size else 0.0
+def _size(*parts: Tensor) -> float:
+    return max(float(part.abs().max()) for part in parts) or 1.0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Numbers = dict[str, Tensor]
-_STEPS = 12
+_STEPS = 16
 _INNER = 600
 _ENOUGH = 1e-5  # of the gradient, for one step
 _HALVINGS = 6

@@ -78,12 +78,16 @@ def _newton(a: Tensor, forms: Tensor) -> tuple[Tensor, Tensor]:
             rest = (J * at[:, None]).sum(2)
             square = 4 * J.mT @ J
             ridge = 1e-12 * square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-            along = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * at[:, :, None] * at[:, None]
+            along = (
+                square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * at[:, :, None] * at[:, None]
+            )
             step = torch.linalg.solve(square + along + ridge * eye, 2 * J.mT @ rest[..., None])
             at = normalize(at - step[..., 0], dim=1)
         ended.append(at)
     a = torch.cat(ended)
-    rests = torch.cat([((at @ flat.mT).unflatten(1, (-1, q)) * at[:, None]).sum(2) for at in a.split(256)])
+    rests = torch.cat(
+        [((at @ flat.mT).unflatten(1, (-1, q)) * at[:, None]).sum(2) for at in a.split(256)]
+    )
     return a, rests.square().sum(1).sqrt()
 
 

@@ -204,6 +204,20 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     return replace(probe, subspace=combined.mT @ basis)
 
 
+def where_scores_vary(probe: Probe, stream: torch.Generator) -> tuple[Probe, Tensor]:
+    """Likewise before any head is known, and the difference: d queries.
+
+    While scores are small, gates are ½ + z/4, and what x changes in the answers to one difference
+    is linear in x: the directions in which it changes most are those of the heads' scores.
+    """
+    delta = probe.difference(stream)
+    basis = random_orthogonal(probe.view.dim, stream)
+    points = probe.length * basis
+    rows = probe.view.answer(torch.stack([points + delta, points], 1)) - points @ probe.total
+    left = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[0]
+    return replace(probe, subspace=left[:, : len(probe.subspace)].mT @ basis), delta
+
+
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
