@@ -32,6 +32,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_precision, smallest
 from keyhole.extract.bilinear import random_units
+from keyhole.extract.block import TransformerBlock
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
@@ -121,7 +122,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and what in the answers speaks for it; `fallback` where that turns out wrong.
+    """A method, and what in the answers speaks for it; `fallbacks` where that turns out wrong.
 
     `link` is what the server does to its scores.
     """
@@ -131,7 +132,7 @@ class Choice:
     why: str
     link: Link | None = None
     arithmetic: Arithmetic = Arithmetic()
-    fallback: Method | None = None
+    fallbacks: tuple[Method, ...] = ()
 
     def view(self, oracle: Oracle) -> Oracle:
         """The oracle with its link undone."""
@@ -165,12 +166,15 @@ class Auto(Method):
         # Behind a link an answer may say nothing of its score.
         failed = choice.link is not None and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
-        if choice.fallback is not None and (inexact or failed or result.status in _ANOTHER_KIND):
-            spent += result.queries + (0 if result.check is None else result.check.queries)
-            second = choice.fallback(view)
+        for fallback in choice.fallbacks:
+            if not (inexact or failed or result.status in _ANOTHER_KIND):
+                break
+            second = fallback(view)
             if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
-                why = f"{type(choice.fallback).__name__}, since {why} was wrong"
-                result = second
+                why = f"{type(fallback).__name__}, since {why} was wrong"
+                spent, result = spent + _cost(result), second
+                break
+            spent += _cost(second)
         result = self._asked_again(result, early, choice)
         model = result.model
         if model is not None and choice.link is not None:
@@ -202,6 +206,10 @@ class Auto(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         choice = choose(oracle, self.seed)
         yield from choice.method.steps(choice.view(oracle))
+
+
+def _cost(result: Extraction) -> int:
+    return result.queries + (0 if result.check is None else result.check.queries)
 
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
@@ -260,27 +268,32 @@ def _choice(
         return method if arithmetic.exact else Refined(method)
 
     if pairs.ndim > 1:
-        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
+        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer; a feed-forward
+        # layer behind it a block, whose answers are as long as a token.
+        others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
+        if arithmetic.exact and pairs.shape[-1] == view.dim:
+            others = (*others, TransformerBlock(seed=seed, tolerance=accepted))
         return Choice(
             Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
             refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
-            arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
+            arithmetic=arithmetic, fallbacks=others,
         )  # fmt: skip
     if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
             return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
-        fallback = None if arithmetic.exact else fit
+        fallbacks = () if arithmetic.exact else (fit,)
         return Choice(
-            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallback=fallback
+            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallbacks=fallbacks
         )
     fit = None
     if view.dim <= _WIDEST:
         fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
+    others = () if fit is None else (fit,)
     if arithmetic.plain and arithmetic.absolute:
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
-        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallback=fit)
+        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others)
     if arithmetic.rounded and fit is not None:
         why = f"the answers are exact to {arithmetic.precision:.0e}"
         return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
@@ -291,8 +304,8 @@ def _choice(
         kind, why = Kind.HEADS, "its logits do not add up as one head's would"
         method = MultiHead(seed=seed, tolerance=accepted)
         if fit is not None and not arithmetic.exact:
-            method, fit = fit, None
-    return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
+            method, others = fit, ()
+    return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 the weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹
     units       n is any point of a sphere now. Of ŷ = R/s, s = |R|, the second derivatives are
 
-                    ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ = (1/s)(Σ_k c_k φ''_k (a_k·e)(a_k·e') − ρ δ_ee')
+                    ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ
+                        = (1/s)(Σ_k c_k φ''_k (a_k·e)(a_k·e') − ρ δ_ee')
 
                 with σ and τ from s alone. Across ŷ and all ŷ_e, e in U, these are ŷ_ee': that
                 is the span S of units.py again. Outside of S the left side is 0: linear in σ
@@ -74,6 +75,7 @@ _TOKENS = 12
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
 _CLIFF = 10.0
+_WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _LENGTHS = 10
 _SAMPLE = 40  # units that show s and φ
 
@@ -102,7 +104,7 @@ class SecondNorm:
     @classmethod
     def read(cls, y: Tensor) -> SecondNorm:
         """From answers (n, d), more than d + 2 of them."""
-        n, d = y.shape
+        n = len(y)
         ones = torch.ones(n, 1, dtype=torch.float64)
         size = y.std(0)
         null = torch.linalg.svd(torch.cat([y / size, ones], 1))[2][-1]
@@ -174,7 +176,7 @@ class FirstSum:
         outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
         wanted = torch.cat([o @ x for o, x in zip(outside, points, strict=True)])
         J, J2 = torch.cat(singles, 1), torch.cat(pairs, 1)
-        # Along 1(1 + M)⁻¹ nothing shows: what is not seen is left out, and the mean of sums is free.
+        # Along 1(1 + M)⁻¹ nothing shows: it is left out, and the mean of sums is free.
         unseen = planes[0] @ left[:, 0]
         seen = torch.linalg.svd(unseen[:, None])[0][:, 1:]
         start = seen @ least_squares(torch.cat(outside) @ seen, wanted[:, None])[:, 0]
@@ -203,7 +205,7 @@ class Sphere:
 
 @dataclass
 class _Measured:
-    """At points of a circle in Π: ŷ (P, m), its first derivatives (P, q, m) in U and second (P, q, q, m)."""
+    """At points of a circle in Π: ŷ (P, m), its derivatives in U (P, q, m) and (P, q, q, m)."""
 
     sphere: Sphere
     Pi: Tensor
@@ -267,29 +269,35 @@ class _Measured:
         return right[:count], ended
 
 
+def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
+    """Second derivatives in a subspace U that is wide enough to hold S, and S."""
+    dim = sphere.dim
+    measured, most = None, dim - _AXES
+    for width in _WIDTHS:
+        q = min(math.ceil(math.sqrt(2 * (width * dim + 1) / _FULL)), most)
+        count = max(_POINTS, math.ceil(1.3 * q * (q + 1) / 2 / (dim - q - 1)))
+        U = axes[_AXES : _AXES + q]
+        measured = _Measured.of(sphere, axes[:_AXES], U, count, measured)
+        basis, ended = measured.space(device)
+        if ended:
+            return measured, basis
+        if q == most:
+            break
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"curvature spans too many dimensions to tell units apart: a layer this wide is not read "
+        f"at d = {dim + 1}",
+    )
+
+
 def find_units(
     value: Value, dim: int, radius: float, device: torch.device, stream: torch.Generator
 ) -> Units:
     """A start for descent.py; C as seen next to the length of answers on average."""
     sphere = Sphere(value, dim, radius)
     axes = random_orthogonal(dim, stream)
-    measured, most = None, dim - _AXES
-    for width in (2.0, 4.0, 6.0, 9.0, 13.0):
-        q = min(math.ceil(math.sqrt(2 * (width * dim + 1) / _FULL)), most)
-        numbers = q * (q + 1) // 2
-        count = max(_POINTS, math.ceil(1.3 * numbers / (dim - q - 1)))
-        U = axes[_AXES : _AXES + q]
-        measured = _Measured.of(sphere, axes[:_AXES], U, count, measured)
-        basis, ended = measured.space(device)
-        if ended:
-            break
-        if q == most:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                f"curvature spans {len(basis)} of {numbers} dimensions, too many to tell units "
-                f"apart: a layer this wide is not read at d = {dim + 1}",
-            )
-    assert measured is not None
+    measured, basis = _curvature(sphere, axes, device)
+    q = len(measured.U)
     units = rank_ones(basis, q, len(basis) - 1, stream, 2048 if device.type == "cuda" else 256)
     if len(units) != len(basis) - 1:
         raise Unsuccessful(
@@ -412,20 +420,18 @@ def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:
 
 
 def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
-    """φ, lengths, offsets and sizes for numbers (r, P) that are `size·φ''(length·along + offset)/s`.
+    """φ, lengths, offsets and sizes for numbers (r, P), `size·φ''(length·along + offset)/s`.
 
     Some units that are fitted well show s; the others follow, one by one.
     """
-    best: tuple[float, str, Tensor] | None = None
+    best = math.inf, SMOOTH[0], s
     for activation in SMOOTH:
         length, offset, _, miss = _shapes(numbers * s, along, activation)
         chosen = miss.argsort()[:_SAMPLE]
         found, left = _together(
             numbers[chosen], along[chosen], (length[chosen], offset[chosen], s), activation
         )
-        if best is None or left < best[0]:
-            best = left, activation, found
-    assert best is not None
+        best = min(best, (left, activation, found), key=lambda each: each[0])
     _, activation, s = best
     return activation, *_shapes(numbers * s, along, activation)[:3]
 
@@ -596,7 +602,8 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
     d, r = L.shape[0], len(A)
     centre = torch.eye(d, dtype=torch.float64) - 1 / d
     gram = torch.cat([
-        torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1), torch.cat([(-A * C).mT, centre.square()], 1)
+        torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1),
+        torch.cat([(-A * C).mT, centre.square()], 1),
     ])  # fmt: skip
     wanted = torch.cat([-((A @ L) * C).sum(1), L.diagonal()])
     solved = torch.linalg.solve(gram, wanted)
@@ -691,7 +698,7 @@ class Behind:
         return sums - x @ self.axes
 
     def with_start(self, stream: torch.Generator) -> Behind:
-        """x₀ again, now that directions are known: sums `x·T + b` of a few tokens are along them."""
+        """x₀ again, now that directions are known: sums `x·T + b` of a few tokens lie on them."""
         d, e = self.axes.shape
         x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
         n, _ = self._directions(x.unsqueeze(1))
@@ -746,13 +753,13 @@ class Behind:
         for y_, n in zip(y.split(_BATCH), start.split(_BATCH), strict=True):
             y_, n = y_.to(at), radius * normalize(n.to(at), dim=1)
 
-            def look(n: Tensor, y_: Tensor = y_) -> tuple[Tensor, Tensor, Tensor]:
+            def look(n: Tensor, y_: Tensor = y_) -> tuple[Tensor, Tensor]:
                 R = n @ L + f(n @ A.mT + a) @ C.mT + c
                 s = (R * y_).sum(1) / radius**2
                 rest = R - s[:, None] * y_
-                return s, rest, rest.norm(dim=1) / R.norm(dim=1)
+                return rest, rest.norm(dim=1) / R.norm(dim=1)
 
-            s, rest, size = look(n)
+            rest, size = look(n)
             for _ in range(_NEWTON):
                 slope = L.mT + (C * df(n @ A.mT + a)[:, None]) @ A  # (n, m, e)
                 top = torch.cat([slope, -y_[..., None]], 2)
@@ -764,12 +771,12 @@ class Behind:
                 for _ in range(5):
                     tried = radius * normalize(n - share * step, dim=1)
                     new = look(tried)
-                    worse = (new[2] > size) & (size > 1e-14)
+                    worse = (new[1] > size) & (size > 1e-14)
                     if not bool(worse.any()):
                         break
                     share = torch.where(worse[:, None], share / 4, share)
-                done = (new[2] < 1e-10) & (new[2] > 0.5 * size)
-                n, (s, rest, size) = tried, new
+                done = (new[1] < 1e-10) & (new[1] > 0.5 * size)
+                n, rest, size = tried, *new
                 if bool((done | (size < 1e-15)).all()):
                     break
             ends.append(n.to("cpu"))
