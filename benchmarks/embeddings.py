@@ -1,19 +1,23 @@
-"""Texts from pooled sentence embeddings: how many come back exactly, by length.
+"""Texts from pooled sentence embeddings: how much comes back, by encoder and length.
 
 Sentences of SST-2's development set (none that is a line of the corpus) are searched from their
 vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
-`--tokens` (special ones not counted). Exact means the very same tokens.
+`--tokens` (special ones not counted). Exact means the very same tokens; BLEU, ROUGE-L and F1 are as
+other papers print them. A text that gives the vector back within 1e-6 and is another is wrong.
 
-The order of tokens is from the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
-besides), from another one (HellaSwag and DREAM alone), and from the corpus that ships; `--rows 1,3`
-takes some. Row 4 are the two secrets of OWASP's lab for embedding inversion, which recovers
-neither, with the corpus that ships and the judge. A text that gives the vector back within 1e-6 and
-is another is counted as wrong. On a GPU all vectors are searched together, on a CPU one after the
+Rows: 1, a corpus of the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
+besides); 2, of another one (HellaSwag and DREAM alone); 3, the corpus that ships; 4, the two
+secrets of OWASP's lab for embedding inversion, which recovers neither, with the corpus that ships
+and the judge; 5, another domain and the texts of `--drawn` (`keyhole lab corpus`); 6, passages of
+`--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
+`--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
+both in half precision on a GPU. On a GPU all vectors are searched together, on a CPU one after the
 other. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import time
@@ -23,6 +27,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 import show
 import subjects
@@ -37,9 +43,11 @@ from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
 
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
+LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
+_TIMED = 6_000  # passes for each vector, where they are timed
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Case:
     what: str
     corpus: Sequence[str]
     percent: dict[Lengths, int] | None = None
+    passages: Sequence[str] = ()  # to be cut, in the place of sentences
 
 
 def run(
@@ -60,29 +69,38 @@ def run(
     passes: int | None = None,
     rows: list[int] = [1, 2, 3, 4],  # noqa: B006 - read, never changed
     tokens: str = "4-9,10-16,17-24,25-32",
+    passages: str = "32-32,64-64,128-128",
+    drawn: Path | None = None,
 ) -> Iterator[Row]:
     if quick:
         loaded = subjects.tiny("bert", words=96)
         lines = subjects.random_lines(loaded, 120, 1, 3)
         cases = [Case("its own words", lines[4:])]
         search = SumSearch(passes=400)
-        yield from searched(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
+        yield from searched(loaded, cases, lines[:4], [(1, 3)], search, texts)
         return
     loaded, on_gpu = subjects.minilm(encoder, device), device.startswith("cuda")
     reviews, secrets = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
-    shape = (subjects.lengths(tokens), SumSearch(passes=passes))
-    max_length = CountedReader(corpus=()).max_length
+    search = SumSearch(passes=passes)
     others = [*subjects.hellaswag(data), *subjects.turns(data)]
-    same = [*reviews, *others] if on_gpu else reviews
-    cases = [
-        Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
-        Case("another domain", others),
-        Case("the corpus that ships", read_texts(SHIPPED)),
-    ]
-    cases = [case for row, case in enumerate(cases, 1) if row in rows]
-    yield from searched(loaded, cases, secrets, *shape, max_length, texts)
-    if 4 in rows:
-        yield from labelled(loaded, shape[1])
+    more = [*others, *(read_texts(drawn) if drawn else ())]
+    long = [*subjects.dialogues(data, 200), *subjects.hellaswag(data, "dev")]
+    cases = {
+        1: Case("same domain", [*reviews, *others] if on_gpu else reviews,
+                PERCENT if on_gpu else ON_CPU),
+        2: Case("another domain", others),
+        3: Case("the corpus that ships", read_texts(SHIPPED)),
+        5: Case("another domain and texts drawn", more, PERCENT),
+        6: Case("passages", more, LONG, long),
+    }  # fmt: skip
+    for row in rows:
+        if row == 4:
+            yield from labelled(loaded, search)
+        elif row == 7:
+            yield from timed(loaded, others, secrets, subjects.lengths(tokens))
+        else:
+            sizes = subjects.lengths(passages if row == 6 else tokens)
+            yield from searched(loaded, [cases[row]], secrets, sizes, search, texts)
 
 
 def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
@@ -101,15 +119,61 @@ def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
         )  # fmt: skip
 
 
+def timed(
+    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths]
+) -> Iterator[Row]:
+    """Passes a second while most vectors are searched, and of the encoder alone."""
+    target, lines = Target.of(loaded.model, loaded.tokenizer), token_lists(loaded, corpus)
+    longest = lengths[-1][1] + 2
+    encoder = Encoder(target)
+    counted = Counted.of(encoder, lines, longest)
+    search = SumSearch(passes=_TIMED)
+    for length, few in of_lengths(loaded, Case("", ()), secrets, lines, lengths, 100):
+        texts = Texts.of(few, longest, encoder.device)
+        rates: list[float] = []
+        for once in (
+            lambda texts=texts: sum(
+                r.passes for r in search(encoder, encoder.vectors(texts), counted, longest)
+            ),
+            lambda texts=texts: plain(loaded, *encoder.framed(texts)),
+        ):
+            once()
+            clock = _Clock()
+            rates.append(once() / clock.seconds())
+        yield Row(
+            f"{Path(loaded.name).name}, speed, {length[0]}–{length[1]} tokens",
+            f"{rates[0] / rates[1]:.2f} of plain encoding", ">= 0.8 of it",
+            rates[0] >= 0.8 * rates[1],
+            f"{rates[0]:,.0f} passes a second, plain encoding {rates[1]:,.0f}",
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def plain(loaded: Loaded, ids: Tensor, mask: Tensor) -> int:
+    """Encode these texts (b, n) again and again, those of a length together."""
+    model = copy.deepcopy(loaded.model).half()
+    rows = torch.arange(len(ids), device=ids.device).repeat(_TIMED // 2)
+    lengths = mask.sum(1)
+    for some in rows[lengths[rows].argsort()].split(8192):
+        width = int(lengths[some].max())
+        seen = mask[some, :width]
+        states = model(input_ids=ids[some, :width], attention_mask=seen).last_hidden_state
+        normalize((states * seen[..., None]).sum(1), dim=-1)
+    return len(rows)
+
+
 def of_lengths(
-    loaded: Loaded, secrets: Sequence[str], corpus: Sequence[list[int]], lengths: Sequence[Lengths],
-    texts: int,
+    loaded: Loaded, case: Case, secrets: Sequence[str], corpus: Sequence[list[int]],
+    lengths: Sequence[Lengths], texts: int,
 ) -> Iterator[tuple[Lengths, list[list[int]]]]:  # fmt: skip
     """Token lists of each length, none of which is a line of the corpus."""
     known = set(map(tuple, corpus))
-    fresh = [ids for ids in token_lists(loaded, secrets) if tuple(ids) not in known]
+    fresh = [
+        ids for ids in token_lists(loaded, case.passages or secrets) if tuple(ids) not in known
+    ]
     for least, most in lengths:
-        fitting = [ids for ids in fresh if least <= len(ids) <= most]
+        cut = [ids[:most] for ids in fresh] if case.passages else fresh
+        fitting = [ids for ids in cut if least <= len(ids) <= most]
         random.Random(0).shuffle(fitting)
         yield (least, most), fitting[:texts]
 
@@ -121,20 +185,21 @@ def token_lists(loaded: Loaded, lines: Sequence[str]) -> list[list[int]]:
 
 def searched(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
-    search: SumSearch, max_length: int, texts: int,
+    search: SumSearch, texts: int,
 ) -> Iterator[Row]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
+    name = Path(loaded.name).name
     for case in cases:
         lines = token_lists(loaded, case.corpus)
-        encoder = Encoder(target, half=matrix_half())
-        clock = _Clock()
-        counted = Counted.of(encoder, lines, max_length)
+        encoder, clock = Encoder(target, half=matrix_half()), _Clock()
+        longest = max(most for _, most in lengths) + 2
+        counted = Counted.of(encoder, lines, longest)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
-        yield Row(f"{Path(loaded.name).name}, {case.what}: corpus", words)
-        for length, few in of_lengths(loaded, secrets, lines, lengths, texts):
-            what = f"{case.what}, {length[0]}–{length[1]} tokens"
+        yield Row(f"{name}, {case.what}: corpus", words)
+        for length, few in of_lengths(loaded, case, secrets, lines, lengths, texts):
+            what = f"{name}, {case.what}, {length[0]}–{length[1]} tokens"
             percent = (case.percent or {}).get(length)
-            yield measure(what, counted, few, search, max_length, percent)
+            yield measure(what, counted, few, search, longest, percent)
 
 
 def measure(
@@ -147,24 +212,27 @@ def measure(
     readings: list[Reading] = []
     for group in groups:
         readings += search(encoder, group, counted, max_length)
-    answers = [reading.tokens for reading in readings]
-    exact = sum(map(list.__eq__, answers, secrets))
+    took = clock.words(len(secrets))
+    decode = encoder.target.tokenizer.decode
+    items = [
+        {"tokens": len(ids), "exact": reading.tokens == ids, "cosine": reading.cosine,
+         "f1": subjects.f1(reading.tokens, ids), "passes": reading.passes,
+         **subjects.scores(decode(reading.tokens), decode(ids))}
+        for reading, ids in zip(readings, secrets, strict=True)
+    ]  # fmt: skip
+    exact = sum(item["exact"] for item in items)
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)
-    shared = statistics.mean(map(subjects.f1, answers, secrets))
-    passes = statistics.mean(reading.passes for reading in readings)
+    mean = {name: statistics.mean(item[name] for item in items) for name in items[0]}
     enough = percent is None or exact >= percent / 100 * len(secrets)
     row = Row(
         what,
         f"{exact} of {len(secrets)} exact, {arrived - exact} that give the vector and are others",
         f">= {percent}% exact, 0 wrong" if percent else "0 wrong",
         enough and arrived <= exact,
-        f"token F1 {shared:.3f}; {passes:,.0f} passes and {clock.words(len(secrets))} a text",
+        f"token F1 {mean['f1']:.3f}, BLEU {100 * mean['bleu']:.1f}, ROUGE-L {mean['rouge_l']:.3f}, "
+        f"cosine {mean['cosine']:.4f}; {mean['passes']:,.0f} passes and {took} a text",
     )
-    return show.itemised(row, [
-        {"tokens": len(ids), "exact": reading.tokens == ids, "cosine": reading.cosine,
-         "f1": subjects.f1(reading.tokens, ids), "passes": reading.passes}
-        for reading, ids in zip(readings, secrets, strict=True)
-    ])  # fmt: skip
+    return show.itemised(row, items)
 
 
 class _Clock:
@@ -173,10 +241,13 @@ class _Clock:
     def __init__(self) -> None:
         self.began, self.cpu = time.perf_counter(), time.process_time()
 
-    def words(self, of: int = 1) -> str:
+    def seconds(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        wall, cpu = time.perf_counter() - self.began, time.process_time() - self.cpu
+        return time.perf_counter() - self.began
+
+    def words(self, of: int = 1) -> str:
+        wall, cpu = self.seconds(), time.process_time() - self.cpu
         return f"{wall / of:.2f} s ({cpu / of:.2f} s of the CPU)"
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -109,10 +111,52 @@ def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]
     return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
 
 
-def f1(answer: list[int], secret: list[int]) -> float:
+def f1(answer: Sequence[object], secret: Sequence[object]) -> float:
     """How many tokens two texts share, wherever they stand."""
     shared = (Counter(answer) & Counter(secret)).total()
-    return 2 * shared / (len(answer) + len(secret))
+    return 2 * shared / max(1, len(answer) + len(secret))
+
+
+def scores(answer: str, secret: str) -> dict[str, float]:
+    """What a text is worth next to the secret one, as others print it: of words and signs, in
+    lower case. BLEU and ROUGE-L are 0 to 1 and a text's own (a table has their means).
+    """
+    ours, theirs = (re.findall(r"\w+|[^\w\s]", text.lower()) for text in (answer, secret))
+    return {
+        "bleu": bleu(ours, theirs), "rouge_l": rouge_l(ours, theirs), "word_f1": f1(ours, theirs)
+    }  # fmt: skip
+
+
+def bleu(answer: Sequence[object], secret: Sequence[object]) -> float:
+    """BLEU of one text (Papineni et al., 2002): BP · exp(mean of log p_n), runs of n = 1 … 4.
+
+    As sacrebleu gives it for a sentence: up to the longest runs that the answer has, and the k-th
+    p_n that would be 0 is 1 / (2^k · runs) (Chen and Cherry's third smoothing, 2014).
+    """
+    logs, none = list[float](), 0
+    for size in range(1, min(4, len(answer)) + 1):
+        given, wanted = (
+            Counter(zip(*(tokens[start:] for start in range(size)), strict=False))
+            for tokens in (answer, secret)
+        )
+        shared = (given & wanted).total()
+        none += not shared
+        logs.append(math.log((shared or 0.5**none) / given.total()))
+    if not logs or none == len(logs):
+        return 0.0
+    brief = min(0.0, 1 - len(secret) / len(answer))
+    return math.exp(brief + sum(logs) / len(logs))
+
+
+def rouge_l(answer: Sequence[object], secret: Sequence[object]) -> float:
+    """ROUGE-L (Lin, 2004): the F1 of the longest common subsequence."""
+    row = [0] * (len(secret) + 1)
+    for token in answer:
+        before = row.copy()
+        for place, wanted in enumerate(secret, 1):
+            longer = before[place - 1] + 1
+            row[place] = longer if token == wanted else max(before[place], row[place - 1])
+    return 2 * row[-1] / max(1, len(answer) + len(secret))
 
 
 def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:

@@ -68,6 +68,20 @@ def test_rouge_counts_runs_of_tokens(monkeypatch):
     assert subjects.rouge([1], [], 2) == 0
 
 
+def test_scores_are_those_of_sacrebleu_and_rouge_score(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import subjects
+
+    secret = "the cat sat on the mat ."
+    assert subjects.scores(secret, secret) == {"bleu": 1, "rouge_l": 1, "word_f1": 1}
+    assert subjects.scores("", secret) == {"bleu": 0, "rouge_l": 0, "word_f1": 0}
+    # 6 of 6, 3 of 5, 1 of 4, none of 3 runs, so 1/2 of one; brief: 6 words for 7
+    bleu = (1 * 3 / 5 * 1 / 4 * 1 / 6) ** 0.25 * 2.718281828459045 ** (1 - 7 / 6)
+    scores = subjects.scores("the cat on the mat sat", secret)
+    assert scores == pytest.approx({"bleu": bleu, "rouge_l": 10 / 13, "word_f1": 12 / 13})
+    assert subjects.bleu("ab", "ab") == 1  # runs that it is too short for do not count
+
+
 def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
     tiny.save("bert", tmp_path / "encoder")
     for name, content in {"sst2/dev.tsv": "sentence\tlabel\n", "dream/dev.json": "[]"}.items():

@@ -118,7 +118,7 @@ def degrade(
         if noise:
             spread = tensor[tensor.isfinite()].std()
             tensor = tensor + noise * spread * torch.randn(tensor.shape, generator=stream)
-        changed[name] = _ROUNDINGS[precision](tensor)
+        changed[name] = ROUNDINGS[precision](tensor)
     return replace(leak, **changed, precision=precision)
 
 
@@ -190,7 +190,7 @@ def _steps(most: int) -> Callable[[Tensor], Tensor]:
     return rounded
 
 
-_ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": _as(torch.float32),
     "bfloat16": _as(torch.bfloat16),
     "float16": _as(torch.float16),

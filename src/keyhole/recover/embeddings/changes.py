@@ -18,9 +18,9 @@ further down come to be tried. The gradient of the encoder is of no use here: it
 the right token among thousands.
 
 Then the same tokens in another order: two pieces [a, b) and [c, d) of a text, a < b ≤ c < d, change
-places ("glad and tired" becomes "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so,
-but not run: what an exchange does to the log p of bigrams is told by the ends of the pieces alone,
-and some are drawn by that.
+places ("glad and tired" becomes "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so
+(in a long text some of them), but not run: what an exchange does to the log p of bigrams is told by
+the ends of the pieces alone, and some are drawn by that.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from keyhole.recover.embeddings.encoder import Texts
 REPLACED, PUT_IN, LEFT_OUT = 0, 1, 2
 _COMMON = 200  # tokens that follow most others: vectors say little of them
 _MISSED = 100  # tokens that a text lacks
+_ORDINARY = 40  # tokens of a text
+_MOST_CUTS = 1 << 16  # exchanges that are looked at in longer ones
 _TURNS = 3  # after which chance counts no more than it did
 _NEVER = -1e3  # the log-odds of a token that no text holds
 _HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
@@ -128,6 +130,12 @@ class Shares:
     replaced: int = 32
     by_odds: int = 8
     put_in: int = 8
+
+    def within(self, length: int) -> Shares:
+        """Fewer in a long text, so that as many changes are tried as in one of ordinary length."""
+        share = min(1.0, _ORDINARY / length)
+        counts = (self.replaced, self.by_odds, self.put_in)
+        return Shares(*(max(2, round(share * count)) for count in counts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +232,7 @@ def exchanged(
     With them comes the row of the text that each was made from.
     """
     n = int(parents.lengths.max())
-    cuts = _cuts(n).to(parents.ids.device)
+    cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(parents.ids.device)
     gains = likelier(Texts(parents.ids[:, :n], parents.lengths), cuts, ngrams) / _HEAT
     gains = gains + gumbel(gains, generator)
     gains = gains.where(cuts[3] <= parents.lengths[:, None], -torch.inf)
@@ -262,6 +270,14 @@ def apply(texts: Texts, cuts: Tensor) -> Texts:
     source = torch.where(places < middle, places - a + c, source)
     source = torch.where(places < a, places, source)
     return Texts(texts.ids.gather(1, source), texts.lengths)
+
+
+def _some_cuts(n: int, generator: torch.Generator) -> Tensor:
+    """Exchanges in a longer text, drawn by chance: half of them of neighbouring pieces."""
+    shape, device = (4, _MOST_CUTS), generator.device
+    drawn = torch.randint(n + 1, shape, generator=generator, device=device).sort(dim=0).values
+    drawn[2, ::2] = drawn[1, ::2]
+    return drawn[:, (drawn[0] < drawn[1]) & (drawn[2] < drawn[3])]
 
 
 @lru_cache

@@ -104,7 +104,9 @@ def _altered(
     words[special] = False
     words = words.nonzero().flatten()
     parts, runs = [texts], [vectors]
-    for _ in range(_ALTERED[device.type]):
+    times = _ALTERED[device.type]
+    lines = _LINES[device.type] * _smallness(encoder.target)  # that a large encoder has time for
+    for _ in range(min(times, math.ceil(times * lines / len(texts)))):
         share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
         chance = torch.rand(texts.ids.shape, generator=generator, device=device)
         any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
@@ -131,6 +133,7 @@ def _altered(
 
 _DRAWN = 8.0  # texts that the guess from the token alone is worth
 _SEEN = 0.1  # texts that a token without any counts as
+_AT_ONCE = 1 << 20  # tokens of texts whose vectors are added up
 _RIDGE = 0.05  # of the mean variance, added to C
 
 
@@ -156,7 +159,9 @@ class TokenOdds:
         middle = vectors.mean(0)
         centred = vectors - middle
         held = torch.bincount(tokens, minlength=size).double()
-        sums = centred.new_zeros(size, centred.shape[1]).index_add_(0, tokens, centred[rows])
+        sums = centred.new_zeros(size, centred.shape[1])
+        for some, of_them in zip(rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True):
+            sums.index_add_(0, of_them, centred[some])
         means = sums / held.clamp(min=1)[:, None]
         expected = _fitted(own.double(), means, held)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
@@ -203,8 +208,11 @@ def alone(encoder: Encoder) -> Tensor:
 
 def effort(target: Target) -> float:
     """The share of a small encoder's runs that this one gets: on a CPU large ones take longer."""
-    if target.parts.device.type != "cpu":
-        return 1.0
+    return _smallness(target) if target.parts.device.type == "cpu" else 1.0
+
+
+def _smallness(target: Target) -> float:
+    """1 for a small encoder, less for a large one."""
     size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
     return min(1.0, _SMALL / max(1, size))
 

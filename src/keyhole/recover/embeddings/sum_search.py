@@ -8,7 +8,8 @@ the lines of the corpus that are nearest. A vector leaves as soon as a text give
 rounding, so that the hard ones get the machine to themselves; one that was stored with fewer
 digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
 stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
-piece of a password: then many more tokens are tried at each of its places, and at last all.
+piece of a password, or in an order that bigrams do not speak for: then many more exchanges are
+tried, and many more tokens at each of its places, at last all.
 
 How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
 one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
@@ -52,6 +53,8 @@ _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
+_ORDERS = 8  # times as many exchanges, of which some are kept
+_FEW = 4
 _SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
@@ -123,7 +126,9 @@ class SumSearch:
                 break
             base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
             for some in rows.split(_BATCH_SIZE[rows.device.type]):
-                self._add_up(found, likely, some, found.parents(some), base, self.shares)
+                parents = found.parents(some)
+                shares = self.shares.within(int(parents.texts.lengths.max()))
+                self._add_up(found, likely, some, parents, base, shares)
             for among in (1, 4):
                 rows = self._open(found, rows)
                 for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
@@ -142,16 +147,28 @@ class SumSearch:
     def _widen(
         self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
     ) -> None:
-        """Try so many tokens at each place of the nearest text of each vector, if passes allow."""
+        """Try so many tokens at each place of the nearest text of each vector, if passes allow.
+
+        Before that, so many times `_ORDERS` exchanges of its pieces.
+        """
         most = self.passes or _PASSES[vectors.device.type]
-        tokens = min(tokens, len(found.encoder.table))
-        shares = Shares(tokens, 0, max(_CHOICE, tokens // _SELDOM))
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             parents = found.parents(rows, by_turn=False)
-            places = int(parents.texts.lengths) * (tokens + shares.put_in)
-            if len(self._open(found, rows)) and found.passes[vector] + places <= most:
-                self._add_up(found, likely, rows, parents, _CHOICE * tokens, shares)
+            if len(self._open(found, rows)):
+                orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
+                texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
+                cosines = found.encoder.vectors(texts, fast=True).float() @ found.goals[vector]
+                found.passes[vector] += len(texts)
+                best = cosines.topk(min(_FEW, len(texts))).indices  # all would crowd out the others
+                found.take(texts[best], rows.expand(len(best)))
+            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
+            count = min(tokens, len(found.encoder.table))
+            if tokens > count:  # the last time: as many as passes allow
+                count = min(count, left - left // _SELDOM)
+            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
+                shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
+                self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""

@@ -1,0 +1,400 @@
+"""What protects stored vectors: reads against recall, for each defence and strength.
+
+Sentences of SST-2's development set (`--tokens` long, none that is a line of the corpus) are stored
+behind a defence, and read back by somebody who has the store, the encoder, SST-2's training set
+and the defence itself, all but its secret (recover/protection.py). Next to it stands what the
+defence costs: recall@10 among `--docs` sentences, for queries that are other sentences. Promised is
+that no text is verified wrongly.
+
+Rows of packages run the packages' own code, from the folder that is given as `--packages`
+(`pip install --target FOLDER --no-deps turboquant-vectors ironcore-alloy`); a package that is not
+there says so. `nobody` are `--nobody` vectors that are of no text, and `near` texts next to the
+true one that are handed to the judge: none may be verified; `--parts defences,nobody` takes some.
+On a GPU all vectors of an encoder are searched together. `--quick` takes a random-weight model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import show
+import subjects
+from keyhole.data import read_texts
+from keyhole.models import Exposure, Loaded, load_model
+from keyhole.recover import Pooled, TextRecovery, recover_texts
+from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.counts import SHIPPED
+from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
+from keyhole.recover.embeddings.encoder import Encoder, Texts
+from keyhole.recover.embeddings.judge import judge_vector, may_be
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.layers.unordered import assigned
+from keyhole.recover.protection import (
+    Defence,
+    gaussian_noise,
+    metric_noise,
+    no_defence,
+    private_noise,
+    product_quantisation,
+    projection,
+    reading,
+    retrieval,
+    rotation,
+    rounding,
+    truncation,
+)
+from keyhole.recover.secrets import Alignment, undo_rotation
+from keyhole.recover.simulate import ROUNDINGS
+from show import Row
+
+WAY = Exposure("pooled")
+PRIVATE = 8.0  # ε that is called private
+PAIRS = (0, 1, 10)  # known texts, and then a fourth of the numbers of a vector, and all
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """An encoder, the secret texts, the texts that the attacker has, and those of the store."""
+
+    loaded: Loaded
+    secrets: list[list[int]]
+    reader: CountedReader
+    vectors: Tensor  # of the secret texts
+    known: Tensor  # of texts that the attacker knows to be stored
+    docs: Tensor
+    queries: Tensor
+
+    @property
+    def name(self) -> str:
+        return Path(self.loaded.name).stem
+
+    @property
+    def target(self) -> Target:
+        return Target.of(self.loaded.model, self.loaded.tokenizer)
+
+
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    another: Path | None = None,
+    packages: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 20,
+    passes: int | None = None,
+    lines: int = 20_000,
+    docs: int = 2_000,
+    nobody: int = 1_000,
+    tokens: str = "4-9",
+    parts: list[str] = ["defences", "packages", "near", "nobody"],  # noqa: B006 - read only
+) -> Iterator[Row]:
+    if packages is not None:
+        sys.path.insert(0, str(packages))
+    if quick:
+        loaded = subjects.tiny("bert", words=96)
+        words = subjects.random_lines(loaded, 160, 2, 4)
+        setting = prepared(loaded, words[:2], words[2:], 60, SumSearch(passes=300), 5)
+        yield from defended(setting, [no_defence(), rounding("int4"), projection(16, 32)])
+        yield from near_rows(setting, 2)
+        yield nobody_row(setting, "random directions", torch.randn(4, 32), SumSearch(passes=60))
+        return
+    loaded = subjects.minilm(encoder, device)
+    reviews, others = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
+    corpus = random.Random(0).sample(sorted({line.strip() for line in reviews}), lines)
+    ((least, most),) = subjects.lengths(tokens)
+    known = set(corpus)
+    fresh = [
+        line
+        for line in dict.fromkeys(line.strip() for line in others)
+        if line not in known
+        and least <= len(loaded.tokenizer(line, add_special_tokens=False)["input_ids"]) <= most
+    ]
+    random.Random(0).shuffle(fresh)
+    search = SumSearch(passes=passes)
+    setting = prepared(loaded, fresh[:texts], corpus, docs, search, most + 3)
+    if "defences" in parts:
+        yield from defended(setting, own_defences(setting.docs))
+    if "packages" in parts:
+        for package in (turboquant, ironcore):
+            yield from packaged(setting, package)
+    if "near" in parts:
+        yield from near_rows(setting, texts)
+    if "nobody" in parts:
+        yield from nobody_rows(setting, another, device, nobody, replace(search, passes=1_000))
+
+
+def prepared(
+    loaded: Loaded, secrets: Sequence[str], corpus: Sequence[str], docs: int, search: SumSearch,
+    max_length: int,
+) -> Setting:  # fmt: skip
+    target = Target.of(loaded.model, loaded.tokenizer)
+    reader = CountedReader(corpus, max_length, search).ready(target, WAY)
+    ids = [loaded.tokenizer(text)["input_ids"] for text in secrets]
+    half = len(corpus) // 2
+    return Setting(
+        loaded, ids, reader, embedded(target, secrets), embedded(target, corpus[-1_000:]),
+        embedded(target, corpus[:docs]), embedded(target, corpus[half : half + 200]),
+    )  # fmt: skip
+
+
+def embedded(target: Target, lines: Sequence[str]) -> Tensor:
+    """Vectors (lines, d) of length one."""
+    ids = target.tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+    encoder = Encoder(target, WAY)
+    return encoder.vectors(Texts.of(ids, max(map(len, ids)), encoder.device))
+
+
+def own_defences(docs: Tensor) -> list[Defence]:
+    d = docs.shape[1]
+    return [
+        no_defence(),
+        *(gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
+        private_noise(PRIVATE),
+        *(metric_noise(share, d) for share in (0.1, 0.2, 0.5, 1.0)),
+        *(rounding(precision) for precision in ("int8", "int4", "binary")),
+        *(product_quantisation(d // size, docs) for size in (4, 8, 16, 32)),
+        *(rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
+        *(projection(d // part, d) for part in (2, 4, 8, 16)),
+        *(truncation(d // part, d) for part in (2, 4, 8, 16)),
+    ]
+
+
+def defended(setting: Setting, defences: Sequence[Defence]) -> Iterator[Row]:
+    read = reading(setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY)
+    for defence, recoveries in read:
+        yield row_of(setting, defence, recoveries)
+
+
+def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery]) -> Row:
+    special = set(setting.loaded.tokenizer.all_special_ids)
+    pairs = list(zip(recoveries, setting.secrets, strict=True))
+    exact = sum(made.ids == ids for made, ids in pairs)
+    verified = sum(made.verified for made, _ in pairs)
+    wrong = sum(made.verified and made.ids != ids for made, ids in pairs)
+    f1 = statistics.mean(
+        subjects.f1(*([id_ for id_ in ids if id_ not in special] for ids in (made.ids, secret)))
+        for made, secret in pairs
+    )
+    found = retrieval(defence, setting.docs, setting.queries)
+    what = f"{setting.name}, {defence.name}, {defence.strength}"
+    passes = statistics.mean(made.passes for made, _ in pairs)
+    row = Row(
+        what, f"{exact} of {len(pairs)} exact, recall@10 {found:.3f}", "0 verified wrongly",
+        wrong == 0,
+        f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes",
+    )  # fmt: skip
+    kept = {"encoder": setting.name, "defence": defence.name, "strength": defence.strength,
+            "exact": exact, "texts": len(pairs), "f1": f1, "verified": verified, "wrong": wrong,
+            "recall": found}  # fmt: skip
+    return replace(row, run={"row": what, **kept})
+
+
+# Packages that promise to protect vectors, by their own code.
+
+
+def packaged(setting: Setting, package: Callable[[Setting], list[Defence]]) -> Iterator[Row]:
+    try:
+        defences = package(setting)
+    except ImportError as error:
+        yield Row(f"{setting.name}, {package.__name__}", f"not run: {error}")
+        return
+    yield from defended(setting, defences)
+
+
+def turboquant(setting: Setting) -> list[Defence]:
+    """turboquant-vectors: `PrivateEncoder`, a secret rotation, and vectors compressed to 4 bits."""
+    module: Any = importlib.import_module("turboquant_vectors")
+    docs, d = setting.docs, setting.docs.shape[1]
+    secret, store = module.PrivateEncoder.generate(d), module.TurboQuantVectors(d)
+
+    def rotated(vectors: Tensor) -> Tensor:
+        return torch.from_numpy(secret.rotate(vectors.cpu().numpy())).to(vectors)
+
+    def compressed(vectors: Tensor) -> Tensor:
+        given = store.decompress(store.compress(vectors.cpu().numpy()))
+        return torch.from_numpy(given).to(vectors)
+
+    name, off = "turboquant-vectors", compressed(docs) - docs
+    return [
+        *(
+            Defence(name, f"PrivateEncoder, {pairs} known", rotated, rotated, pairs=pairs,
+                    undo=undo_rotation if pairs else None)
+            for pairs in (*PAIRS, d)
+        ),
+        Defence(name, "compressed, 4 bits", compressed, stated={"noise": float(off.std())}),
+    ]  # fmt: skip
+
+
+def ironcore(setting: Setting) -> list[Defence]:
+    """ironcore-alloy (Cloaked AI): numbers in an order that the key says, and noise.
+
+    The noise is spread evenly over a ball of radius factor / 4 (Fuchsbauer et al., 2021). Without a
+    known text the order follows from statistics of all that is stored (`reordered`).
+    """
+    module: Any = importlib.import_module("ironcore_alloy")
+    d, made = setting.docs.shape[1], list[Defence]()
+    for factor in (1.0, 2.0, 4.0):
+        secret = module.StandaloneSecret(1, module.Secret(bytes(range(64))))
+        vector = module.VectorSecret(factor, module.RotatableSecret(secret, None))
+        standard = module.StandardSecrets(1, [secret])
+        sdk = module.Standalone(module.StandaloneConfiguration(standard, {}, {"": vector}))
+        keep = cache(partial(_encrypted, module, sdk))
+        stated = {"noise": factor / 4 * (d + 2) ** -0.5}
+        about = ("ironcore-alloy", keep, keep, stated)
+        undo = {pairs: lambda known, stored: in_order(stored.T, known.T) for pairs in PAIRS}
+        undo[0] = lambda *_, keep=keep: reordered(setting.known, keep(setting.docs))
+        for pairs in PAIRS:
+            words = f"factor {factor:g}, {pairs} known"
+            made.append(Defence(about[0], words, *about[1:], pairs=pairs, undo=undo[pairs]))
+    return made
+
+
+def _encrypted(module: Any, sdk: Any, vectors: Tensor) -> Tensor:
+    rows = {
+        str(number): module.PlaintextVector(
+            plaintext_vector=row, secret_path="", derivation_path=""
+        )
+        for number, row in enumerate(vectors.tolist())
+    }
+
+    async def encrypt() -> Any:
+        return await sdk.vector().encrypt_batch(rows, module.AlloyMetadata.new_simple("tenant"))
+
+    made = asyncio.run(encrypt()).successes
+    return torch.tensor([made[number].encrypted_vector for number in rows]).to(vectors)
+
+
+def in_order(stored: Tensor, known: Tensor) -> Alignment:
+    """A secret order of d numbers, from what is known of each (d, m) and is stored of each."""
+    order = assigned(torch.cdist(stored.double(), known.double()))
+    eye = torch.eye(len(order), dtype=torch.float64)
+    return Alignment(eye[:, order], eye)
+
+
+def reordered(own: Tensor, stored: Tensor, rounds: int = 30) -> Alignment:
+    """The same from vectors (n, d) of the attacker's texts and of others, by how numbers vary.
+
+    First by the mean and the spread of each number; then, again and again, by its covariances with
+    all others in the order so far. Noise changes none of these but each number's own variance.
+    """
+    own, stored = own.double().cpu(), stored.double().cpu()
+    found = in_order(*(torch.stack([each.mean(0), each.std(0)], 1) for each in (stored, own)))
+    ours, theirs = (torch.cov(each.T).fill_diagonal_(0) for each in (own, stored))
+    for _ in range(rounds):
+        found = in_order(theirs @ found.stored, ours)
+    return found
+
+
+# Texts that are not the one, and vectors of no text: none may be verified.
+
+FORMS = ("float32", "float16", "int8", "int4", "binary")
+
+
+def near_rows(setting: Setting, texts: int) -> Iterator[Row]:
+    """Texts next to the true one, handed to the judge of its vector, in each stored form."""
+    target, stream = setting.target, random.Random(0)
+    kinds: dict[str, list[int]] = {}
+    written = same = 0
+    for ids, vector in zip(setting.secrets[:texts], setting.vectors.cpu(), strict=False):
+        vectors = Vectors(target, WAY, ids)
+        frame = (vectors.before, vectors.after)
+        misses = near_misses(setting, vectors, vectors.inside(ids), stream)
+        text = target.decode(vectors.inside(ids))
+        for other in (text.upper(), text.title(), text.replace(" ", "  "), f" {text} "):
+            again = setting.loaded.tokenizer(other)["input_ids"]
+            written, same = written + 1, same + (again == ids)
+            if again != ids:
+                misses.append(("case or spaces, other tokens", vectors.inside(again)))
+        for form in FORMS:
+            leak = Pooled(ROUNDINGS[form](vector))
+            for kind, miss in misses:
+                count = kinds.setdefault(kind, [0, 0, 0])
+                made = [*frame[0], *miss, *frame[1]]
+                fits = may_be(target, leak, made, vectors)
+                wrong = fits and judge_vector(target, leak, made, vectors).verified
+                for place, one in enumerate((1, fits, wrong)):
+                    count[place] += one
+    for kind, (tried, fit, wrong) in kinds.items():
+        what = f"{setting.name}, near misses: {kind}"
+        yield show.exactly(what, f"{wrong} of {tried} verified", f"0 of {tried} verified",
+                           f"{fit} fit the vector")  # fmt: skip
+    what = f"{setting.name}, texts that differ in case or spaces alone"
+    yield Row(what, f"{same} of {written} have the same tokens, and so the same vector")
+
+
+def near_misses(
+    setting: Setting, vectors: Vectors, text: Tokens, stream: random.Random
+) -> list[tuple[str, Tokens]]:
+    """The texts one edit away that come nearest, one token by chance, two that change places."""
+    own = vectors([text])[0]
+    edits = alternatives_to(vectors, text, own, False)
+    order = (edits.vectors @ own).argsort(descending=True)[:20].tolist()
+    misses = [("one edit, the nearest", edits.texts[place]) for place in order]
+    for _ in range(5):
+        place = stream.randrange(len(text))
+        token = stream.choice(setting.secrets[stream.randrange(len(setting.secrets))])
+        misses.append(("one token replaced", (*text[:place], token, *text[place + 1 :])))
+    for place in range(len(text) - 1):
+        pair = (text[place + 1], text[place])
+        misses.append(("neighbours swapped", (*text[:place], *pair, *text[place + 2 :])))
+    return [(kind, miss) for kind, miss in misses if miss != text]
+
+
+def nobody_rows(
+    setting: Setting, another: Path | None, device: str, count: int, search: SumSearch
+) -> Iterator[Row]:
+    each, stream = count // 4, torch.Generator().manual_seed(0)
+    docs, d = setting.docs.cpu(), setting.docs.shape[1]
+    noise = torch.randn(each, d, generator=stream) * d**-0.5
+    kinds = {
+        "random directions": torch.randn(each, d, generator=stream),
+        "means of two texts": docs[:each] + docs[each : 2 * each],
+        "texts with noise of 2% that nobody stated": docs[:each] + 0.02 * noise,
+    }
+    if another is not None:
+        other = load_model(another, device=device)
+        lines = read_texts(SHIPPED)[:each]
+        vectors = embedded(Target.of(other.model, other.tokenizer), lines).cpu()
+        kinds["vectors of another encoder"] = torch.nn.functional.pad(
+            vectors[:, :d], (0, max(0, d - vectors.shape[1]))
+        )
+    for kind, vectors in kinds.items():
+        yield nobody_row(setting, kind, vectors, search)
+
+
+def nobody_row(setting: Setting, kind: str, vectors: Tensor, search: SumSearch) -> Row:
+    vectors, target = normalize(vectors, dim=-1), setting.target
+    reader = replace(setting.reader, search=search)
+    leaks = [Pooled(vector) for vector in vectors]
+    read = recover_texts(setting.loaded.model, setting.loaded.tokenizer, leaks, method=reader)
+    verified = sum(made.verified for made in read)
+    tried = len(read)
+    for made, vector in zip(read, vectors, strict=True):
+        run = Vectors(target, WAY, made.ids)
+        for form in ("int8", "binary"):
+            leak, tried = Pooled(ROUNDINGS[form](vector)), tried + 1
+            if may_be(target, leak, made.ids, run):
+                verified += judge_vector(target, leak, made.ids, run).verified
+    cosine = statistics.median(made.similarity or 0.0 for made in read)
+    return show.exactly(
+        f"{setting.name}, {len(vectors)} {kind}", f"{verified} verified", "0 verified",
+        f"as float32, 8 bits and signs; cosine of what was found {cosine:.3f}, median",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    show.main(run)
