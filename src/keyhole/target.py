@@ -10,6 +10,7 @@
 | leak | a saved slot of llama.cpp, a captured leak, tensors that another program wrote |
 | model | a folder, a .gguf file, `owner/name` on the hub |
 | attention | `MODEL:attention.LAYER[+residual]`: the attention of one block, as an endpoint |
+| block | `MODEL:block.LAYER`: a whole block, as an endpoint |
 | file | any other file: a planted endpoint |
 | unknown | there is no such thing |
 """

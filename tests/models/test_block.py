@@ -34,7 +34,7 @@ def test_a_decoder_has_gates_and_norms_in_front():
 
 def test_a_target_names_a_block():
     assert open_endpoint("demo:block.0").norm == "behind"
-    with pytest.raises(InputError, match="must end in :block.LAYER"):
+    with pytest.raises(InputError, match=r"must end in :block\.LAYER"):
         open_endpoint("demo:block.x")
     with pytest.raises(InputError, match="not read here"):
         block(tiny.model("gpt2"), 0)
