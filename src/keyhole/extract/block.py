@@ -527,13 +527,15 @@ class _Undone:
 
     def surroundings(self) -> Surroundings:
         d, e = self.view.axes.shape
-        causal = {"every_token": self.view.every_token, "causal": self.view.causal}
+        plain = Surroundings(
+            self, self.b, every_token=self.view.every_token, causal=self.view.causal
+        )
         if self.view.norm == "none":
-            return Surroundings(self, self.b, **causal)
+            return plain
         # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
         epsilon = self.epsilon * d / e
         left = max(epsilon / _LENGTH**2, 1e-12)
-        return Surroundings(self, self.b, epsilon, asking=math.sqrt(e * (1 - left)), **causal)
+        return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens = sequences @ self.view.axes.mT

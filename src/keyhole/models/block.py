@@ -81,8 +81,8 @@ def _made(
     for each in maps[:-1]:
         weight = double(each.weight)
         bias = weight @ inner_shift
-        rows.append((weight * inner, bias if each.bias is None else bias + double(each.bias)))
-    C, c = double(maps[-1].weight), zero if maps[-1].bias is None else double(maps[-1].bias)
+        rows.append((weight * inner, bias + _bias(each)))
+    C, c = double(maps[-1].weight), zero + _bias(maps[-1])
     (A, a), (G, g) = rows[0], rows[1] if len(rows) > 1 else (zero.new_zeros(0, len(zero)), zero[:0])
     norm: dict[str, Any] = {"norm": "rms"}
     if not before:
@@ -93,6 +93,11 @@ def _made(
     return Block(**parts, A=A, a=a, G=G, g=g, C=C, c=c, activation=activation, **norm,
                  epsilon=epsilon_of(first), epsilon_behind=epsilon_of(second), every_token=True,
                  causal=attention.causal)  # fmt: skip
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    bias = cast("Tensor | None", linear.bias)
+    return linear.weight.new_zeros(()).to("cpu", torch.float64) if bias is None else double(bias)
 
 
 @torch.no_grad()

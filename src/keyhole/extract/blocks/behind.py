@@ -333,11 +333,11 @@ class Behind:
         mirrored = torch.stack([2 * x - sequences[:, 0], x], 1)
         both = torch.cat([sequences, mirrored])
         n, _ = self._directions(both)
-        sums, off = _lengths(*n.chunk(2), delta)
+        sums, off = _lengths(n, delta)
         lost = torch.nonzero(off > _AGREES)[:, 0]
         if len(lost):
             rows = torch.cat([lost, lost + len(x)])
-            again, left = _lengths(*self._followed(both[rows]).chunk(2), delta[lost])
+            again, left = _lengths(self._followed(both[rows]), delta[lost])
             better = left < off[lost]
             sums[lost[better]], off[lost[better]] = again[better], left[better]
         if float(off.max()) > _ROUGH:
@@ -415,13 +415,15 @@ class Behind:
                 step = torch.linalg.solve_ex(torch.cat([top, bottom], 1), wanted[..., None])[0]
                 step = torch.nan_to_num(step[:, :-1, 0])
                 share = torch.ones_like(n[:, :1])
-                for _ in range(5):
-                    tried = radius * normalize(n - share * step, dim=1)
-                    new = look(tried)
+                tried = radius * normalize(n - step, dim=1)
+                new = look(tried)
+                for _ in range(4):
                     worse = (new[1] > size) & (size > 1e-14)
                     if not bool(worse.any()):
                         break
                     share = torch.where(worse[:, None], share / 4, share)
+                    tried = radius * normalize(n - share * step, dim=1)
+                    new = look(tried)
                 done = (new[1] < 1e-10) & (new[1] > 0.5 * size)
                 n, rest, size = tried, *new
                 if bool((done | (size < 1e-15)).all()):
@@ -431,8 +433,9 @@ class Behind:
         return torch.cat(ends), torch.cat(left)
 
 
-def _lengths(forth: Tensor, back: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _lengths(both: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """The first of two sums that differ by delta, from their directions; and how far these fail."""
+    forth, back = both.chunk(2)
     pair = torch.stack([forth, -back], 2)
     gram = pair.mT @ pair
     lengths = torch.linalg.solve(gram, pair.mT @ delta[..., None])

@@ -70,7 +70,8 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     if shapes[0] != shapes[1]:
         raise InputError(f"the blocks differ in heads, units and gates: {shapes[0]}, {shapes[1]}")
     one, two = canonical_block(first), canonical_block(second)
-    units = torch.cdist(*(torch.cat([each.A, each.a[:, None]], 1) for each in (one, two))).argmin(1)
+    ours, theirs = (torch.cat([each.A, each.a[:, None]], 1) for each in (one, two))
+    units = torch.cdist(ours, theirs).argmin(1)
     forms, others = _heads(one), _heads(two)
     likeness = torch.stack([
         torch.cdist(forms[name].flatten(1), others[name].flatten(1)) / forms[name].abs().max()

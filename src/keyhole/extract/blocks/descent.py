@@ -57,7 +57,7 @@ def _step(
     solve: Callable[[Numbers], Numbers],
 ) -> Numbers:  # fmt: skip
     """Conjugate gradients on the normal equations of `J·step = rest`."""
-    _, pull = torch.func.vjp(model, numbers)
+    pull = torch.func.vjp(model, numbers)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
     step = {name: torch.zeros_like(part) for name, part in numbers.items()}

@@ -295,10 +295,13 @@ def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Te
         )
         best = min(best, (left, activation, found), key=lambda each: each[0])
     _, activation, s = best
-    return activation, *_shapes(numbers * s, along, activation)[:3]
+    length, offset, size, _ = _shapes(numbers * s, along, activation)
+    return activation, length, offset, size
 
 
-def _shapes(numbers: Tensor, along: Tensor, activation: str) -> tuple[Tensor, ...]:
+def _shapes(
+    numbers: Tensor, along: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each unit's length, offset, size and relative miss: the best of some starts.
 
     These are the best offsets of a grid for each of some lengths; then Levenberg–Marquardt.
