@@ -24,36 +24,29 @@ TOLERANCE = 1e-6
 LEAST = 9  # of ten seeds
 SWIGLU = {"activation": "silu", "gated": True}
 LLAMA = {**SWIGLU, "groups": 2, "rotary": True, "biases": False}
+WIDE = {"dim": 32, "heads": 8, "width": 64}
 BERT = {"norm": "behind", "epsilon": 1e-12}
+NORMS = {"none": "", "layer": "LayerNorm, ", "rms": "RMSNorm, "}
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "ReLU, d = 8, 6 heads": (
         {"dim": 8, "heads": 6, "head_dim": 1, "width": 16, "activation": "relu", "norm": "none"},
         BITS,
     ),
-    "GELU, d = 16": ({"norm": "none"}, TOLERANCE),
-    "SwiGLU, d = 16": ({**SWIGLU, "norm": "none"}, TOLERANCE),
-    "LayerNorm, GELU, d = 16": ({"norm": "layer"}, TOLERANCE),
-    "RMSNorm, GELU, d = 16": ({"norm": "rms"}, TOLERANCE),
-    "LayerNorm, SwiGLU, d = 16": ({**SWIGLU, "norm": "layer"}, TOLERANCE),
-    "RMSNorm, SwiGLU, rotary, grouped keys, d = 16": (LLAMA, TOLERANCE),
-    "LayerNorms behind the sums, GELU, d = 16": (BERT, TOLERANCE),
-    "LayerNorms behind the sums, GELU, d = 32": (
-        {**BERT, "dim": 32, "heads": 8, "width": 64}, TOLERANCE,
-    ),
-    "ReLU, d = 32, 8 heads": (
-        {"dim": 32, "heads": 8, "width": 64, "activation": "relu", "norm": "none"}, BITS,
-    ),
-    "LayerNorm, GELU, d = 32": ({"dim": 32, "heads": 8, "width": 64, "norm": "layer"}, TOLERANCE),
-    "RMSNorm, GELU, d = 32": ({"dim": 32, "heads": 8, "width": 64, "norm": "rms"}, TOLERANCE),
-    "RMSNorm, SwiGLU, rotary, grouped keys, d = 32": (
-        {**LLAMA, "dim": 32, "heads": 8, "width": 64}, TOLERANCE,
-    ),
+    "ReLU, d = 32, 8 heads": ({**WIDE, "activation": "relu", "norm": "none"}, BITS),
 }  # fmt: skip
+for _size in ({}, WIDE):
+    _dim = f"d = {_size.get('dim', 16)}"
+    for _norm, _name in NORMS.items():
+        KINDS[f"{_name}GELU, {_dim}"] = {**_size, "norm": _norm}, TOLERANCE
+        KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
+    KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
+    KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
-    """`kinds` are those whose name contains it."""
-    chosen = {name: each for name, each in KINDS.items() if kinds in name}
+    """`kinds` are those whose name contains it, or one of several with semicolons between."""
+    parts = kinds.split(";")
+    chosen = {name: each for name, each in KINDS.items() if any(part in name for part in parts)}
     if quick:
         chosen, seeds = dict(list(KINDS.items())[:1]), 1
         yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)

@@ -10,6 +10,8 @@ length, to the largest answer. `--parts` takes some:
     floor        queries for d = 8 … 768 next to the unknowns; `make docs` draws it:
                  docs/queries-against-unknowns.png
     one-layer    Transformers of one layer and ReLU networks
+    last-layer   output matrices of 2,048 tokens behind an RMSNorm, from all log-probabilities, the
+                 best 20 and 5 and the sampled token with a bias, and up to a rotation
 
 The full run takes minutes, most of them the oracle's own.
 """
@@ -30,18 +32,19 @@ from torch import Tensor
 import show
 from keyhole import extract, oracle
 from keyhole.extract import Extraction, Method, Status, canonical
+from keyhole.extract.token_answers import distance
 from keyhole.oracle import OneLayer, ReluFfn
-from planted import fresh_error, worst_error
+from planted import fresh_error, normals, worst_error
 from show import Row
 
-PARTS = ["many-heads", "published", "bound", "floor", "one-layer"]
+PARTS = ["many-heads", "published", "bound", "floor", "one-layer", "last-layer"]
 Runs = list[tuple[Extraction, Any]]  # each with the target as it was planted
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
     makers = {
         "many-heads": many_heads, "published": published, "bound": bound, "floor": floor,
-        "one-layer": one_layer,
+        "one-layer": one_layer, "last-layer": last_layer,
     }  # fmt: skip
     for part in parts:
         yield from makers[part](quick)
@@ -356,6 +359,51 @@ def mirrored(width: int) -> Callable[[int], OneLayer]:
         return OneLayer(half.W, torch.cat([half.A, -half.A]), torch.cat([half.w, half.w]))
 
     return plant
+
+
+# The last layer of a language model.
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "all log-probabilities": {}, "the best 20 with a bias": {"top": 20},
+    "the best 5 with a bias": {"top": 5}, "the sampled token with a bias": {"top": 0},
+    "all, up to a rotation": {"rotation": True},
+}  # fmt: skip
+
+
+def last_layer(quick: bool) -> Iterator[Row]:
+    for d in (8,) if quick else (16, 64):
+        for name, options in ANSWERS.items():
+            items = [stolen(d, seed, options) for seed in range(1 if quick else 5)]
+            right = sum(item["width"] == d for item in items)
+            queries, worst = (max(item[each] for item in items) for each in ("queries", "error"))
+            row = Row(
+                f"last layer, d={d}, {name}", f"width of {right} of {len(items)}", "all",
+                right == len(items), f"{queries:,} queries, error {worst:.1e}",
+            )  # fmt: skip
+            yield show.itemised(row, items)
+
+
+def stolen(d: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The error is relative: after the best linear map, or with `rotation` of inner products."""
+    draw, tokens = normals(seed), 2048
+    W, table = 2 * draw(tokens, d) / math.sqrt(d), draw(tokens, 2 * d)
+    mix, gain = draw(8 * d, d) / math.sqrt(8 * d), (0.5 * draw(d)).exp()
+
+    def logits(ids: Tensor) -> Tensor:
+        x = torch.tanh(table[ids].flatten(1) @ mix)
+        return (x / x.square().mean(1, keepdim=True).sqrt() * gain @ W.mT).log_softmax(1)
+
+    result = extract.OutputLayer(seed=seed, **options)(logits)
+    model, layer = result.model, result.layer
+    error = math.inf
+    if isinstance(model, oracle.planted.OutputMatrix) and layer is not None:
+        _, error = distance(model, W, centred=True)
+        if model.rotated:
+            truth = (W - W.mean(0)) * gain
+            inner = truth @ truth.mT
+            error = float((model.W @ model.W.mT - inner).abs().max() / inner.abs().max())
+    return {"d": d, "seed": seed, **options, "status": str(result.status), "width": result.width,
+            "queries": result.queries, "error": error}  # fmt: skip
 
 
 def hyperplanes(model: object) -> int:

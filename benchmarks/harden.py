@@ -5,11 +5,11 @@ sentences of `--data`, and then evaluated on the dev set: clean accuracy on all 
 the first `--dev` sentences. One process may do one method and one seed; `--join FILE FILE …` reads
 what they wrote with `--json` and makes the table with mean and range over seeds.
 
-Transferred masks come from a plain model of another seed: `--donor FOLDER`, as `--save FOLDER`
-writes it, or one trained first. To look around, `--donor none --attacks stronger` leaves out
-everything but the attack that counts; `--save-only` makes a donor. `--average` is how much of their
-running mean the weights keep. Time and memory are those of the same few batches, plain and defended
-in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
+Transferred masks come from a plain model of another seed, trained first. To look around,
+`--no-donor --attacks stronger` leaves out everything but the attack that counts. `--save FOLDER`
+keeps the models, `--average` is how much of their running mean the weights keep. Time and memory
+are those of the same few batches, plain and defended in turn. Without a GPU the defaults are a
+reduced size, for which no figure is promised.
 
 `--released` trains plain and `sattend-token` as S-Attend's released program does (docs/papers.md):
 its grid of rates and warm-ups, or the one `--rate` with its `--warmup`; the best epoch on the dev
@@ -36,7 +36,7 @@ from keyhole import harden
 from keyhole.data import encode
 from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Evaluation, Training
-from keyhole.models import Loaded, load_model
+from keyhole.models import Loaded
 from show import Row
 from trained import Options, Run, log, spread
 
@@ -68,14 +68,11 @@ def run(
         methods=[], seeds=[], attacks=ATTACKS, warmup=0.06, queries=256
     ),
     average: float = 0.0,
-    donor: str | None = None,
+    no_donor: bool = False,
     save: Path | None = None,
-    save_only: bool = False,
     released: bool = False,
 ) -> Iterator[Row]:
     trained.expect_known("attacks", options.attacks, ATTACKS)
-    if save_only and save is None:
-        raise SystemExit("--save-only needs a folder: give it as --save")
     if options.join:
         joined = trained.joined(options.join)
         yield from trained.kept(joined)
@@ -95,13 +92,13 @@ def run(
         given = {"epochs": RELEASED["epochs"], "batch": RELEASED["batch"], "rate": None}
         missing |= {name: value for name, value in given.items() if name in missing}
     options = replace(options, **(QUICK if quick else missing))
-    bench = Bench(options, quick, small, average, donor, released)
+    bench = Bench(options, quick, small, average, not no_donor, released)
     runs: list[Run] = []
     for method, seed in options.trainings:
         folder = save
         if save and len(options.trainings) > 1:
             folder = save / f"{method.replace(':', '-')}-{seed}"
-        row = bench.run(method, seed, folder, save_only)
+        row = bench.run(method, seed, folder)
         runs += [row.run] if row.run else []
         yield row
     for row in table(runs) if runs else ():
@@ -113,7 +110,7 @@ class Bench:
     """Trains, evaluates, compares; what another model's masks are is found out once a seed."""
 
     def __init__(
-        self, options: Options, quick: bool, small: bool, average: float, donor: str | None,
+        self, options: Options, quick: bool, small: bool, average: float, donor: bool,
         released: bool = False,
     ) -> None:  # fmt: skip
         self.options, self.quick, self.small, self.released = options, quick, small, released
@@ -127,7 +124,7 @@ class Bench:
             name: trained.shortened(attack) if quick else attack for name, attack in attacks.items()
         }
 
-    def run(self, method: str, seed: int, save: Path | None, save_only: bool) -> Row:
+    def run(self, method: str, seed: int, save: Path | None) -> Row:
         options, what = self.options, f"{method}, seed {seed}"
         loaded = self.fresh(seed)
         grid: dict[str, list[float]] = {}
@@ -136,15 +133,14 @@ class Bench:
         else:
             training = self.fit(loaded, method, seed, options.examples, options.epochs)
         log(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
-        if save:
-            self.save(loaded, save)
-        if save_only:
-            return Row(what, "saved", details=str(save))
+        if save:  # in half precision
+            copy.deepcopy(loaded.model).half().save_pretrained(save)
+            loaded.tokenizer.save_pretrained(save)
         names = [name.replace("-", " ") for name in options.attacks]
         found = harden.evaluate(
             loaded.model, loaded.tokenizer, self.dev, seed=seed, attacked=options.dev,
             attacks={name: self.attacks[name] for name in names if name != "wrong label"},
-            donors={} if self.donor == "none" else {DONOR: self.donor_of(seed)},
+            donors={DONOR: self.donor_of(seed)} if self.donor else {},
             wrong_label=self.attacks["wrong label"] if "wrong label" in names else None,
             keep=lambda found: log(f"{what}: {words(found)}"),
         )  # fmt: skip
@@ -267,41 +263,16 @@ class Bench:
                 torch.cuda.max_memory_allocated(device) if on_gpu else 0, tuple(losses),
             )  # fmt: skip
 
-    def found(self, loaded: Loaded) -> Disruption:
-        """The units that the stronger attack cuts on the dev sentences."""
-        return harden.attack(
-            loaded.model, loaded.tokenizer, self.dev[: self.options.dev], self.attacks["stronger"]
-        )
-
     def donor_of(self, seed: int) -> Disruption:
-        key = -1 if self.donor else seed
-        if key not in self.donors:
-            self.donors[key] = self.read_donor() if self.donor else self.train_donor(seed + 100)
-        return self.donors[key]
-
-    def train_donor(self, seed: int) -> Disruption:
-        loaded = self.fresh(seed)
-        self.fit(loaded, "plain", seed, max(1, (self.options.examples or 0) // 3), 1)
-        return self.found(loaded)
-
-    def read_donor(self) -> Disruption:
-        """The masks that its folder holds, where they are for these sentences, or new ones."""
-        folder = Path(self.donor or "")
-        kept = folder / "masks.json"
-        if kept.is_file():
-            masks = Disruption.load(kept)
-            have = {outcome.id for outcome in masks.outcomes}
-            same = masks.method["share"] == self.options.share
-            if same and have >= {example.id for example in self.dev[: self.options.dev]}:
-                return masks
-        return self.found(load_model(folder, task="classification", device=self.options.device))
-
-    def save(self, loaded: Loaded, folder: Path) -> None:
-        """The model in half precision with its tokenizer, and the masks for whom it is a donor."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.found(loaded).save(folder / "masks.json")
-        copy.deepcopy(loaded.model).half().save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+        """The units that the stronger attack cuts on the dev sentences of a plain model."""
+        if seed not in self.donors:
+            loaded = self.fresh(seed + 100)
+            self.fit(loaded, "plain", seed + 100, max(1, (self.options.examples or 0) // 3), 1)
+            self.donors[seed] = harden.attack(
+                loaded.model, loaded.tokenizer, self.dev[: self.options.dev],
+                self.attacks["stronger"],
+            )  # fmt: skip
+        return self.donors[seed]
 
     def cost(self, method: str, seed: int) -> tuple[float, float | None]:
         """Time and memory of training steps against plain ones, in turn, on the same batches."""

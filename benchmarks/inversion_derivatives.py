@@ -19,7 +19,6 @@ import show
 from keyhole import attention, invert
 from keyhole.invert.derivatives.bounds import radius
 from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.hessian import gauss_newton_of
 from planted import normals
 from show import Row, least_seconds, relative
 
@@ -30,13 +29,9 @@ def run(quick: bool) -> Iterator[Row]:
     for size, target in ((4, None), (6, None)) if quick else ((16, 4), (32, 5)):
         yield from against_autodiff(size, target)
     yield blocks(4 if quick else 16)
-    yield gauss_newton(6 if quick else 32, judged=not quick)
     yield products(6 if quick else 64, judged=not quick)
     seeds = range(1 if quick else 5)
     yield from the_theorem(4, seeds)
-    yield repaired(4, seeds)
-    for size in (4,) if quick else (4, 8):
-        yield from the_bounds(size)
     yield from the_assumption(8 if quick else 120)
     yield from the_worst(240 if quick else 10_000, steps=5 if quick else 300)
 
@@ -89,20 +84,6 @@ def blocks(size: int) -> Row:
     errors = [relative(found, other) for other in others]
     what = f"hessian_blocks, n = d = {size}: error against both"
     return Row(what, f"{errors[0]:.1e}, {errors[1]:.1e}", "<= 1e-10", max(errors) <= 1e-10)
-
-
-def gauss_newton(size: int, judged: bool) -> Row:
-    problem, X = plant(size)
-    equations, start = Equations.of(problem), X.unsqueeze(0)
-    J = equations.jacobian(start)[0]
-    error = relative(gauss_newton_of(equations, start)[0], J.mT @ J)
-    slow, fast = least_seconds(lambda: J.mT @ J, lambda: gauss_newton_of(equations, start), runs=10)
-    return show.ratio(
-        f"JᵀJ, n = d = {size}: product of a given J / structured",
-        f"{1e3 * slow:.1f} ms / {1e3 * fast:.1f} ms = {slow / fast:.1f}, error {error:.0e}",
-        "> 1",
-        slow > fast if judged else None,
-    )
 
 
 def products(size: int, judged: bool) -> Row:
@@ -172,46 +153,6 @@ def distances_to_the_optimum(
         state = method.step(equations, state)
         distances.append(float((state.X - best.X).norm()))
     return distances
-
-
-def repaired(size: int, seeds: range) -> Row:
-    """Modified Newton from near the input: how often it comes back, in how many steps."""
-    solved, steps = 0, []
-    for seed in seeds:
-        problem, X = plant(size, seed)
-        start = X + 0.01 * plant(size, seed + 100)[1]
-        result = invert.ModifiedNewton()(problem, start=start)
-        solved += result.solved and result.X is not None and relative(result.X, X) <= 1e-8
-        steps.append(result.iterations)
-    what = f"ModifiedNewton, n = d = {size}, from 0.01 away: the input found"
-    value = f"{solved} of {len(seeds)}, {min(steps)} to {max(steps)} steps"
-    return Row(what, value, "all", solved == len(seeds))
-
-
-def the_bounds(size: int) -> Iterator[Row]:
-    """What the lemmas promise over what is measured, at one input."""
-    bounds = invert.bounds(*near(size))
-    what = f"n = {size}, d = {size}, R = {bounds.R:.1f}"
-
-    def loose(bound: float, value: float) -> str:
-        return f"loose by {math.log10(abs(bound / value)):.1f} orders of magnitude"
-
-    yield Row(
-        f"least eigenvalue of ∇²L, {what}",
-        f"{bounds.lowest:.2g}",
-        f">= -ndR^8 = {bounds.lowest_bound:.1e}",
-        bounds.lowest >= bounds.lowest_bound,
-        f"greatest {bounds.highest:.2g}; {loose(bounds.lowest_bound, bounds.lowest)}"
-        f"; with the R of Theorem 1.3, {bounds.lowest_bound_without_input:.1e}",
-    )
-    yield Row(
-        f"Lipschitz constant of ∇²L seen, {what}",
-        f"{bounds.lipschitz:.2g}",
-        f"<= n^3 d^3 R^10 = {bounds.lipschitz_bound:.1e}",
-        bounds.lipschitz <= bounds.lipschitz_bound,
-        f"{loose(bounds.lipschitz_bound, bounds.lipschitz)}; "
-        f"with the proved constant, {bounds.lipschitz_proved:.1e}",
-    )
 
 
 def the_assumption(draws: int) -> Iterator[Row]:

@@ -4,12 +4,15 @@ Eight kinds of target, five links and five precisions, every combination once: o
 heads, heads of low rank and with biases, and a one-layer Transformer; plain scores, scores with a
 factor and an offset, behind a sigmoid, a tanh and a softmax; answers in float64, float32, float16,
 bfloat16 and with 3 decimals. The seed of a target is its number, not chosen. `auto` knows nothing
-of any but its answers. `--every` 8 asks every eighth through one MLServer as well.
+of any but its answers. `--every` 8 asks every eighth through one MLServer as well. `--blurred` is
+another table: one to four heads whose answers have noise, the same or another whenever a question
+is asked, or are labels.
 
 A target is *read* if the judge says that it was, and the model is as exact as the answers admit: on
 256 fresh sequences of 1, 2, 3 and 5 tokens of norm about 1 it differs from the function before
-rounding by no more than four times what the answers themselves do, or by 1e-6 of the largest. What
-the judge calls read and is further off is *read wrongly*.
+rounding by no more than four times what the answers themselves do, or by 1e-6 of the largest; from
+labels, which do not tell the factor of a score, by 1e-4 behind the best one. What the judge calls
+read and is further off is *read wrongly*.
 """
 
 from __future__ import annotations
@@ -54,6 +57,15 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+LABELS = "labels"
+BLURS: dict[str, Callable[[Oracle], Oracle]] = {
+    "noise of 0.000001": lambda inner: oracle.Noisy(inner, 1e-6),
+    "noise of 0.01": lambda inner: oracle.Noisy(inner, 1e-2),
+    "fresh noise of 0.01": lambda inner: oracle.Noisy(inner, 1e-2, fresh=True),
+    LABELS: oracle.SignOnly,
+}
+
+
 def biased(seed: int, dim: int, heads: int) -> BiasedHeads:
     """Heads with a bias of the queries and of the output, all standard normal."""
     plain = oracle.plant("multi-head", dim=dim, heads=heads, seed=seed).tensors()
@@ -73,10 +85,15 @@ KINDS: dict[str, Callable[[int], oracle.Planted]] = {
     "two heads with biases": lambda seed: biased(seed, 4, 2),
     "one layer": lambda seed: oracle.plant("one-layer", dim=6, width=5, seed=seed),
 }
+BLURRED: dict[str, Callable[[int], oracle.Planted]] = {
+    **dict(list(KINDS.items())[:5]),
+    "four heads": lambda seed: oracle.plant("multi-head", dim=4, heads=4, seed=seed),
+}
 READ, UNCHECKED, MISMATCH, CLEAN, WRONG = SHOWN = (
     "read", "not checked", "called a mismatch", "called clean", "read wrongly",
 )  # fmt: skip
 ADMITTED = 4.0  # times the largest error of the answers themselves
+LABELLED = 1e-4  # of the largest answer, where there are none
 SERVER = Path(__file__).with_name("leaking_server.py")
 
 
@@ -121,24 +138,30 @@ class Answering:
 
     def __init__(self, inner: Oracle, case: Case) -> None:
         self.inner, self.dim = inner, inner.dim
-        self.link, self.rounded = LINKS[case.link], PRECISIONS[case.precision]
+        self.link, self.rounded = LINKS[case.link], PRECISIONS.get(case.precision)
+        self.blurred = inner if self.rounded else BLURS[case.precision](inner)
+        self.labels = case.precision == LABELS
 
     def exactly(self, sequences: Tensor) -> Tensor:
         return self.link(self.inner(sequences))
 
     def __call__(self, sequences: Tensor) -> Tensor:
+        if self.rounded is None:
+            return oracle.ask(self.blurred, sequences)
         return self.rounded(self.exactly(sequences))
 
 
-def run(quick: bool, every: int = 0, processes: int = 1) -> Iterator[Row]:
+def run(quick: bool, every: int = 0, processes: int = 1, blurred: bool = False) -> Iterator[Row]:
     grid = product(KINDS, LINKS, PRECISIONS)
+    if blurred:  # three seeds each
+        grid = product(BLURRED, ["none"], [blur for blur in BLURS for _ in range(3)])
     cases = [Case(*each, seed) for seed, each in enumerate(grid)]
     cases = cases[4::41] if quick else cases
     total = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case in cases:
-            oracle.save(KINDS[case.kind](case.seed), case.file(folder))
+            oracle.save(planted(case), case.file(folder))
         for kind in dict.fromkeys(case.kind for case in cases):
             some = [case for case in cases if case.kind == kind]
             files = repeat(folder, len(some))
@@ -163,6 +186,10 @@ def run(quick: bool, every: int = 0, processes: int = 1) -> Iterator[Row]:
         total[READ] >= least,
         f"{total[UNCHECKED]} {UNCHECKED}",
     )
+
+
+def planted(case: Case) -> oracle.Planted:
+    return {**KINDS, **BLURRED}[case.kind](case.seed)
 
 
 def opened(case: Case, folder: Path) -> Answering:
@@ -192,7 +219,7 @@ def attack(case: Case, target: Oracle) -> End:
     if status is extract.Status.MISMATCH:
         shown = MISMATCH
     if result.model is not None:
-        error, own = errors(Answering(KINDS[case.kind](case.seed), case), result.model)
+        error, own = errors(Answering(planted(case), case), result.model)
         if outcome is Outcome.GIVEN_AWAY:
             shown = READ if error <= max(1e-6, ADMITTED * own) else WRONG
     return End(shown, str(status), result.reason, error, own, result.queries, seconds)
@@ -200,14 +227,16 @@ def attack(case: Case, target: Oracle) -> End:
 
 def errors(target: Answering, model: Oracle) -> tuple[float, float]:
     """How far a model and the answers are off, on fresh sequences, next to the largest answer."""
-    draw, worst, own, largest = normals(987_654_321), 0.0, 0.0, 0.0
-    for length in (1, 2, 3, 5):
-        sequences = draw(64, length, target.dim) / math.sqrt(target.dim)
-        exact = target.exactly(sequences)
-        worst = max(worst, float((model(sequences) - exact).abs().max()))
-        own = max(own, float((target(sequences) - exact).abs().max()))
-        largest = max(largest, float(exact.abs().max()))
-    return worst / largest, own / largest
+    draw, lengths = normals(987_654_321), (1, 2, 3, 5)
+    asked = [draw(64, length, target.dim) / math.sqrt(target.dim) for length in lengths]
+    exact, given, answers = (torch.cat([each(X) for X in asked]) for each in
+                             (target.exactly, model, target))  # fmt: skip
+    largest = float(exact.abs().max())
+    if target.labels:
+        given = given * (given @ exact) / (given @ given)
+        return float((given - exact).abs().max()) / largest, LABELLED / ADMITTED
+    worst, own = ((each - exact).abs().max() for each in (given, answers))
+    return float(worst) / largest, float(own) / largest
 
 
 def _row(what: str, ends: dict[Case, End]) -> tuple[Row, Counter[str]]:

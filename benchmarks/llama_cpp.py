@@ -10,7 +10,9 @@ and values of all layers. `parts`:
 - `texts`: `--texts` turns, read from the last states and from the caches of the first, the middle
   and the last layer, within the error that is measured of such rounding on other texts, the model
   rounding alike. Verified must mean right. The ids in the slots are not looked at;
-- `float32`: the same from the last states in float32, within the same error, `--plain` of them.
+- `float32`: the same from the last states in float32, within the same error, `--plain` of them;
+- `last-layer`, only where it is named: the width of the model and rows of its output matrix from
+  the best `--top` log-probabilities with a bias, and what that takes in queries.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,11 @@ from torch import Tensor
 
 import show
 import subjects
+from keyhole.extract import OutputLayer
+from keyhole.extract.token_answers import compared, true_matrix
 from keyhole.models import Loaded, anatomy, load_model
 from keyhole.models.capture import EIGHT_BITS, eight_bit_activations
+from keyhole.oracle.completions import Completions
 from keyhole.recover import HiddenStates, KeyValues, recover_text
 from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import arrays_of_slot, read_slot
@@ -60,6 +65,8 @@ def run(
     parts: list[str] = PARTS,
     texts: int = 50,
     plain: int = 5,
+    top: list[int] = [20],  # noqa: B006 - read, never changed
+    threads: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
@@ -67,6 +74,10 @@ def run(
         yield from read("random llama", loaded, [own(loaded, each, rounded=True) for each in ids])
         return
     for path in models:
+        for count in top if "last-layer" in parts else ():
+            yield last_layer(path, count, threads)
+        if not set(parts) & set(PARTS):
+            continue
         loaded = load_model(path)
         lines = subjects.turns(data, "dev")
         random.Random(0).shuffle(lines)
@@ -79,6 +90,26 @@ def run(
             yield from read(path.stem, loaded, given)
         if "float32" in parts:
             yield from in_float32(path.stem, loaded, given[:plain])
+
+
+def last_layer(path: Path, top: int, threads: int) -> Row:
+    """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
+    with served(path, f"threads={threads}") as url, closing(Completions.at(url)) as server:
+        found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(server))
+    truth = int(true_matrix(path)[0].shape[1])
+    result = compared(found, path)
+    checked = 0 if result.check is None else result.check.queries
+    layer = result.layer
+    row = Row(
+        f"{path.stem}, last layer from the best {top} with a bias",
+        f"width {result.width}, {result.queries + checked:,} queries", f"width {truth}",
+        result.width == truth,
+        f"{result.reason}; {seconds:.0f} s",
+    )  # fmt: skip
+    return show.itemised(row, [{
+        "top": top, "width": result.width, "queries": result.queries, "judge": checked,
+        "status": str(result.status), "seconds": seconds, "layer": layer and vars(layer),
+    }])  # fmt: skip
 
 
 def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) -> list[Given]:

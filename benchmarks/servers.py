@@ -49,6 +49,8 @@ p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
 for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
     if name == "slots":
         p.slot_save_path, p.swa_full = value, True
+    elif name == "threads":
+        p.cpuparams.n_threads = p.cpuparams_batch.n_threads = int(value)
     elif name == "flash":
         p.flash_attn_type = int(value)
     elif name == "draft":

@@ -116,7 +116,6 @@ class SmoothedQueries:
     units: Units
     kept: Tensor  # (masks, units)
     batch: int
-    singly: bool = False
 
     def logits(self, ordering: Ordering, indices: Tensor, steps: Tensor) -> Tensor:
         return self.votes(ordering.at(steps, indices))[:, None]
@@ -193,7 +192,7 @@ def ours(queries: SmoothedQueries, most: int) -> list[Tensor]:
 def as_released(queries: SmoothedQueries) -> Tensor:
     """HackAttend's search as released; the units that it cuts."""
     units = queries.units
-    limits = budget(units, SHARE, "head", "paper", least=1)
+    limits = budget(units, SHARE, "head", least=1)
     noise = torch.zeros_like(units.free, dtype=torch.float32)
     search = Search(cast("Any", queries), limits, "gradient", "cross-entropy", noise)
     return Greedy()(search).cut[0]

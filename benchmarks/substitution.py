@@ -13,13 +13,11 @@ of words), written in the same case, none of them special. Neighbours are not sy
 "bad" are near): it says how little a model withstands, not that people would read the same.
 
 Words are taken in the order of what their loss does to the margin (`leave-one-out`: each is
-replaced by the unknown token), or of what the best substitution does to first order (`gradient`).
-`masked` takes the order of the first and the words that a masked language model has for the place,
-as BERT-Attack does (arXiv 2004.09984): the text as it is, its `nearest` × 6 best words. No such
-model comes in a package, so `--encoder` with a new head is trained on the texts of `--data` first,
-and saved as `--masked FOLDER`, which may also hold another one with the same tokens.
-The first two differ most where a table was learnt from the task alone: there the neighbours of the
-words that matter say the same, and flips come from the neighbours of words that do not.
+replaced by the unknown token). `masked` takes the same order and the words that a masked language
+model has for the place, as BERT-Attack does (arXiv 2004.09984): the text as it is, its `nearest` ×
+6 best words. No such model comes in a package, so `--encoder` with a new head is trained on the
+texts of `--data` first, and saved as `--masked FOLDER`, which may also hold another one with the
+same tokens.
 At each the substitution with the smallest margin stays, if it is smaller than before; the first
 flip ends it. At most `share` of a text's words are replaced, and one in any case.
 
@@ -51,7 +49,7 @@ from trained import Options, Run, Task, spread
 
 MAX_LENGTH = 128
 SHARES = (0.1, 0.2, 0.3)
-RANKINGS = ["leave-one-out", "gradient", "masked"]
+RANKINGS = ["leave-one-out", "masked"]
 _LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
 
 
@@ -211,17 +209,11 @@ class WordSubstitution:
             for place in range(len(words))
             if (others := self.others(victim, words, place))
         }
-        queries = 1
         margin = float(victim.margins([words], example.label)[0])
         order = list(options)
-        if self.ranking != "gradient":
-            without = [[*words[:place], victim.unknown, *words[place + 1 :]] for place in order]
-            worth = victim.margins(without, example.label)
-            queries += len(order)
-        else:
-            worth = victim.slopes(words, options, example.label)
-            queries += 1
-        changed = 0
+        without = [[*words[:place], victim.unknown, *words[place + 1 :]] for place in order]
+        worth = victim.margins(without, example.label)
+        queries, changed = 1 + len(order), 0
         for number in worth.argsort(stable=True).tolist():
             if margin < 0 or changed == self.most(len(words)):
                 break
@@ -366,35 +358,6 @@ class Victim:
         examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
         with torch.no_grad():
             return self._margins(self.batch(examples), label).cpu()
-
-    def slopes(self, words: Sequence[str], options: dict[int, list[str]], label: int) -> Tensor:
-        """What the best substitution at each place does to the margin, to first order."""
-        table = self.model.get_input_embeddings()
-        batch = self.batch([Example("0", label, " ".join(words))])
-        seen: list[Tensor] = []
-
-        def follow(_module: Any, _given: Any, output: Tensor) -> Tensor:
-            seen.append(output.detach().requires_grad_(True))
-            return seen[0]
-
-        handle = table.register_forward_hook(follow)
-        try:
-            with torch.enable_grad():
-                margin = self._margins(batch, label).sum()
-                gradient = torch.autograd.grad(margin, seen[0])[0][0]
-        finally:
-            handle.remove()
-        starts = self.starts(words)
-        gains: list[float] = []
-        for place, others in options.items():
-            own = self.token(words[place])
-            ids = [self.token(other) for other in others]
-            if starts[place] >= len(gradient):  # beyond where the text is cut off
-                gains.append(0.0)
-                continue
-            moved = table.weight[ids] - table.weight[own]
-            gains.append(float((moved @ gradient[starts[place]]).min()))
-        return torch.tensor(gains)
 
     def starts(self, words: Sequence[str]) -> list[int]:
         """The position of each word's first token in the encoded text."""

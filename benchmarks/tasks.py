@@ -26,11 +26,8 @@ dialogues is longer than its 256 tokens). `--parts factors` reads the runs, its 
 FILE …`, and tells what flipping depends on: margin, tokens and entropy of attention.
 
 For each model, each factor and each attack that flips some answers and not others: the share that
-flipped in each quarter of the answers by that factor, how often an answer that flipped has the
-larger value than one that stands (ties count half; 50%: the factor tells nothing), and its weight
-in a logistic regression on all factors, in standard deviations. The regression is then fitted on
-the other tasks' plain models alone and asked how many of this task's answers flip: where it is
-right, tasks differ because their margins, lengths and entropies do.
+flipped in each quarter of the answers by that factor, and how often an answer that flipped has the
+larger value than one that stands (ties count half; 50%: the factor tells nothing).
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ TASKS = {
 }
 FACTORS = ("margin", "tokens", "entropy")
 OUTCOMES = ("strongest", "strongest-tenth", "as-released")
-_RIDGE = 1e-2  # keeps a weight finite where a factor tells all answers apart
 
 
 def run(
@@ -159,15 +155,13 @@ def made_up(name: str, number: int) -> Example:
 
 
 def by_factor(runs: Sequence[Run]) -> Iterator[Row]:
-    """What flipping depends on, in each model and across tasks."""
+    """What flipping depends on, in each model."""
     for what, method in dict.fromkeys((run["what"], run["method"]) for run in runs):
         own = [run for run in runs if (run["what"], run["method"]) == (what, method)]
         for outcome in OUTCOMES:
             values, flipped = answers(own, outcome)
             if len(flipped):
                 yield from described(f"{what}, {method}, {outcome}", values, flipped)
-    for outcome in OUTCOMES:
-        yield from foretold([run for run in runs if run["method"] == "plain"], outcome)
 
 
 def answers(runs: Sequence[Run], outcome: str) -> tuple[Tensor, Tensor]:
@@ -187,13 +181,11 @@ def described(name: str, values: Tensor, flipped: Tensor) -> Iterator[Row]:
         what = "all flip" if flipped[0] else "none flips"
         yield Row(name, f"{what}: nothing to tell apart", details=f"{len(flipped)} answers")
         return
-    weights = regression(standard(values, values), flipped)[1:]
     for number, factor in enumerate(FACTORS):
         shares = ", ".join(f"{share:.0%}" for share in quarters(values[:, number], flipped))
         details = (
-            f"larger where flipped: {larger(values[:, number], flipped):.0%}; weight "
-            f"{weights[number]:+.2f}; median {values[:, number].median():.3g}; "
-            f"{len(flipped)} answers"
+            f"larger where flipped: {larger(values[:, number], flipped):.0%}; median "
+            f"{values[:, number].median():.3g}; {len(flipped)} answers"
         )
         yield Row(f"{name}: flips by quarter of {factor}", shares, details=details)
 
@@ -208,41 +200,6 @@ def larger(values: Tensor, flipped: Tensor) -> float:
     """How often an answer that flipped has the larger value than one that stands."""
     gaps = values[flipped > 0][:, None] - values[flipped == 0]
     return float((gaps > 0).double().mean() + (gaps == 0).double().mean() / 2)
-
-
-def standard(values: Tensor, of: Tensor) -> Tensor:
-    """In standard deviations from the mean of `of`, with a column of ones for the intercept."""
-    scale = of.std(0).clamp(min=1e-12)
-    return torch.cat([torch.ones_like(values[:, :1]), (values - of.mean(0)) / scale], 1)
-
-
-def regression(inputs: Tensor, flipped: Tensor) -> Tensor:
-    """Logistic, by Newton's method; all weights but the intercept's are held back a little."""
-    ridge = torch.full((inputs.shape[1],), _RIDGE * len(flipped), dtype=torch.float64)
-    ridge[0] = 0
-    weights = torch.zeros(inputs.shape[1], dtype=torch.float64)
-    for _ in range(100):
-        expected = torch.sigmoid(inputs @ weights)
-        slope = inputs.T @ (expected - flipped) + ridge * weights
-        curvature = (inputs.T * (expected * (1 - expected))) @ inputs + torch.diag(ridge)
-        step = torch.linalg.solve(curvature, slope)
-        weights = weights - step / max(1.0, float(step.norm()))  # no longer than 1: it converges
-        if float(step.norm()) < 1e-12:
-            break
-    return weights
-
-
-def foretold(plain: Sequence[Run], outcome: str) -> Iterator[Row]:
-    """Each task's flips as the other tasks' models foretell them."""
-    for name in dict.fromkeys(run["what"] for run in plain):
-        values, flipped = answers([run for run in plain if run["what"] == name], outcome)
-        others, known = answers([run for run in plain if run["what"] != name], outcome)
-        if not len(flipped) or not len(known) or known.min() == known.max():
-            continue
-        weights = regression(standard(others, others), known)
-        expected = float(torch.sigmoid(standard(values, others) @ weights).mean())
-        yield Row(f"{name}, {outcome}: flips foretold by the other tasks", f"{expected:.1%}",
-                  details=f"measured {flipped.mean():.1%} of {len(flipped)}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Methods of training (`--methods`, with commas):
 
     plain  strongest  sattend:RATE  sattend-token:RATE
     freelb  smart  r3f  asa  creat  augmented, each with settings: smart:radius=0.1:steps=2
-    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
+    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS]]]]
     METHOD+METHOD
     METHOD>SHARE>METHOD   the second from that share of the steps on
 """
@@ -116,7 +116,7 @@ def defence(name: str) -> Defence:
     kind, *given = name.split(":")
     if kind == "attack-masks":
         makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
-            ("weight", float), ("share", float), ("label", str), ("rounds", int), ("kind", str),
+            ("weight", float), ("share", float), ("label", str), ("rounds", int),
         )  # fmt: skip
         chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
         return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})

@@ -50,15 +50,15 @@ def option_names() -> set[str]:
 
 
 def cli_reference() -> str:
-    """What many commands share, once; then every command: usage, what it does, its own options."""
+    """What many commands share, once; then every command: what it does, its own options."""
     described = [(title, command, _parameters(command, title)) for title, command in commands()]
-    uses = Counter(line for *_, lines in described for line in lines if _name(line) is not None)
+    uses = Counter(line for *_, lines in described for line in lines)
     most: dict[str, str] = {}  # of an option that is described in two ways, the usual one
     for line, count in uses.most_common():
         if count > 1:
-            most.setdefault(str(_name(line)), line)
+            most.setdefault(_name(line), line)
     shared = {*most.values()}
-    parts = [_HEAD, "## Options that commands share\n", *(most[name] for name in sorted(most)), ""]
+    parts = [_HEAD, "## What commands share\n", *(most[name] for name in sorted(most)), ""]
     return "\n".join([*parts, *(_section(*each, shared) for each in described)])
 
 
@@ -76,11 +76,9 @@ def _parameters(command: Any, title: str) -> list[str]:
 
 
 def _section(title: str, command: Any, parameters: list[str], shared: set[str]) -> str:
-    context = command.context_class(command, info_name=title)
-    usage = " ".join([title, *command.collect_usage_pieces(context)])
-    parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
+    parts = [f"## {title}\n", _plain(command.help), ""]
     parts += ["", *(line for line in parameters if line not in shared)]
-    if common := [str(_name(line)) for line in parameters if line in shared]:
+    if common := [_name(line) for line in parameters if line in shared]:
         parts.append(f"\nAlso, as above: {', '.join(common)}.")
     if command.epilog:
         lines = command.epilog.splitlines()[1:]
@@ -88,10 +86,9 @@ def _section(title: str, command: Any, parameters: list[str], shared: set[str]) 
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
 
 
-def _name(line: str) -> str | None:
-    """The long name of an option, as code; None of an argument."""
-    found = re.match(r"- `(?:-\w, )?(--[\w-]+)", line)
-    return None if found is None else f"`{found[1]}`"
+def _name(line: str) -> str:
+    """The long name of an option, or that of an argument, as code."""
+    return f"`{re.split('[ `]', line.removeprefix('- `-o, ').removeprefix('- `'))[0]}`"
 
 
 def _plain(text: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+import quoted
+
 FOLDER = Path(__file__).parent / "drawings"
 STYLE = """
 svg { color-scheme: light dark; font: 13px system-ui, sans-serif; --ink: #1f2328; --soft: #59636e;
@@ -276,11 +278,52 @@ def harden() -> Sheet:
     return sheet
 
 
+# What protects stored vectors: each letter is a defence, its points the strengths.
+LETTERS = {
+    "none": "0", "Gaussian noise": "G", "metric privacy": "M", "rounding": "B",
+    "product quantisation": "Q", "random projection": "P", "truncation": "T",
+    "secret rotation": "R",
+}  # fmt: skip
+RECORDS = {
+    "MiniLM": ("protection-minilm", "protection-maps"), "MPNet": ("protection-mpnet",),
+    "Nomic": ("protection-nomic",),
+}  # fmt: skip
+
+
+def protection() -> Sheet:
+    """Texts read against recall, one panel for each encoder, from the records."""
+    sheet = Sheet("Texts read behind each defence, against what retrieval keeps", height=290)
+    drawn = set[str]()
+    for number, (name, records) in enumerate(RECORDS.items()):
+        x, y, size = 46 + 230 * number, 30, 190
+        sheet.path([(x, y), (x, y + size), (x + size, y + size)], "axis")
+        sheet.text(x + size / 2, y - 10, name, "middle")
+        for share in (0, 0.5, 1):
+            sheet.text(x - 18, y + 4 + size * (1 - share), f"{share:.0%}", "soft small middle")
+            sheet.text(x + size * share, y + size + 14, f"{share:g}", "soft small middle")
+        points: dict[str, list[tuple[float, float]]] = {}
+        for run in (run for each in records for run in quoted.Record.load(each).runs):
+            if run.get("defence") in LETTERS:
+                place = (x + size * run["recall"], y + size * (1 - run["exact"] / run["texts"]))
+                points.setdefault(LETTERS[run["defence"]], []).append(place)
+        drawn |= set(points)
+        for letter, places in points.items():
+            if letter != "R":  # all of them keep every distance
+                sheet.path(sorted(places), "axis")
+            for left, top in places:
+                sheet.text(left, top + 4, letter, "leak small middle")
+    sheet.text(46, 252, "up: texts read exactly; across: recall@10 that is left", "soft small")
+    words = [f"{letter} {name}" for name, letter in LETTERS.items() if letter in drawn]
+    for row in range(2):
+        sheet.text(46, 268 + 14 * row, " · ".join(words[4 * row : 4 * row + 4]), "soft small")
+    return sheet
+
+
 DRAWINGS: dict[str, Callable[[], Sheet]] = {
     "hidden-states": hidden_states, "embeddings": embeddings, "logits": logits, "scores": scores,
     "maps-and-caches": maps_and_caches, "gradients": gradients, "masks": masks,
     "extract": extract, "invert": invert, "recover": recover,
-    "disrupt": disrupt, "harden": harden,
+    "disrupt": disrupt, "harden": harden, "protection": protection,
 }  # fmt: skip
 
 

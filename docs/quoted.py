@@ -8,7 +8,8 @@ and docs/figures/NAME.json is the record: what was measured (`rows`), by which `
 `commit`, on which `machine`, and whether it is `kept` as the command wrote it, with what each item
 gave under `runs`, or was transcribed from a document, for which there must be a `reason`. Where the
 program has moved since, `again` is the command of today. Several names may be given, with commas.
-A table whose numbers were not measured (formulas, settings, names) says so, with the reason:
+The mark of a paragraph holds for a table right behind it too. A table whose numbers were not
+measured (formulas, settings, names) says so, with the reason:
 
     <!-- not measured: REASON -->
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
@@ -93,15 +94,17 @@ class Block:
 def blocks(document: Path) -> Iterator[Block]:
     """What a document consists of, with the marks that stand in front."""
     mark: dict[str, Any] = {}
+    ahead = False  # is a mark waiting for its block?
     for line, text in _pieces(document.read_text("utf-8")):
-        if (found := MARK.fullmatch(text.strip())) is None:
-            yield Block(document, line, text, **mark)
-            mark = {}
-        elif found[1] == "figures":
-            mark = {"records": tuple(name.strip() for name in found[2].split(","))}
-        else:
-            mark = {"reason": found[2]}
-    if mark:
+        if (found := MARK.fullmatch(text.strip())) is not None:
+            names = tuple(name.strip() for name in found[2].split(","))
+            mark = {"records": names} if found[1] == "figures" else {"reason": found[2]}
+            ahead = True
+            continue
+        block = Block(document, line, text)
+        yield replace(block, **mark) if ahead or block.table else block
+        mark, ahead = mark if ahead and not block.table else {}, False
+    if ahead:
         raise ValueError(f"nothing follows the last mark of {document.name}")
 
 

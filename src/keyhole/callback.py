@@ -181,10 +181,10 @@ def figures(assessment: Assessment) -> dict[str, float]:
     }
 
 
-def examples_in(rows: Iterable[Any], tokenizer: Any, most: int = _FLIPS) -> list[Example]:
+def examples_in(rows: Iterable[Any], tokenizer: Any) -> list[Example]:
     """The first rows that hold a text, or the ids of one, with their class where they have one."""
     made: list[Example] = []
-    for number, row in enumerate(itertools.islice(rows, most), 1):
+    for number, row in enumerate(itertools.islice(rows, _FLIPS), 1):
         if not isinstance(row, Mapping):
             continue
         held = cast("Mapping[str, Any]", row)

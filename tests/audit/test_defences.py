@@ -21,7 +21,8 @@ def test_an_endpoint(tmp_path):
     targets = {
         "head": oracle.plant(dim=3, seed=1), "layer": oracle.plant("attention", dim=2, seed=1)
     }  # fmt: skip
-    result = keyhole.audit(targets, against_defences=True)
+    only = "KH-WEIGHTS-ROUNDED-SCORES"  # the rule that defended scores fall under
+    result = keyhole.audit(targets, against_defences=True, only=only)
     behind = {
         finding.exposure.name: finding
         for finding in result.findings
@@ -38,7 +39,9 @@ def test_an_endpoint(tmp_path):
 
 
 def test_a_layer_alone_has_nothing_to_try():
-    result = keyhole.audit(oracle.plant("attention", dim=4, seed=1), against_defences=True)
+    only = "KH-WEIGHTS-ROUNDED-SCORES"
+    target = oracle.plant("attention", dim=4, seed=1)
+    result = keyhole.audit(target, against_defences=True, only=only)
     reasons = [skip.reason for skip in result.skips if skip.exposure.variant == "defended"]
     assert len(reasons) == 14
     assert set(reasons) == {

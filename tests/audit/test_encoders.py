@@ -38,8 +38,10 @@ def opened(store, folders, *names):
     return target
 
 
-@pytest.mark.parametrize("maker", [made_stores.jsonl, made_stores.npy], ids=["texts", "none"])
-@pytest.mark.parametrize("name", ["first", "second"])
+@pytest.mark.parametrize(
+    ("name", "maker"), [("first", made_stores.jsonl), ("second", made_stores.npy)],
+    ids=["texts", "none"],
+)  # fmt: skip
 def test_the_right_one_is_found_and_how_sure_is_said(name, maker, folders, tmp_path):
     target = opened(maker(tmp_path, vectors(name), TEXTS), folders, "first", "wider", "second")
     assert target.loaded.name == target.encoder == str(folders / name)

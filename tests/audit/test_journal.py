@@ -78,7 +78,9 @@ def followed(rows):
 
 
 @pytest.mark.parametrize(
-    ("target", "only"), [({"head": HEAD, "layer": LAYER}, ()), (classifier(), ONLY)], ids=type
+    ("target", "only"),
+    [({"head": HEAD, "layer": LAYER}, ("weights",)), (classifier(), ONLY)],
+    ids=type,
 )
 def test_wherever_it_stops_it_ends_with_the_same_findings(target, only, tmp_path):
     whole, rows = audit(target, only=only, track=followed(rows := [])), rows

@@ -24,12 +24,23 @@ ATTACKS = [row for _, row in extraction.METHODS.rows()]
 LEAKS = [row for _, row in inversion.METHODS.rows()]
 
 
-def test_the_demo_gives_its_weights_away():
-    endpoints = demo_endpoints()
+def test_targets_like_the_demos_give_their_weights_away():
+    """Its kinds of endpoints, each narrower than there."""
+    endpoints = {
+        "head": oracle.plant("head", dim=24, rank=3, seed=2601),
+        "heads": oracle.plant("multi-head", dim=16, heads=2, rank=4, seed=2601),
+        "one-layer": oracle.plant("one-layer", dim=8, width=16, seed=2601),
+        "last token": oracle.plant("attention", dim=16, seed=2601),
+        "every token": oracle.plant("attention", dim=16, every_token=True, causal=True, seed=2601),
+        "no mask": oracle.plant("attention", dim=16, every_token=True, seed=2601),
+    }
+    assert [each.kind for each in endpoints.values()] == [
+        each.kind for each in demo_endpoints().values()
+    ]
     found = audit(endpoints)
     by_exposure = by_name(found.findings)
     full, low = by_exposure["full scores"], by_exposure["full scores, low-rank head"]
-    assert full.queries == 64 * 64 + 64
+    assert full.queries == 24 * 24 + 24
     assert low.queries < full.queries / 3
     limited = by_exposure["scores under a budget"]
     assert limited.status is Status.UNSOLVED  # the budget held

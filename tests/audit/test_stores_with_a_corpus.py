@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +67,24 @@ def test_a_corpus_is_counted_once_for_all_checks(target, tmp_path):
     assert finding.estimate.exact == len(TEXTS)
     read = ["".join(piece.text for piece in r.pieces).strip() for r in finding.texts[0].readings]
     assert read == TEXTS
+
+
+def test_what_noise_would_change_is_measured_on_the_store_itself(target):
+    target = replace(target, method=replace(target.method, search=SumSearch(passes=200)))
+    found = audit(target, against_defences=True).findings
+    behind = [each for each in found if each.exposure.variant == "defended"]
+    assert len(found) == 1 + len(behind)
+    assert len(behind) == 4
+    read = {each.exposure.name.split(",")[0]: each for each in behind}
+    assert set(read) == {"Gaussian noise", "rounding"}
+    for each in behind:
+        count, lost = re.match(
+            r"(\d) of 4 texts were read, and recall@10 falls by ([\d.]+)%", each.reason
+        ).groups()
+        assert each.known == int(count) / 4
+        assert 0 <= float(lost) <= 100
+    strongest = read["Gaussian noise"]  # the last of them
+    assert strongest.status is Status.UNSOLVED
 
 
 def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(target, tmp_path, monkeypatch):

@@ -92,13 +92,10 @@ def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
     share=st.floats(0, 0.3), seed=st.integers(0, 5), scope=st.sampled_from(["head", "model"]),
     ranking=st.sampled_from(list(RANKINGS)),
     schedule=st.sampled_from([Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]),
-    units=st.sampled_from(["paper", "all"]),
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
-def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule, units):
-    method = HackAttend(
-        share=share, scope=scope, ranking=ranking, schedule=schedule, head_units=units
-    )
+def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule):
+    method = HackAttend(share=share, scope=scope, ranking=ranking, schedule=schedule)
     _, batch, _, found = attacked(method=method, seed=seed, count=2)
     for row, outcome in enumerate(found.outcomes):
         n = int(batch["attention_mask"][row].sum())
@@ -108,8 +105,7 @@ def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, 
             heads[unit.layer, unit.head] = heads.get((unit.layer, unit.head), 0) + 1
             assert not {unit.query, unit.key} & special
         if scope == "head":
-            most = share * ((n - 1) ** 2 if units == "paper" else n * n)
-            assert max(heads.values(), default=0) <= most + 1e-6
+            assert max(heads.values(), default=0) <= share * (n - 1) ** 2 + 1e-6
         else:
             assert sum(heads.values()) <= share * outcome.units + 1e-6
 
@@ -205,11 +201,9 @@ def test_as_released_one_at_a_time_and_in_batches(order, scale):
     """The greedy of the paper: the same masks whether asked singly or in batches."""
     results = [
         attacked(
-            method=HackAttend.as_released(0.05, scale, order=order, one_at_a_time=single),
-            seed=6,
-            count=2,
+            method=HackAttend.as_released(0.05, scale, order=order, batch=size), seed=6, count=2
         )[3]
-        for single in (True, False)
+        for size in (1, 64)
     ]
     for single, batched in zip(results[0].outcomes, results[1].outcomes, strict=True):
         assert (single.cut, single.steps) == (batched.cut, batched.steps)
@@ -221,7 +215,7 @@ def test_as_released_one_at_a_time_and_in_batches(order, scale):
 
 def test_the_released_order_is_by_what_a_silent_head_costs():
     """Layers first, then heads, by hand: the confidence with each gated to zero."""
-    method = HackAttend.as_released(0.02, one_at_a_time=True)
+    method = HackAttend.as_released(0.02, batch=1)
     model, batch, labels, found = attacked(seed=7, method=method, count=2)
 
     class Gate(Untouched):
@@ -489,10 +483,10 @@ def test_the_judge_throws_out_what_breaks_the_rules():
         for unit in outcome.cut:
             place = units.places[unit.layer]
             units.at(cut, place)[row, 0, unit.head, unit.query, unit.key] = True
-    limits = budget(units, 0.2, "head", "paper")
+    limits = budget(units, 0.2, "head")
     honest = judge(model, question, units, cut, limits, 8).flipped
     assert honest.tolist() == [outcome.flipped for outcome in found.outcomes]
-    tight = budget(units, 0.01, "model", "paper")
+    tight = budget(units, 0.01, "model")
     tight.total.zero_()
     assert not judge(model, question, units, cut, tight, 8).flipped.any()
     cut[:, 0] = True  # [CLS] to [CLS]

@@ -60,7 +60,12 @@ def test_ends_in_a_status(behaviour):
     for seed in range(9):
         every = methods(seed)
         method = every[(seed + BEHAVIOURS.index(behaviour)) % len(every)]
-        result = method(Odd(behaviour, seed))
+        odd = Odd(behaviour, seed)
+        result = method(odd)
+        if behaviour == "nondeterministic" and result.status is Status.RECOVERED:  # behind noise
+            tokens = torch.eye(DIM, dtype=torch.float64)[None]
+            assert torch.allclose(result.model(tokens), odd.inner(tokens), rtol=1e-6)
+            continue
         assert result.status is not Status.RECOVERED, (seed, method)
         assert result.status.advice
         assert "\n" not in result.reason

@@ -45,9 +45,26 @@ def test_a_block_is_stored(tmp_path):
     assert torch.equal(target(X), again(X))
 
 
-@pytest.mark.parametrize("kind", [RELU, BENT, LLAMA])
+NOT_UNIQUE = {**RELU, "width": 12, "seed": 6}  # of the states h that give an answer
+CROWDED = {**SMALL, "width": 8, "activation": "silu", "gated": True, "norm": "layer"}
+PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": False}
+
+
+@pytest.mark.parametrize(
+    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED]
+)
 def test_every_number_comes_back(kind):
-    target = plant_block(**kind)
+    _expect_back(plant_block(**kind))
+
+
+def test_a_unit_that_is_nearly_always_open_comes_back():
+    target = plant_block(**RELU)
+    a = target.a.clone()
+    a[2] = 4 * target.A[2].norm()
+    _expect_back(replace(target, a=a))
+
+
+def _expect_back(target):
     result = extract.TransformerBlock()(target)
     assert result.status is Status.RECOVERED, result.reason
     found = result.model
@@ -138,6 +155,23 @@ def test_attention_is_read_through_norms_behind_the_sums():
     pairs = 0.3 * torch.randn(5, 2, 8, generator=stream, dtype=torch.float64)
     wanted = target.sub_layer(pairs) @ axes
     assert torch.allclose(around(pairs), wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rounded", [
+    lambda y: y.float().double(), lambda y: y.bfloat16().double(), lambda y: y.round(decimals=3),
+])  # fmt: skip
+def test_coarse_answers_could_not_be_checked(rounded):
+    block = plant_block(dim=6, heads=2, width=4, norm="layer")
+
+    class Coarse:
+        dim = block.dim
+
+        def __call__(self, sequences):
+            return rounded(block(sequences))
+
+    result = extract.TransformerBlock()(Coarse())
+    assert result.status is Status.UNVERIFIED
+    assert "float64 would do" in result.reason
 
 
 def test_a_budget_ends_it():

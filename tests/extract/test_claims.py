@@ -119,6 +119,11 @@ def sub_layer(seed):
     return Case(extract.AttentionSubLayer(seed=seed), truth, truth, truth.unknowns, 8)
 
 
+def layers(d, seed):
+    truth = oracle.plant("attention-layers", dim=d, seed=seed)
+    return Case(extract.AttentionLayers(seed=seed), truth, truth, truth.unknowns, d)
+
+
 def clipped(truth):
     return oracle.Rounded(oracle.Clipped(truth, 3.0), 3)
 
@@ -159,13 +164,14 @@ CASES = {
     "FullOutput, heads": lambda d, s: vectors(d, s, 2),
     "FullOutput, every token": lambda d, s: vectors(d, s, 2, every_token=True),
     "AttentionSubLayer": lambda d, s: sub_layer(s),
+    "AttentionLayers": lambda d, s: layers(d, s),
     "Auto": lambda d, s: single(extract.Auto(seed=s), d, s, (d + 1) // 2),
     "Auto, heads": lambda d, s: heads(extract.Auto(seed=s), d, s, 3),
 }  # fmt: skip
 SLOW = {
     "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (4,),
     "SignOnly": (2,),
-    "AttentionSubLayer": (8,), "Auto, heads": (2,),
+    "AttentionSubLayer": (8,), "AttentionLayers": (3,), "Auto, heads": (2,),
 }  # fmt: skip
 
 

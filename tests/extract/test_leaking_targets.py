@@ -122,6 +122,21 @@ def test_decimals_are_no_obstacle_to_several_heads():
         assert min(float((truth - found).abs().max()) for found in result.model.W) <= 1e-7
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("kind", ["head", "several heads"])
+def test_noise_is_no_obstacle(kind, fresh):
+    """Longer tokens make it harmless; heads that are read one by one say what they would need."""
+    target = KINDS[kind]()
+    noisy = oracle.Noisy(target, 1e-2, fresh=fresh)
+    result = extract.Auto()(noisy)
+    assert result.status is Status.RECOVERED, result.reason
+    questions = torch.randn(16, 3, target.dim, generator=torch.Generator().manual_seed(5)).double()
+    assert torch.allclose(result.model(questions), target(questions), rtol=1e-6, atol=1e-6)
+    exact = extract.MultiHead()(noisy)
+    assert exact.status is Status.UNVERIFIED
+    assert "rounded or noisy" in exact.reason
+
+
 def test_a_fit_says_how_well_it_is_known():
     """Twice the error of the answers is twice that of the model, and more answers mean less."""
     head = oracle.plant("head", dim=3, seed=1)

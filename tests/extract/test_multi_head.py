@@ -341,7 +341,10 @@ def odd_answers(target: oracle.MultiHead, seed: int):
 def test_odd_oracles_end_in_a_status(kind):
     torch.manual_seed(0)
     result = extract.MultiHead()(Odd(odd_answers(plant(4, 2), 0)[kind], 4))
-    assert result.status in (Status.MISMATCH, Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
+    unknown = [Status.UNVERIFIED] if "noise" in kind or kind in ("hash", "step") else []
+    assert result.status in (
+        Status.MISMATCH, Status.ORACLE_FAILED, Status.NOT_APPLICABLE, *unknown,
+    )  # fmt: skip
     assert result.queries < 30_000
 
 
@@ -372,7 +375,8 @@ DEGRADED = {
 @pytest.mark.parametrize("kind", DEGRADED)
 def test_degraded_answers_end_in_a_status(kind):
     result = extract.MultiHead()(DEGRADED[kind](plant(4, 2)))
-    assert result.status in (Status.MISMATCH, Status.INEXACT, Status.ORACLE_FAILED)
+    changed = Status.MISMATCH if kind.startswith("clipped") else Status.UNVERIFIED
+    assert result.status in (changed, Status.INEXACT, Status.ORACLE_FAILED)
 
 
 def test_answers_to_thirteen_digits_are_enough():

@@ -105,11 +105,12 @@ def test_nothing_is_recovered_outside_the_domain_it_states(kind, method):
         result = method(seed=seed)(odd)
         if result.status not in CLAIMED:
             continue
-        assert kind not in ("the server is switched", "answers drift", "answers are noisy")
+        assert kind not in ("the server is switched", "answers drift")
         assert str(result.domain) in result.reason
+        answers = odd.true if kind == "answers are noisy" else odd  # the head behind the noise
         for sequences in inside(result.domain, torch.Generator().manual_seed(seed)):
-            stated = odd(sequences).abs() <= result.domain.largest
-            wrong = ((result.model(sequences) - odd(sequences)).abs() * stated).max()
+            stated = answers(sequences).abs() <= result.domain.largest
+            wrong = ((result.model(sequences) - answers(sequences)).abs() * stated).max()
             assert wrong <= 1e-4 * odd.true(sequences).abs().max(), (seed, sequences.shape)
 
 

@@ -13,7 +13,7 @@ from keyhole.extract import OutputLayer, Status
 from keyhole.extract.token_answers import distance
 from keyhole.models import load_model
 from keyhole.models.next_token import NextTokenLogits
-from keyhole.oracle.token_questions import Logits
+from keyhole.oracle.token_questions import ABSENT, Logits, parts_of
 from tiny_models import language_model, save, tokenizer
 
 
@@ -192,6 +192,74 @@ def test_it_is_saved_and_comes_back(tmp_path):
     assert f"width {WIDTH}" in again.summary()
 
 
+def test_no_prompt_is_asked_twice():
+    """Two equal answers fall off a cliff of their own: 40 single tokens, of which 24 are asked."""
+    target = PlantedLogits(words=40, width=8)
+    result = OutputLayer(length=1)(lambda ids: target(ids.expand(-1, 4)))
+    asked = [tuple(ids) for ids in target.asked[1 : result.queries]]
+    assert (result.width, len(set(asked))) == (8, len(asked))
+
+
+def test_the_width_from_which_token_is_sampled():
+    target = PlantedLogits(width=6)
+    result = OutputLayer(top=0)(target)
+    assert (result.status, result.width) == (Status.RECOVERED, 6)
+    assert distance(result.model, target.W, centred=True)[1] < 1e-4
+
+
+class Shares:
+    """Probabilities after the bias, as servers give them: those below float32 are zero."""
+
+    dim = 2
+
+    def __init__(self, function, words):
+        self.function, self.vocabulary = function, words
+
+    def __call__(self, sequences):
+        return torch.stack([self._one(rows) for rows in sequences])
+
+    def _one(self, rows):
+        prompt, raised, biases = parts_of(rows)
+        logits = self.function(prompt[None])[0].clone()
+        logits[raised] += biases
+        shares = logits.softmax(0)[raised].float().double()
+        return torch.where(shares > 0, shares.log() - biases, ABSENT)
+
+
+def test_tokens_of_no_probability_next_to_the_reference():
+    target = PlantedLogits(width=4, words=100, logarithms=False)
+    result = OutputLayer(top=5)(Shares(lambda ids: 6 * target(ids), 100))
+    assert result.width == 4, result.reason
+
+
+@pytest.mark.parametrize(("norm", "logarithms"), [
+    ("rms", True), ("rms", False), ("layer, biased", True), ("layer", False),
+])  # fmt: skip
+def test_up_to_a_rotation(norm, logarithms):
+    """All inner products of rows are known, which an invertible map would change."""
+    target = PlantedLogits(norm, logarithms=logarithms, width=10)
+    result = OutputLayer(rotation=True)(target)
+    model, W = result.model, target.W
+    assert (result.status, result.width, model.rotated) == (Status.RECOVERED, 10, True)
+    if norm != "rms":
+        W = W - W.mean(1, keepdim=True)
+    W = W - W.mean(0) if logarithms else W
+    found = model.W[:, : model.dim - model.constant]
+    assert torch.allclose(found @ found.T, W @ W.T, rtol=0, atol=1e-3)
+    assert "up to a rotation" in result.reason
+
+
+def test_where_there_is_no_rotation_to_be_had():
+    target = PlantedLogits(width=10)
+    linear = OutputLayer(rotation=True)(
+        lambda ids: target.table[ids].flatten(1)[:, :9] @ target.W.T[:9]
+    )
+    assert not linear.model.rotated
+    assert "no one ellipsoid" in linear.reason
+    wide = OutputLayer(rotation=True, most=60)(target)
+    assert "a rotation takes" in wide.reason
+
+
 def test_wrong_input(tmp_path):
     with pytest.raises(InputError, match="output-layer reads a language model"):
         extract.run("demo", "output-layer")
@@ -199,8 +267,8 @@ def test_wrong_input(tmp_path):
         extract.run("demo", "low-rank", reference=tmp_path)
     with pytest.raises(InputError, match="tokens needs top"):
         OutputLayer(tokens=3)
-    with pytest.raises(InputError, match="top must be 1 or more, not 0"):
-        OutputLayer(top=0)
+    with pytest.raises(InputError, match="top must be 0 or more, not -1"):
+        OutputLayer(top=-1)
     with pytest.raises(InputError, match="is another machine: give --authorized"):
         extract.run("http://example.org", "output-layer")
     result = OutputLayer()(oracle.plant(dim=3))

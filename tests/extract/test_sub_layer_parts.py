@@ -7,9 +7,8 @@ import torch
 from planted_sub_layers import LLAMA, planted
 
 from keyhole.core import Unsuccessful
-from keyhole.extract.sub_layers.scores import Reader, find_planes
-from keyhole.extract.sub_layers.surroundings import open_surroundings
-from keyhole.extract.sub_layers.values import find_gates
+from keyhole.extract.sub_layer import Reader, find_planes
+from keyhole.extract.sub_layer_values import find_gates, open_surroundings
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,12 +51,15 @@ def test_scores_of_all_heads_from_one_answer(gap):
     truth = planted(residual=True)
     view = open_surroundings(truth, torch.Generator().manual_seed(0))
     assert (view.epsilon, view.residual) == (None, False)  # not separated yet
-    reader = Reader(open_surroundings(planted(), torch.Generator()), truth.V, truth.O)
+    view = open_surroundings(planted(), torch.Generator())
+    total = torch.einsum("hdk,hkm->dm", truth.V, truth.O)
+    apart, beside = (Reader(view, truth.V, truth.O, total, place) for place in (True, False))
     keys, xs = normal(2, 12), normal(3, 12, seed=1)
     tokens = torch.cat([keys.expand(3, -1, -1), xs.unsqueeze(1)], 1)
     queries = torch.einsum("bd,hdk->bhk", xs, truth.Q) + truth.q
     expected = torch.einsum("bhk,bjd,hdk->bhj", queries, tokens, truth.K)
-    assert torch.allclose(reader.scores(keys, xs, gap), expected, rtol=0, atol=1e-11)
+    assert torch.allclose(apart.scores(keys, xs, gap), expected, rtol=0, atol=1e-11)
+    assert torch.allclose(beside.scores(keys, xs), expected[..., :-1], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-5, 1e-12])

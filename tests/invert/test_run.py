@@ -11,7 +11,7 @@ from keyhole import invert
 
 
 def test_a_file_and_a_problem_give_the_same(tmp_path):
-    problem, _ = invert.plant(4, 3)
+    problem, _ = invert.plant(3, 2)
     problem.save(tmp_path / "p.safetensors")
     notes = []
 
@@ -19,10 +19,10 @@ def test_a_file_and_a_problem_give_the_same(tmp_path):
         notes.append(name)
         return lambda done, total=None, note="": notes.append(note)
 
-    result = invert.run(str(tmp_path / "p.safetensors"), starts=8, track=track)
+    result = invert.run(str(tmp_path / "p.safetensors"), starts=3, track=track)
     assert notes[0] == "invert"
     assert notes[-1].startswith("starts, best ")
-    same = invert.run(problem, invert.Auto(starts=8))
+    same = invert.run(problem, invert.Auto(starts=3))
     assert torch.equal(result.X, same.X)
     assert result.method == same.method
     assert result.certificate is None

@@ -124,6 +124,13 @@ def test_the_form_of_vllm():
     assert asked('{"choices": []}', question(PROMPT), vocabulary=3) == [ABSENT] * 3
 
 
+def test_a_server_that_names_no_probabilities():
+    raised = question(PROMPT, torch.tensor([5, 6]), torch.tensor([60.0, 61.0]))
+    for content in ('{"content": "x", "tokens": [6]}', '{"choices": [{"token_ids": [6]}]}'):
+        assert answered(content, raised) == [ABSENT, 0.0]
+    assert answered('{"content": "x"}', raised) == [ABSENT, ABSENT]
+
+
 def test_questions_are_prompts_and_raised_tokens():
     rows = question(PROMPT, torch.tensor([5, 5]), torch.tensor([1.0, -2.0]))[0]
     prompt, raised, biases = parts_of(rows)

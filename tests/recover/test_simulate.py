@@ -9,7 +9,7 @@ import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.models import capture, identity
 from keyhole.recover.leaks import HiddenStates
-from keyhole.recover.simulate import degrade, leak_of, with_noise
+from keyhole.recover.simulate import degrade, leak_of
 
 TEXT = "w1 w20 w3 w4 w100"
 
@@ -140,8 +140,8 @@ def test_noise_that_is_stated_is_what_was_added():
     stream = torch.Generator().manual_seed(0)
     leak = HiddenStates(torch.randn(50, 400, generator=stream), 1)
     for share in (0.05, 0.5):
-        stated = with_noise(degrade(leak, noise=share, seed=7), share)
+        stated = degrade(leak, noise=share, seed=7).with_noise(share)
         assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
     for wrong in (-0.1, float("nan"), float("inf")):
         with pytest.raises(InputError, match="noise"):
-            with_noise(leak, wrong)
+            leak.with_noise(wrong)

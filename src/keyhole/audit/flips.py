@@ -227,9 +227,7 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
     return disruption.status, f"{reason}; {disruption.queries:.0f} passes an example"
 
 
-def cuts_of(
-    tokenizer: Any, config: Any, disruption: Disruption, most: int = SHOWN
-) -> tuple[Cut, ...]:
+def cuts_of(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...]:
     """The flipped inputs to show: those that the model was most confident of before."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [
@@ -238,7 +236,7 @@ def cuts_of(
     flipped.sort(key=lambda outcome: -outcome.confidence_before)
     return tuple(
         _cut(tokenizer, config, by_id[outcome.id], outcome, disruption.task)
-        for outcome in flipped[:most]
+        for outcome in flipped[:SHOWN]
     )
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from keyhole.audit import flips, gradients, stores, texts, weights
+from keyhole.audit import endpoints, flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined
 from keyhole.audit.target import Target
 from keyhole.core import Audit
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
 from keyhole.core.journal import stopping_on_ctrl_c
-from keyhole.core.progress import Track, untracked
+from keyhole.core.progress import untracked
 from keyhole.models.capture import KINDS, Exposure
 from keyhole.recover.gradients.update import KIND as GRADIENT
 from keyhole.recover.registry import PRECISIONS
@@ -39,7 +39,6 @@ def audit_exposure(
     share: float | None = None,
     budget: int | None = None,
     seed: int = 0,
-    track: Track = untracked,
 ) -> Audit:
     """Attack one exposure of an opened target.
 
@@ -57,7 +56,7 @@ def audit_exposure(
     started = time.perf_counter()
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
-        made = joined(check.run(track) for check in checks)
+        made = joined(check.run(untracked) for check in checks)
     facts = {store.exposure.part: store.facts for store in target.stores.values()}
     return Audit(
         target=target.name or target.identity,
@@ -82,7 +81,7 @@ def _checks(
         )
     if exposure == SCORES:
         made = [
-            weights.checks(name, oracle, seed, as_given=True, budget=budget)
+            endpoints.weight_checks(name, oracle, seed, as_given=True, budget=budget)
             for name, oracle in target.endpoints.items()
         ]
     elif exposure == "pooled" and target.stores:

@@ -123,8 +123,8 @@ class AuditOptions:
     )
     against_defences: bool = option(
         False,
-        "Also put defences in front of endpoints that score with one head, and of what models "
-        "leak; the attack on each knows the defence.",
+        "Also put defences in front of endpoints that score with one head, of what models leak "
+        "and of stored vectors; the attack on each knows the defence.",
         CHECKS,
     )
     probe_only: bool = option(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part
 from keyhole.audit.texts import aligned, reading_alone, shortest, special_ids, tokens_read
-from keyhole.core import Estimate, Finding, Readings, Status
+from keyhole.core import Estimate, Finding, Readings, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Reading
@@ -55,6 +55,14 @@ from keyhole.recover.embeddings.pooling import (
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.originals import Original
+from keyhole.recover.protection import (
+    NEAREST,
+    Defence,
+    gaussian_noise,
+    reading,
+    retrieval,
+    rounding,
+)
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
@@ -70,6 +78,9 @@ _USUAL, _CHARACTERS = 10, 4  # tokens of a text that nobody knows, and character
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
 _OWN = 100  # texts of the corpus that ships whose vectors' statistics stand for the encoder's
+_BEHIND = 4  # texts that are read behind each defence, the shortest
+_RETRIEVED = 1_000  # vectors that retrieval is measured on, a tenth of them as queries
+_NOISE = (0.1, 0.3, 1.0)  # of a vector's length: how long noise is
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,7 @@ class StoreTarget(Vectors, Part):
     loaded: Loaded
     note: str = ""
     encoder: str | None = None
+    others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
 
     @classmethod
     def of(
@@ -141,6 +153,7 @@ class StoreTarget(Vectors, Part):
             exposure=EXPOSURE, rows=tuple(rows), vectors=vectors,
             texts=tuple(kept), pooling=pooling, max_length=max_length,
             rounding=store.rounding, note=store.note,
+            others=store.read(sample(store.count, _RETRIEVED, seed)),
         )  # fmt: skip
 
     @property
@@ -171,7 +184,7 @@ class StoreTarget(Vectors, Part):
             "device": next(self.loaded.model.parameters()).device.type,
         }
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
             reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
@@ -182,10 +195,17 @@ class StoreTarget(Vectors, Part):
         made: list[Check] = []
         for start in range(0, count, step):
             end = min(start + step, count)
-            few = self._some(slice(start, end))
+            few = self.some(slice(start, end))
             run, sent = partial(_in_process, self, few, attack), partial(_for_worker, self, few)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
             made.append(Check(self.exposure, run, name, sent, weight=pace * self._work(start, end)))
+        way = self.pooling.exposure
+        if against_defences and way.normalised and way.width is None and not self.rounding:
+            for defence in _defences(self.vectors.shape[1], seed):
+                name = f"{defence.name}, {defence.strength}"
+                exposure = replace(self.exposure, variant="defended", name=name)
+                run = partial(_behind, self, exposure, defence, attack)
+                made.append(Check(exposure, run, weight=pace * self._work(0, _BEHIND)))
         return made
 
     def _work(self, start: int, end: int) -> float:
@@ -206,7 +226,7 @@ class StoreTarget(Vectors, Part):
         seconds = shortest(lambda: encoder.vectors(texts, fast=True))
         return seconds / encoder.framed(texts)[0].numel()
 
-    def _some(self, few: slice) -> Vectors:
+    def some(self, few: slice) -> Vectors:
         held = {each.name: getattr(self, each.name) for each in fields(Vectors)}
         cut = {name: held[name][few] for name in ("rows", "vectors", "texts")}
         return Vectors(**held | cut)
@@ -503,6 +523,39 @@ def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
     """F1 of the tokens as multisets: twice those in common, over all of both."""
     common = (Counter(ids) & Counter(truth)).total()
     return 2 * common / max(1, len(ids) + len(truth))
+
+
+# What a defence would change: some of the store's own vectors behind it, and what retrieval loses.
+
+
+def _defences(d: int, seed: int) -> list[Defence]:
+    return [*(gaussian_noise(share, d, seed) for share in _NOISE), rounding("binary")]
+
+
+def _behind(
+    target: StoreTarget, exposure: Exposure, defence: Defence, attack: _Ready, track: Track
+) -> Checked:
+    method, part = attack(track), target.some(slice(0, _BEHIND))
+    if not isinstance(method, CountedReader):
+        return Checked(skips=(Skip(exposure, "none", "it is read with counts of a corpus"),))
+    started = time.perf_counter()
+    way, vectors = part.pooling.exposure, part.vectors.float()
+    ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, way)
+    read = [
+        _reading(target.loaded, part, place, recovery).exact
+        for place, recovery in enumerate(recoveries)
+    ]
+    others = vectors if target.others is None else target.others.float()
+    queries, docs = others.tensor_split([-(-len(others) // 10)])
+    count, lost = sum(read), 1 - retrieval(defence, docs, queries)
+    status = Status.INEXACT if count else Status.UNSOLVED
+    status = Status.RECOVERED if count == len(read) else status
+    made = finding(
+        exposure, status, f"{count} of {len(read)} texts were read, and recall@{NEAREST} falls by "
+        f"{lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)",
+        attack=recoveries[0].method, seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Checked((replace(made, queries=len(read), known=count / len(read)),))
 
 
 # Which encoder made a store's vectors? Of several, the one that explains them best.

@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import torch
 
-from keyhole.audit import defences, flips, gradients, inputs, texts, weights
+from keyhole.audit import defences, flips, gradients, texts
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check, Part, nothing_to_try
+from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget, likeliest, quick
@@ -36,7 +37,7 @@ from keyhole.models import Loaded, demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.models.pairs import behind, decoder_of, encoder_of, is_pair
-from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server
@@ -50,34 +51,6 @@ TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
 DECODER = "decoder"  # the name of that part of an encoder and a decoder
 _DRAWN = 16  # states that stand for an encoder's of sounds or images
-
-
-@dataclass(frozen=True, eq=False)
-class EndpointPart(Part):
-    """An oracle, whose weights and inputs are sought."""
-
-    name: str
-    oracle: Oracle
-    served: bool = False
-
-    @property
-    def observed(self) -> bool:
-        return self.served
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.oracle)
-
-    @property
-    def size(self) -> int:
-        return self.oracle.dim**2
-
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
-        made = weights.checks(self.name, self.oracle, seed)
-        made += inputs.checks(self.name, self.oracle, seed)
-        return made + (
-            defences.endpoint_checks(self.name, self.oracle, seed) if against_defences else []
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,12 @@ _TAKES = {
     "one-layer": ("dim", "rank", "heads", "width", "scale", *_ANSWERS),
     "relu": ("dim", "width", "scale", *_ANSWERS),
     "attention": ("dim", "rank", "heads", "scale", "every_token", "causal", *_ANSWERS),
+    "attention-layers": (
+        "dim", "rank", "heads", "layers", "scale", "every_token", "causal", *_ANSWERS,
+    ),
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
     "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps", "layers"),
-}
+}  # fmt: skip
 _SERVED = {
     "sign_only": bool, "decimals": int, "noise": float, "fresh_noise": float, "max_norm": float,
     "min_tokens": int, "max_tokens": int, "usual_norm": float,
@@ -66,12 +69,12 @@ def plant(
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
-    Every kind takes dim (64) and scale (1 gives a W of norm about 2). head,
-    multi-head, one-layer and attention take rank; all but head and relu heads; one-layer and relu
-    width (32); attention every_token and causal; orthogonal-heads bases, the file to write their
-    bases to. inversion takes tokens (8), residual, causal, maps (they leak too) and layers (a
-    stack, of which only the last output is known). Answers may be changed by sign_only, decimals,
-    noise and max_norm.
+    Every kind takes dim (64) and scale (1 gives a W of norm about 2). head, multi-head, one-layer,
+    attention and attention-layers take rank; all but head and relu heads; one-layer and relu width
+    (32); attention every_token and causal, attention-layers these and layers (2), each with its
+    heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens (8),
+    residual, causal, maps (they leak too) and layers (a stack, of which only the last output is
+    known). Answers may be changed by sign_only, decimals, noise and max_norm.
     """
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")

@@ -8,7 +8,8 @@ go to a driver that is as steady but ten times slower, and stops the program on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -61,3 +62,65 @@ def two_loops(slope: Tensor, pairs: Sequence[Pair], scale: Tensor) -> Tensor:
     for (s, y, weight), share in zip(pairs, reversed(shares), strict=True):
         q = q + (share - weight * (y * q).sum(-1))[:, None] * s
     return q
+
+
+Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class BatchedLBFGS:
+    """Minimise `objective(z) -> (losses (b,), gradients like z)` from z (b, m).
+
+    Each of a batch of independent problems has its own pairs. A step that makes a problem worse is
+    taken back for that problem alone, which goes a quarter of the way next time; the others go on.
+    So a step costs one evaluation of all of them, and problems can leave the batch between steps.
+    """
+
+    z: Tensor
+    first: float  # length of the first step
+    history: int = 20
+    loss: Tensor = field(init=False)
+    _gradient: Tensor = field(init=False)
+    _pairs: list[Pair] = field(init=False, default_factory=list)
+    _reach: Tensor = field(init=False)
+    _started: bool = field(init=False, default=False)
+
+    def step(self, objective: Objective) -> None:
+        """One evaluation; `z` and `loss` are the best so far of each problem."""
+        if not self._started:
+            self.loss, self._gradient = objective(self.z)
+            self._reach = torch.ones_like(self.loss)
+            self._started = True
+            return
+        move = -two_loops(self._gradient, self._pairs, self._scale()) * self._reach[:, None]
+        loss, gradient = objective(self.z + move)
+        better = (loss < self.loss) & loss.isfinite()
+        self._remember(move, gradient - self._gradient, loss.isfinite())
+        self._reach = torch.where(better, 1.0, self._reach * 0.25)
+        self.z = torch.where(better[:, None], self.z + move, self.z)
+        self._gradient = torch.where(better[:, None], gradient, self._gradient)
+        self.loss = torch.where(better, loss, self.loss)
+
+    def keep(self, chosen: Tensor) -> None:
+        """Let the problems leave that are not `chosen` (b,)."""
+        self.z = self.z[chosen]
+        if self._started:
+            self.loss, self._gradient = self.loss[chosen], self._gradient[chosen]
+            self._reach = self._reach[chosen]
+            self._pairs = [(s[chosen], y[chosen], r[chosen]) for s, y, r in self._pairs]
+
+    def _remember(self, move: Tensor, change: Tensor, usable: Tensor) -> None:
+        curvature = (move * change).sum(-1)
+        usable = usable & (curvature > 1e-10 * change.square().sum(-1))
+        inverse = torch.where(usable, 1 / curvature, 0.0)
+        kept = usable[:, None]
+        pair = (torch.where(kept, move, 0.0), torch.where(kept, change, 0.0), inverse)
+        self._pairs = [*self._pairs, pair][-self.history :]
+
+    def _scale(self) -> Tensor:
+        """The size of the inverse Hessian along the newest usable pair of each problem."""
+        scale = self.first / self._gradient.norm(dim=-1).clamp(min=1e-30)
+        for _, y, inverse in self._pairs:
+            square = y.square().sum(-1)
+            scale = torch.where(inverse > 0, 1 / (inverse * square).clamp(min=1e-30), scale)
+        return scale

@@ -46,11 +46,11 @@ def _up(limit: Tensor, share: float) -> Tensor:
     return (limit.double() * share - 1e-9).ceil().long()
 
 
-def budget(units: Units, share: float, scope: str, count: str, least: int = 0) -> Budget:
+def budget(units: Units, share: float, scope: str, least: int = 0) -> Budget:
     """The limits that `share` means on these units."""
     everything = units.exists.sum(1)
     if scope == "head":
-        heads = _down(units.head_units(count), share).clamp(min=least)
+        heads = _down(units.head_units, share).clamp(min=least)
         total = heads.sum(1)
     else:
         heads = units.per_head(units.exists)

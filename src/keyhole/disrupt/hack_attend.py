@@ -30,7 +30,6 @@ from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
 
 Scope = Literal["head", "model"]
-HeadUnits = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
 Spare = Literal["special", "special keys", "first token", "padding"]
 _SPARED = {"special": "special tokens", "special keys": "special keys",
@@ -41,27 +40,24 @@ _SPARED = {"special": "special tokens", "special keys": "special keys",
 class HackAttend:
     """Cut at most `share` of each head's units, or with scope "model", of all units of the model.
 
-    `head_units`: a head has (n−1)² units ("paper") or n² ("all"). `least`: units that may be cut in
-    each head even where the share of a short text comes to none. `target` is the class to flip
-    to, None for any other. `continuation` is the number of tokens that a language model is asked
-    for. `spare`: no unit of a special token is cut, as query or key ("special"); only none with a
-    special key ("special keys"); none of the first token, as query or key ("first token", as
-    released); or only padding ("padding"). `batch` is the batch size of a forward pass.
-    `one_at_a_time` runs masks one by one, as the released code does, to compare speed.
+    A head has (n−1)² units, as the paper counts. `least`: units that may be cut in each head even
+    where the share of a short text comes to none. `target` is the class to flip to, None for any
+    other. `continuation` is the number of tokens that a language model is asked for. `spare`: no
+    unit of a special token is cut, as query or key ("special"); only none with a special key
+    ("special keys"); none of the first token, as query or key ("first token", as released); or only
+    padding ("padding"). `batch` is the batch size of a forward pass.
     """
 
     share: float = 0.01
     ranking: str = "removal"
     schedule: Greedy | Rerank = Rerank()  # noqa: RUF009 - frozen
     scope: Scope = "head"
-    head_units: HeadUnits = "paper"
     least: int = 0
     loss: Loss = "margin"
     target: int | None = None
     continuation: int = 1
     spare: Spare = "special"
     batch: int = 64
-    one_at_a_time: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +65,6 @@ class HackAttend:
             raise InputError(f"share must be from 0 to 1, got {self.share}")
         expect_among("ranking", self.ranking, RANKINGS)
         expect_among("scope", self.scope, Scope)
-        expect_among("head_units", self.head_units, HeadUnits)
         expect_among("loss", self.loss, Loss)
         expect_among("spare", self.spare, Spare)
         expect_count("least", self.least, 0)
@@ -147,7 +142,7 @@ class HackAttend:
     def as_published(self) -> bool:
         """Are budget, loss and what may be cut the released code's? Rankings may differ."""
         released = HackAttend.as_released(self.share)
-        names = ("scope", "head_units", "least", "loss", "target", "spare")
+        names = ("scope", "least", "loss", "target", "spare")
         return all(getattr(self, name) == getattr(released, name) for name in names)
 
     @property
@@ -187,7 +182,7 @@ class HackAttend:
         right = question.right(clean)
         if question.target is not None:
             right &= ~(question.labels == question.target).all(-1)  # nothing to flip there
-        limits = budget(units, self.share, self.scope, self.head_units, self.least)
+        limits = budget(units, self.share, self.scope, self.least)
         chosen = right.nonzero().squeeze(1)
         outcomes = [
             untouched(question, clean, number, name, bool(right[number]))
@@ -208,16 +203,14 @@ class HackAttend:
         self, model: Any, question: Question, units: Units, limits: Budget
     ) -> Iterator[dict[str, Any]]:
         """Search and judge; for each example, the fields of `Outcome` that the attack decides."""
-        queries = MaskedQueries(
-            model, question, units, self._size(question), singly=self.one_at_a_time
-        )
+        queries = MaskedQueries(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
         proposal = self.schedule(Search(queries, limits, self.ranking, self.loss, noise))
         verdict = judge(model, question, units, proposal.cut, limits, self.batch)
         columns = {
             "flipped": verdict.flipped, "confidence_after": verdict.confidence,
             "queries": queries.asked, "steps": proposal.steps,
-            **counts(units, verdict.masked, self.head_units),
+            **counts(units, verdict.masked),
         }  # fmt: skip
         for row in range(question.size):
             yield {
@@ -228,7 +221,7 @@ class HackAttend:
 
     def _size(self, question: Question) -> int:
         """How many examples, or masks of one example, go through the model in one pass."""
-        return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
+        return max(1, self.batch // question.rows)
 
 
 def _noise(question: Question, units: Units, seed: int) -> Tensor:
@@ -248,9 +241,9 @@ def untouched(question: Question, clean: Tensor, number: int, name: str, right: 
     return Outcome(name, right, False, answer, answer, confidence, confidence)
 
 
-def counts(units: Units, masked: Tensor, head_units: str) -> dict[str, Tensor]:
+def counts(units: Units, masked: Tensor) -> dict[str, Tensor]:
     """Fields of `Outcome`, (b,) each: the units that were really masked, in all and by head."""
-    per_head, of_head = units.per_head(masked), units.head_units(head_units)
+    per_head, of_head = units.per_head(masked), units.head_units
     hit = per_head > 0
     return {
         "masked": masked.sum(1),

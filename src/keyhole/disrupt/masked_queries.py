@@ -1,9 +1,8 @@
 """The attacker's hands on the model: masked predictions and gradients, in batches, counted.
 
 A query is one example under one mask. Masks of one ordering are its prefixes, so a batch of queries
-is an ordering (the step at which each unit goes, and the step at which it comes back) and a list
-of steps; the booleans exist one site at a time. Examples and prefixes share a batch, which never
-holds more than `batch` examples.
+is an ordering (the step at which each unit goes) and a list of steps; the booleans exist one site
+at a time. Examples and prefixes share a batch, which never holds more than `batch` examples.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ from keyhole.models.masking import Site, Untouched, rewriting
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
-    """Unit u of an example is cut at step s where `goes[u] < s <= back[u]`; (b, units), int32."""
+    """Unit u of an example is cut at step s where `goes[u] < s`; (b, units), int32."""
 
     goes: Tensor
-    back: Tensor | None = None
 
     def at(self, steps: Tensor, indices: Tensor) -> Tensor:
         """The masks (len(indices), units) of examples `indices` at their steps."""
-        steps = steps.unsqueeze(-1)
-        cut = self.goes[indices] < steps
-        return cut if self.back is None else cut & (self.back[indices] >= steps)
+        return self.goes[indices] < steps.unsqueeze(-1)
 
     def slice(self, place: Place) -> Ordering:
-        part = slice(place.start, place.stop)
-        return Ordering(self.goes[:, part], None if self.back is None else self.back[:, part])
+        return Ordering(self.goes[:, place.start : place.stop])
 
 
 def fixed(cut: Tensor) -> Ordering:
@@ -92,14 +87,11 @@ class Silenced(Untouched):
 class MaskedQueries:
     """A model, a question, its units; `asked` counts for each example what was asked.
 
-    `batch` is the most examples in one pass; `singly` asks for one mask at a time.
+    `batch` is the most examples in one pass.
     """
 
-    def __init__(
-        self, model: Any, question: Question, units: Units, batch: int, singly: bool = False
-    ) -> None:
-        self.model, self.question, self.units = model, question, units
-        self.batch, self.singly = batch, singly
+    def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
+        self.model, self.question, self.units, self.batch = model, question, units, batch
         self.asked = torch.zeros(question.size, dtype=torch.long)
 
     def _chunks(self, indices: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:
@@ -202,7 +194,7 @@ def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposa
     size = queries.question.size
     steps = torch.full((size,), last, device=device)
     flipped = torch.zeros(size, dtype=torch.bool, device=device)
-    done, block = 0, 1 if queries.singly else max(4, queries.batch // max(1, size))
+    done, block = 0, max(4, queries.batch // max(1, size))
     while done < last and not bool(flipped.all()):
         block = min(block, last - done)
         left = (~flipped).nonzero().squeeze(1)
@@ -213,6 +205,6 @@ def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposa
         steps[left] = torch.where(hit.any(1), done + 1 + hit.int().argmax(1), steps[left])
         flipped[left] = hit.any(1)
         done += block
-        block = 1 if queries.singly else block * 2
+        block *= 2
     cut = ordering.at(steps, torch.arange(size, device=device))
     return Proposal(cut, flipped, steps)

@@ -195,10 +195,10 @@ class _Program:
         every = range(self.layers)
         closed = torch.cat([~self._opened(i, attacked[i][None]).flatten() for i in every])
         masked = closed[None] & self.units.exists
-        found = counts(self.units, masked, "paper")
+        found = counts(self.units, masked)
         hit = torch.cat([attacked[i].repeat(len(self.inner)) for i in every])
         chosen = torch.cat([mask.flatten() for mask in self.chosen]) & masked[0]
-        of_heads = (self.units.head_units("paper")[0] * hit).sum()
+        of_heads = (self.units.head_units[0] * hit).sum()
         found["perturbation"] = chosen.sum() / of_heads.clamp(min=1)
         return replace(
             outcome, **{name: value.item() for name, value in found.items()},

@@ -113,10 +113,9 @@ class Units:
     def per_row(self, mask: Tensor) -> Tensor:
         return torch.cat([self.at(mask, place).sum(-1).flatten(1) for place in self.places], 1)
 
-    def head_units(self, count: str) -> Tensor:
-        """Units of each head: all that exist, or as the paper counts them."""
-        if count == "all":
-            return self.per_head(self.exists)
+    @property
+    def head_units(self) -> Tensor:
+        """Units of each head as the paper counts them, (b, heads of all sites)."""
         counts: list[Tensor] = []
         for place, (query, key) in zip(self.places, self.firsts, strict=True):
             kept = self.at(self.exists, place) & ~_of_first(query, key, place.shape[2:])

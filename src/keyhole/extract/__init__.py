@@ -5,6 +5,7 @@ docs/mathematics.md has all of it in one notation.
 
 from keyhole.core import Status
 from keyhole.extract.adapted import Adapted
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.canonical import canonical, same_function
@@ -12,6 +13,7 @@ from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
+from keyhole.extract.fitted_signs import FittedSigns
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
@@ -34,6 +36,7 @@ from keyhole.extract.tolerant_as_published import TolerantAsPublished
 
 __all__ = [
     "Adapted",
+    "AttentionLayers",
     "AttentionSubLayer",
     "Auto",
     "Check",
@@ -41,6 +44,7 @@ __all__ = [
     "Extraction",
     "Fitted",
     "FittedLayer",
+    "FittedSigns",
     "FullOutput",
     "LowRank",
     "Method",

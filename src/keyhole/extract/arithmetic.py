@@ -26,6 +26,8 @@ _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _READ = 64  # answers that are compared with float32 as servers print it,
 _DIGITS = 8  # in as many digits or more: with fewer they may be rounded on purpose
 _UNSEEN = 2.0**-40  # a change of the inputs that float64 shows and float32 does not
+_NOISE = 1e-9  # of the answers: what no smooth function makes of that change
+_AGAIN = 8  # times that it is asked, to see how large the noise is
 _STREAM = 0x4F574E45
 _DOUBTFUL = 1e-2  # of the answers: tokens in another order that change more have positions
 
@@ -59,15 +61,27 @@ def smallest(precision: float) -> float:
     return 0.0 if found is None else found.tiny * found.eps / 2
 
 
-def measured_precision(oracle: Oracle, sequences: Tensor, answers: Tensor, seen: Tensor) -> float:
-    """What the digits of all answers `seen` say; float32's, where the target does not see a change
-    of the questions that float64 shows."""
+def measured_errors(
+    oracle: Oracle, sequences: Tensor, answers: Tensor, seen: Tensor
+) -> tuple[float, float]:
+    """The relative error of an answer, and what it may be off by besides, where noise is added.
+
+    The first is what the digits of all answers `seen` say; float32's, where the target does not see
+    a change of the questions that float64 shows. Noise makes of such a change far too much.
+    """
     precision = digits(seen)
-    if precision <= EXACT and bool(answers.any()):
-        changed = sequences * (1 + _UNSEEN * _signs(sequences))
-        if torch.equal(ask(oracle, changed), answers):
-            return torch.finfo(torch.float32).eps / 2
-    return precision
+    if precision > EXACT or not bool(answers.any()):
+        return precision, 0.0
+    changed = ask(oracle, sequences * (1 + _UNSEEN * _signs(sequences)))
+    if torch.equal(changed, answers):
+        return torch.finfo(torch.float32).eps / 2, 0.0
+    if answers.ndim > 1 or float((changed - answers).abs().max()) <= _NOISE * float(
+        answers.abs().max()
+    ):
+        return precision, 0.0
+    again = sequences[:1].expand(_AGAIN, *sequences.shape[1:])
+    noisy = torch.cat([answers[:1], ask(oracle, again * (1 + _UNSEEN * _signs(again)))])
+    return precision, float(noisy.max() - noisy.min())  # twice its half, as it is not all seen
 
 
 def own_error(oracle: Oracle, sequences: Tensor, answers: Tensor, precision: float) -> Tensor:

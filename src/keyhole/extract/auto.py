@@ -6,7 +6,7 @@ scores is undone (`find_link`). Answers in less than float64 are fitted within t
 mark that a few of them show:
 
     vectors                                       an attention layer        FullOutput
-    nothing but 0 and 1                           a threshold               SignOnly
+    nothing but 0 and 1                           a threshold               SignOnly, FittedSigns
     whole multiples of 10⁻ᵏ                       rounding to k decimals    Tolerant, τ = ½·10⁻ᵏ
     f([a]) + f([−a]) ≠ 0                          a ReLU behind the head    OneLayerTransformer
     logits of [x+δ ; x] that add up in δ          one head                  LowRank
@@ -30,13 +30,15 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.arithmetic import EXACT, digits, measured_precision, smallest
+from keyhole.extract.arithmetic import EXACT, digits, measured_errors, own_error, smallest
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.block import TransformerBlock
+from keyhole.extract.block import TransformerBlock, last
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
 from keyhole.extract.fitted_layer import FittedLayer
+from keyhole.extract.fitted_signs import FittedSigns
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
@@ -54,7 +56,8 @@ _DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chan
 _FAR = 1e6  # length of tokens that are asked where shorter ones all have one answer
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
 _NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
-_WIDEST = 128  # tokens that a fit is tried for
+_WIDEST = 128  # tokens that a fit is tried for,
+_WIDEST_SIGNS = 32  # and from one bit at a time
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
 _COARSE = 1e-5  # of the answers: errors beyond which nothing is read number by number
@@ -166,6 +169,7 @@ class Auto(Method):
         # Behind a link an answer may say nothing of its score.
         failed = choice.link is not None and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
+        failed |= result.status is Status.UNVERIFIED and result.model is None
         for fallback in choice.fallbacks:
             if not (inexact or failed or result.status in _ANOTHER_KIND):
                 break
@@ -193,7 +197,12 @@ class Auto(Method):
             return result
         before = early.queries
         arithmetic = choice.arithmetic
-        changed = early.contradicted(within, arithmetic.repeated, arithmetic.precision)
+
+        def same(now: Tensor, before: Tensor, allowed: float) -> bool:
+            off = float((now - before).abs().max())
+            return off <= 2 * arithmetic.absolute or within(now, before, allowed)
+
+        changed = early.contradicted(same, arithmetic.repeated, arithmetic.precision)
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
@@ -221,15 +230,16 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
-        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1")
+        several = FittedSigns(seed=seed) if oracle.dim <= _WIDEST_SIGNS else None
+        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallback=several)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
-    precision = measured_precision(oracle, first[:1], pairs[:1], seen)
+    precision, absolute = measured_errors(oracle, first[:1], pairs[:1], seen)
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
-    absolute = 0.0
+    noisy = absolute > 0 and decimals is None
     if decimals is not None:  # rounding hides how fine the arithmetic is, and is worse
         precision, absolute = digits(seen), 0.5 * 10.0**-decimals
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
@@ -238,6 +248,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     found = find_link(oracle, seed, precision, absolute)
     link = found.link
+    if noisy and bool((link.offset.abs() <= 2 * absolute).all()):
+        link = Link(link.name, torch.zeros_like(link.offset))  # noise of the zero token's answer
     plain = link.name == "identity" and not bool(link.offset.any())
     if pairs.ndim > 1 and link.name != "softmax":
         absolute = 0.0  # vectors are read as if they were exact
@@ -248,6 +260,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     choice = _choice(view, link.scores(pairs), (a, b, x), found.odd, seed, arithmetic)
     if decimals is not None and arithmetic.absolute:
         choice = replace(choice, why=f"the answers have {decimals} decimals and {choice.why}")
+    elif noisy and arithmetic.absolute:
+        choice = replace(choice, why=f"the answers are off by up to {absolute:.0e}, {choice.why}")
     if plain:
         return choice
     return replace(choice, link=link, why=f"behind {link} {choice.why}")
@@ -268,15 +282,18 @@ def _choice(
         return method if arithmetic.exact else Refined(method)
 
     if pairs.ndim > 1:
+        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer; a feed-forward
         # layer behind it a block, whose answers are as long as a token.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
         if arithmetic.exact and pairs.shape[-1] == view.dim:
             others = (*others, TransformerBlock(seed=seed, tolerance=accepted))
+        method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
+        if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
+            method = AttentionLayers(seed=seed, tolerance=accepted)
+            why = "one layer would weigh long tokens and short differences alike"
         return Choice(
-            Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
-            refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors",
-            arithmetic=arithmetic, fallbacks=others,
+            kind, method, why, arithmetic=arithmetic, fallbacks=others,
         )  # fmt: skip
     if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
@@ -306,6 +323,21 @@ def _choice(
         if fit is not None and not arithmetic.exact:
             method, others = fit, ()
     return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
+
+
+def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
+    """More than one layer of attention alone?
+
+    Answers are then linear in single tokens and odd; and of one layer, with or without a residual,
+    `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s.
+    """
+    y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
+    pair, long = torch.stack([x + delta, x]), torch.stack([2 * x + delta / 2, 2 * x])
+    near, minus, far = last(oracle, torch.stack([pair, -pair, long]))
+    apart = torch.stack([y + other - both, near + minus])
+    moved = (near - y) - 2 * (far - 2 * y)
+    limit = same * float(both.abs().max())
+    return float(apart.abs().max()) <= limit < float(moved.abs().max())
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -384,16 +416,20 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
             flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
             break  # longer tokens than it takes
-        moved = flat[1:].unflatten(0, rays.shape[:2])
-        answers = torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
+        answers = _by_ray(flat)
         if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
         if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
             names.remove("sigmoid")  # two classes behind a softmax are sigmoids too
+        unmeasured = precision > EXACT and flat.ndim == 1
         for name in list(names):
             bent, uneven = _misses(name, answers, error)
+            if (bent or uneven) and unmeasured:  # sums lose more than an answer's last digit
+                own = _by_ray(own_error(oracle, scale * questions, flat, precision))
+                error, unmeasured = torch.maximum(error, own), False
+                bent, uneven = _misses(name, answers, error)
             odd[name] &= not uneven
             if bent:
                 names.remove(name)
@@ -408,6 +444,12 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
         return Found(none, odd["identity"])
     best = names[0]
     return Found(Link(best, _offset(best, kept[best])), odd[best])
+
+
+def _by_ray(flat: Tensor) -> Tensor:
+    """Numbers for the zero token and for each step of each ray, as (steps, rays, …)."""
+    moved = flat[1:].unflatten(0, (len(_STEPS) - 1, _RAYS))
+    return torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
 
 
 def _possible(name: str, answers: Tensor) -> bool:

@@ -7,15 +7,18 @@ asked for.
     single tokens        the softmax of one token is 1: y is a function of one vector
     blocks/units.py      the units of the feed-forward layer from how it bends
     blocks/fit.py        all of its numbers, by least squares
-    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [x ; 0]
+    M = Σ_h V_h O_h      with norms from tokens of ordinary length, without from pairs [p + x ; p]
     sub_layer.py         everything else of attention, from answers that the layer is taken off of
 
 Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v beside a linear map. Every
 answer is that of some single token v, `h = v(1 + M)`, and
 
-    v([x ; 0]) − v([−x ; 0]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
+    v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
 
-is M. Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
+is M, near enough to tell the units' signs; then 1 + M is what stands beside them. y may have
+several v. Scores are products of p and x, so p is long and x short: the right v is near p.
+
+Behind norms, `y = h + F(N(h))` with `h = x + b + N(x)M`. Far out N(h) = N(x), and y − x is a
 feed-forward layer on a sphere beside a linear map; tokens of ordinary length then show M and b,
 which turn N(h) away from N(x), and both ε.
 
@@ -29,13 +32,14 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's.
+are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's. Answers of one
+number are refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,6 +49,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
@@ -54,8 +59,9 @@ from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import read_attention
-from keyhole.extract.sub_layers.surroundings import LostSum, Surroundings
+from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
@@ -63,15 +69,19 @@ from keyhole.oracle.sub_layer import SubLayer
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
 _LONG = 2.0**16
 _MORE = 1.5  # answers for each unknown of a fit
+_MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
-_SHORT = (0.25, 2.0**-6, 2.0**-10)  # of √d, for x in [x ; 0]
+# Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
+_PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-# Of the lengths that suit attention: the shorter its tokens, the more likely h is unique.
-_SHARES = (0.6, 0.6, 0.4, 0.4, 0.25, 0.8, 0.15, 0.08)
+# How much longer the token that asks is than what the others have beside it, where there are no
+# norms: the longer, the more likely h is unique, at the cost of digits.
+_SHARES = (0.6, 0.4, 0.25, 0.8, 0.15, 0.08)  # of the lengths that suit attention, behind norms
+_REACHES = (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0)
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -89,6 +99,18 @@ class TransformerBlock(Method):
     device: str = "cpu"  # where a wide block with norms behind its sums is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
+        try:
+            yield from self._steps(oracle)
+        except (Unsuccessful, LinAlgError, NotFinite) as end:
+            if (error := _coarse(oracle)) > EXACT:
+                raise Unsuccessful(
+                    Status.UNVERIFIED,
+                    f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
+                    "differences of answers exact to 1e-12: float64 would do",
+                ) from end
+            raise
+
+    def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = _View.open(oracle, stream)
         network: _Network | Behind
@@ -117,9 +139,10 @@ class TransformerBlock(Method):
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
-        for share in _SHARES:
+        fixed = _SHARES if view.norm == "behind" else (1.0,) * len(_REACHES)
+        for reach in _REACHES if view.norm == "none" else fixed:
             try:
-                layer = read_attention(undone.surroundings(), stream, undone.total, share)
+                layer = read_attention(undone.surroundings(), stream, undone.total, reach)
                 if isinstance(network, Behind):
                     model = network.block(layer)
                 else:
@@ -136,19 +159,29 @@ class TransformerBlock(Method):
         )
 
 
+def _coarse(oracle: Oracle) -> float:
+    """The relative error of the answers."""
+    x = torch.eye(oracle.dim, dtype=torch.float64)[:2].unsqueeze(0)
+    y = ask(oracle, x)
+    decimals = exact_decimals(y)
+    error, _ = measured_errors(oracle, x, y, y)
+    return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
+
+
 def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
     """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
     """
-    names = [name for name in model.NAMES if getattr(model, name).numel()]
+    names, more = [name for name in model.NAMES if getattr(model, name).numel()], _MORE
     if sum(getattr(model, name).numel() for name in names) > _MOST:
+        more = _MANY
         names = [name for name in names if name in SubLayer.NAMES]
     if sum(getattr(model, name).numel() for name in names) > 4 * _MOST:
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
-    count = math.ceil(_MORE * unknowns / view.dim) + 16
+    count = math.ceil(more * unknowns / view.dim) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     y = ask(view.oracle, tokens)
     return refined(model, names, [(tokens, y, torch.ones_like(y))])
@@ -295,43 +328,52 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units) -> int:
+def _count(view: _View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
-    return math.ceil(_MORE * numbers / view.dim) + 16
+    return math.ceil(more * numbers / view.dim) + 16
 
 
-def _share(view: _View, units: Units, parts: int) -> int:
-    """Likewise, of tokens of one length among several."""
-    return math.ceil(_count(view, units) / parts) + 8
+def _of_lengths(
+    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
+) -> Tensor:
+    """So many tokens, of several lengths."""
+    count = math.ceil(_count(view, units, more) / len(lengths)) + 8
+    return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
 def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     if straight(view.ask, d, stream):
-        units = find_relu_units(view.ask, d, seed, stream)
+        units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
     else:
-        units = find_units(Field(view.ask, d, sphere=False), stream)
-    x = view.tokens(_count(view, units), 1.0, stream)
+        units, lengths = find_units(Field(view.ask, d, sphere=False), stream), (1.0,)
+    # Of long tokens, half are on either side of every kink, whatever the bias.
+    x = _of_lengths(view, units, lengths, _MANY, stream)
     ones = torch.ones(len(x), 1, dtype=torch.float64)
     units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
     _expect_fitted(left)
     single = _Single(units, linear[:-1], linear[-1])
-    for share in _SHORT:
-        basis = share * math.sqrt(d) * random_orthogonal(d, stream)
+    for long, short in _PAIRS:
+        p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
+        basis = short * math.sqrt(d) * random_orthogonal(d, stream)
         both = torch.cat([basis, -basis])
-        y = last(view.oracle, torch.stack([both, torch.zeros_like(both)], 1))
-        forth, back = single.undone(y, both / 4).chunk(2)
+        y = last(view.oracle, torch.stack([p + both, p.expand_as(both)], 1))
+        forth, back = single.undone(y, p + both / 4).chunk(2)
         shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
         R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
-        placed = replace(units, A=units.A @ R.mT, G=units.G @ R.mT)
-        beside = R @ linear[:-1] - torch.eye(d, dtype=torch.float64)
-        signed = _turned(placed, beside, linear[-1])
-        if signed is not None:
-            network = _Network(view, *signed)
-            M = torch.linalg.inv(R) - torch.eye(d, dtype=torch.float64)
-            return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+        placed = replace(units, A=units.A @ R.mT)
+        turned = _signs(placed, R @ linear[:-1] - torch.eye(d, dtype=torch.float64))
+        if turned is None:
+            continue
+        # Once the signs are known, 1 + M stands beside the units of single tokens.
+        through = linear[:-1] + (turned[:, None] * units.A).mT @ units.C.mT
+        A, G = (torch.linalg.solve(through, part.mT).mT for part in (units.A, units.G))
+        placed = _turned(replace(units, A=A, G=G), turned)
+        network = _Network(view, placed, linear[-1] + units.C @ (turned * units.a))
+        M = through - torch.eye(d, dtype=torch.float64)
+        return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
     raise _not_a_block()
 
 
@@ -369,22 +411,25 @@ class _Single:
         return v
 
 
-def _turned(units: Units, beside: Tensor, c: Tensor) -> tuple[Units, Tensor] | None:
-    """Units with the signs for which nothing linear (e, d) stands beside them; and the constant."""
+def _signs(units: Units, beside: Tensor) -> Tensor | None:
+    """Which units to turn, 1 or 0, so that nothing linear (e, d) stands beside them."""
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
         shares = torch.zeros(len(units.A), dtype=torch.float64)
     else:
         shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
-    turned = shares > 0.5
-    off = (shares - turned.to(torch.float64)).abs().max()
-    rest = beside.flatten() + turned.to(torch.float64) @ products
+    turned = (shares > 0.5).to(torch.float64)
+    off = (shares - turned).abs().max()
+    rest = beside.flatten() + turned @ products
     if float(off) > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
         return None
-    # φ(z) = φ(−z) + z
-    sign = torch.where(turned, -1.0, 1.0).to(torch.float64)
-    moved = units.C @ (turned.to(torch.float64) * units.a)
-    return replace(units, A=units.A * sign[:, None], a=units.a * sign), c + moved
+    return turned
+
+
+def _turned(units: Units, turned: Tensor) -> Units:
+    """Of φ(z) = φ(−z) + z the other one: `(A_k·u + a_k)·c_k` goes to what stands beside."""
+    sign = 1 - 2 * turned
+    return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
 def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
@@ -398,9 +443,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
     units = find_units(Field(far, e, sphere=True), stream)
     units = replace(units, A=units.A / shrink, G=units.G / shrink)
     units, start = _rough(view, units, stream)
-    x = torch.cat([
-        view.tokens(_share(view, units, len(_LENGTHS)), length, stream) for length in _LENGTHS
-    ])  # fmt: skip
+    x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
     _expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
@@ -465,10 +508,10 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    signed = _turned(units, linear[:-1] - M, linear[-1] - b)
-    if signed is None:
+    turned = _signs(units, linear[:-1] - M)
+    if turned is None:
         raise _not_a_block()
-    return signed[0], _Shifted(view, x, M, b)
+    return _turned(units, turned), _Shifted(view, x, M, b)
 
 
 def _attention_sum(

@@ -186,6 +186,8 @@ class LastLayer:
 
     `rms` compares with the true matrix, where it was given: of the difference that the best linear
     map leaves, and `relative` to the matrix's own. `tied` says that it is the table of inputs too.
+    `ellipsoid` is how far answers are off that of the final norm, where the matrix is known up to a
+    rotation, `no_rotation` why it is not, where that was wanted.
     """
 
     rank: int
@@ -202,6 +204,8 @@ class LastLayer:
     rms: float | None = None
     relative: float | None = None
     tied: bool | None = None
+    ellipsoid: float | None = None
+    no_rotation: str = ""
 
     def __str__(self) -> str:
         if self.width is None:
@@ -210,8 +214,14 @@ class LastLayer:
         words = (
             f"width {self.width:,}: {self.rank:,} singular values down to {self.above:.1e}, "
             f"then {self.below:.1e}; {self._norm()}; {self.tokens:,} of {self.vocabulary:,} rows "
-            f"of the matrix, up to an invertible {self.rank:,} × {self.rank:,} matrix"
+            f"of the matrix, up to "
         )
+        if self.ellipsoid is None:
+            words += f"an invertible {self.rank:,} × {self.rank:,} matrix"
+            words += f" ({self.no_rotation})" if self.no_rotation else ""
+        else:
+            words += "a rotation and the norm's gain (answers off its ellipsoid by "
+            words += f"{self.ellipsoid:.1e})"
         if self.log_probabilities:
             words += " and a row added to all of them"
         if self.decimals is not None:

@@ -75,10 +75,11 @@ _STALLED = 15  # steps within which some start has to gain a fifth
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
+_SMALL = 24  # H·d up to which a fit is cheap, and starts are many
 _FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
 _UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once, if not coarse
 _WORK = 192  # H·d of the largest fit at one token
-UNKNOWNS = 1500  # up to which all are fitted at once
+UNKNOWNS = 4500  # up to which all are fitted at once
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,11 @@ class Fitted(Method):
         if best is None and least <= field.possible:
             tried(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
         if best is None or miss > 2 * field.possible:
+            refuted = (
+                self.heads == 1 and least > field.possible
+            )  # the one fit that cannot get stuck
             raise Unsuccessful(
-                Status.UNVERIFIED if self.heads is None else Status.MISMATCH,
+                Status.MISMATCH if refuted else Status.UNVERIFIED,
                 f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
                 "error: try more starts, or answers with more digits",
             )
@@ -392,7 +396,8 @@ class _NearField:
         size = float(self.u.abs().mean()) or float(even.abs().max())
         spread = 1 / float(delta.square().sum(1).mean().sqrt())
         best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
-        for _ in range(1 if heads == 1 else 2 * _ROUNDS if heads < 4 else _ROUNDS // 2):
+        small = heads < 4 or heads * dim <= _SMALL
+        for _ in range(1 if heads == 1 else 2 * _ROUNDS if small else _ROUNDS // 2):
             shape = self.method.starts, heads, dim
             g, v = spread * self._normals(*shape), size * self._normals(*shape)
             if heads == 1:

@@ -225,6 +225,8 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
 
 _Model = TypeVar("_Model", bound=Parametric)
 _REFINEMENTS = 30
+_ROWS = 1024  # of a Jacobian that are held at a time
+_ROUNDED = 1e-26  # of the squared answers: steps that gain little from here on gain nothing
 
 
 def _by_parameters(
@@ -259,8 +261,8 @@ def uncertainty(
     With J the Jacobian of what was asked, in units of the errors, it is |L⁻¹j| for JᵀJ = LLᵀ.
     """
     _, rows, flat = _by_parameters(model, free)
-    J = torch.cat([(rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked])
-    sizes, basis = torch.linalg.eigh(J.mT @ J)
+    square, _ = _normal(rows, flat, asked, [torch.zeros_like(y).flatten() for _, y, _ in asked])
+    sizes, basis = torch.linalg.eigh(square)
     whitened = basis / sizes.clamp(min=1e-14 * float(sizes[-1])).sqrt()
 
     def error(sequences: Tensor) -> Tensor:
@@ -268,6 +270,21 @@ def uncertainty(
         return torch.linalg.vector_norm((j @ whitened).reshape(len(sequences), -1), dim=1)
 
     return error
+
+
+def _normal(
+    rows: Callable[[Tensor, Tensor], Tensor], flat: Tensor,
+    asked: Sequence[tuple[Tensor, Tensor, Tensor]], misses: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """JᵀJ and Jᵀ·misses, J in units of the errors, from a few rows at a time."""
+    square, slope = flat.new_zeros(len(flat), len(flat)), torch.zeros_like(flat)
+    for (X, _, error), miss in zip(asked, misses, strict=True):
+        parts = (X, error, miss.view(error.shape))
+        for some, scale, off in zip(*(part.split(_ROWS) for part in parts), strict=True):
+            J = (rows(flat, some) / scale.unsqueeze(-1)).flatten(0, -2)
+            square.addmm_(J.mT, J)
+            slope += J.mT @ off.flatten()
+    return square, slope
 
 
 def refined(
@@ -281,16 +298,15 @@ def refined(
     """
     put, rows, flat = _by_parameters(model, free)
     asked = [part for part in asked if len(part[1])]
+    sizes = [part[1].numel() for part in asked]
 
     def misses(flat: Tensor) -> Tensor:
         return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
     damping, miss = 1e-6, misses(flat)
+    rounded = _ROUNDED * sum(float((y / error).square().sum()) for _, y, error in asked)
     for _ in range(_REFINEMENTS):
-        J = torch.cat([
-            (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
-        ])  # fmt: skip
-        square, slope = J.mT @ J, J.mT @ miss
+        square, slope = _normal(rows, flat, asked, miss.split(sizes))
         diagonal = square.diagonal()
         diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max().clamp(min=1e-300)))
         before = float(miss @ miss)
@@ -300,9 +316,9 @@ def refined(
             if not failed and float(ahead @ ahead) < before:
                 break
             damping *= 10
-            if damping > 1e8:
+            if damping > 1e8 or before < rounded:
                 return put(flat)
         flat, miss, damping = flat - step, ahead, max(damping / 10, 1e-14)
-        if float(miss @ miss) > 0.999 * before:
+        if float(miss @ miss) > (0.25 if before < rounded else 0.999) * before:
             break
     return put(flat)

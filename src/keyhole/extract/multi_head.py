@@ -36,15 +36,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import expect_count
+from keyhole.core.errors import InputError, expect_count
+from keyhole.extract.arithmetic import EXACT, digits, own_error
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Step, setting
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
@@ -58,11 +60,13 @@ from keyhole.extract.heads.masks import (
 from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import Exam, Method
 from keyhole.extract.low_rank import degrees_of_freedom
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.oracle import planted
-from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
 
 _LINEAR = 1e-9  # length-one answers must be linear to this
 _ATTEMPTS = 3  # tokens x_0
+_DECIMALS = 12  # of rounded answers, beyond which they are exact
 _WRONG = 1e-3  # beyond this an attempt has mistaken something, and the next is more cautious
 _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes through 0
 
@@ -90,6 +94,22 @@ class MultiHead(Method):
         tests = 1 if self.heads + 1 < dim // 2 else 3  # of every mask at every token (`pull`)
         each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
         return dim + 4 + attempts * each
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        result = super().__call__(oracle)
+        if result.status is not Status.MISMATCH:
+            return result
+        counted, inexact = Counted(oracle), False
+        with suppress(BudgetExhausted, OracleError, InputError):
+            inexact = _inexact(counted)
+        result = replace(result, queries=result.queries + counted.queries)
+        if not inexact:
+            return result
+        needed = (
+            f"{result.reason}; the answers are rounded or noisy: heads are read one by one from "
+            "answers exact to 1e-12 of themselves, and fitted (Fitted, auto) from others"
+        )
+        return replace(result, status=Status.UNVERIFIED, reason=needed, model=None)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -128,6 +148,18 @@ class MultiHead(Method):
                 )
 
 
+def _inexact(oracle: Oracle) -> bool:
+    """Are answers rounded, or do they change where a question says the same in other words?"""
+    draw = torch.Generator().manual_seed(0)
+    questions = torch.randn(4, 2, oracle.dim, generator=draw, dtype=torch.float64)
+    answers = ask_scores(oracle, questions)
+    if bool((answers == answers[0]).all()):
+        return False
+    own = own_error(oracle, questions, answers, torch.finfo(torch.float64).eps)
+    rounded = digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None
+    return rounded or bool((own > 1e-12 * answers.abs().max()).all())
+
+
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     """Σ_h v_h from d answers of length one; four more tell whether they are linear.
 
@@ -145,8 +177,7 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
     if miss > _LINEAR * size:
         raise Unsuccessful(
-            Status.MISMATCH,
-            "answers of length one are not linear to 1e-9: rounded, noisy, or no such model",
+            Status.MISMATCH, "answers of length one are not linear to 1e-9: no heads explain them"
         )
     return v
 

@@ -17,8 +17,8 @@ the table of input embeddings too (tied), those are known up to the same map: wh
 tokens are parallel, which tokens depend on each other linearly, and all angles and distances after
 whitening by the table's own covariance, which are entries of P. Lengths, cosines and inner products
 of the table itself are W M Wᵀ for an unknown metric M, d(d + 1)/2 numbers. (The final
-norm puts all h on one ellipsoid, which would tell M up to a rotation; that takes d(d + 1)/2 answers
-and more digits than float32 has, and is not done here.)
+norm puts all h on one ellipsoid, which tells M; that takes d(d + 1)/2 answers: `rotation`, in
+ellipsoid.py.)
 
 Departures. The paper takes the steepest fall of singular values; ours must end on flat ground, or
 above what rounding can cause (`cliff`), so that answers which are too few give no
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
+from keyhole.extract.ellipsoid import ellipsoid, equations
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, Method
 from keyhole.extract.token_answers import (
@@ -53,6 +54,7 @@ from keyhole.oracle.token_questions import DIM, Logits, stated_by
 _FIRST = 32  # rows before the first look
 _SPARE = 16  # rows beyond the rank, at least
 _SHARE = 12  # and one for so many of the rank
+_ELLIPSOID = 1e-2  # how far answers may be off |n|² = d
 _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no more
 
 
@@ -60,18 +62,21 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 class OutputLayer(Method):
     """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
-    top: int | None = setting(None, "log-probabilities that the target gives at a time, if not all")
+    top: int | None = setting(
+        None, "log-probabilities that the target gives at a time, if not all; 0: a token alone"
+    )
     tokens: int | None = setting(
         None, "with top: rows of the matrix to read; as many as the width takes"
     )
     length: int = setting(4, "tokens of a random prompt")
+    rotation: bool = setting(False, "ask as much as it takes to know the matrix up to a rotation")
     most: int = setting(20_000, "prompts that are asked at most")
     seed: int = 0
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
         for name in ("top", "tokens", "length", "most"):
-            expect_count(name, getattr(self, name))
+            expect_count(name, getattr(self, name), least=int(name != "top"))
         if self.tokens is not None and self.top is None:
             raise InputError("tokens needs top as well: whole answers have all rows of the matrix")
 
@@ -107,7 +112,29 @@ class OutputLayer(Method):
             if len(rows := answers.complete()) > 1:
                 yield _Look.at(rows, answers, stream).step(width)
             raise
-        yield look.step(width)
+        step = look.step(width)
+        yield step
+        if self.rotation and step.layer is not None:
+            yield self._up_to_rotation(step, step.layer)
+
+    def _up_to_rotation(self, step: LayerStep, layer: LastLayer) -> LayerStep:
+        """The step with its matrix on the axes of the ellipsoid that the final norm makes."""
+        model = step.matrix
+        differing = model.dim - model.constant
+        needed, why, found = equations(differing, model.constant), "", None
+        if layer.blocks:
+            why = "a matrix in blocks of 32 adds directions that have no norm"
+        elif needed > self.most:
+            why = f"a rotation takes {needed:,} answers, and most is {self.most:,}"
+        else:
+            rows = taken_off(step.answers.rows(needed), layer.log_probabilities)
+            found = ellipsoid(rows @ model.W[:, :differing], model.width, model.constant)
+            why = f"{needed:,} answers lie on no one ellipsoid: too few digits, or no final norm"
+        if found is None or found[1] > _ELLIPSOID:
+            return replace(step, layer=replace(layer, no_rotation=why))
+        W = torch.cat([model.W[:, :differing] @ found[0], model.W[:, differing:]], 1)
+        model = replace(model, W=W.contiguous(), rotated=True)
+        return replace(step, model=model, matrix=model, layer=replace(layer, ellipsoid=found[1]))
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         prompts, vocabulary = Prompts(self.length, stream), stated_by(oracle, "vocabulary")
@@ -136,7 +163,7 @@ class _Look:
     def at(cls, rows: Tensor, answers: Answers, stream: torch.Generator) -> _Look:
         centred = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
-        step = None if decimals is None else 10.0**-decimals
+        step = answers.step if decimals is None else 10.0**-decimals
         count, size = rows.shape
         order = torch.randperm(size, generator=stream)[: _COLUMNS * count + 256]
         found = cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step)

@@ -12,10 +12,12 @@ from typing import Any
 
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
+from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
+from keyhole.extract.fitted_signs import FittedSigns
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import LowRank
@@ -119,6 +121,7 @@ METHODS: Registry[Method, Row] = Registry(
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
     Entry("fitted-layer", FittedLayer),
+    Entry("fitted-signs", FittedSigns),
     Entry("ordinary-questions", OrdinaryQuestions),
     Entry("ordinary-labels", OrdinaryLabels),
     Entry("one-layer", OneLayerTransformer, (
@@ -132,4 +135,5 @@ METHODS: Registry[Method, Row] = Registry(
     )),
     Entry("attention-sub-layer", AttentionSubLayer),
     Entry("transformer-block", TransformerBlock),
+    Entry("attention-layers", AttentionLayers),
 )  # fmt: skip

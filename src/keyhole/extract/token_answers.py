@@ -3,11 +3,15 @@
 `WholeVectors` are one question a row. `ChosenTokens` ask a target that gives only the best k for
 tokens of their own choice, k − 1 at a time and a reference: a bias raises them above all others,
 and differences to the reference do not depend on what the others have. With k = 1 the raised token
-is sampled, and its log-probability is as it was (oracle/completions.py).
+is sampled, and its log-probability is as it was (oracle/completions.py). With k = 0 there are no
+log-probabilities: which of two raised tokens is sampled, at temperature 0, is one bit, the sign of
+ℓ_i − ℓ_j + t for biases that differ by t, and bisecting t measures the difference. Without a bias
+the sampled token says ℓ_i ≥ ℓ_j of unknown states, which every width allows: no rank follows.
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit: the
-smallest that lifts the tokens is used. The reference gets some more, so that it is the token that
-is sampled; servers say nothing of one that is half a character.
+smallest that lifts the tokens is used, and more for a token that the others leave a probability of
+exactly zero. The reference gets some more, so that it is the token that is sampled; servers say
+nothing of one that is half a character.
 
 Rows in which something is absent, or so improbable that float32 holds no digits of it, are set
 aside: they are paid for, not used.
@@ -35,25 +39,39 @@ from keyhole.oracle.token_questions import ABSENT, question
 _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used
 _BIASES = (16.0, 32.0, 64.0, 128.0)
+_FURTHER = 48.0  # more for tokens of no probability: less than what they are behind the reference
+_RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
+_FIRMLY = 60.0  # raised above all other tokens; a bias may be 100, as OpenAI has it
 _REFERENCE = 16.0  # more, for the reference
 _NORMALISED = 0.5  # how far rounded log-probabilities may be from adding up to one, in logarithms
 
 
 class Prompts:
-    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is."""
+    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is.
+
+    None comes twice: equal answers would look like a rank that the layer does not have.
+    """
 
     def __init__(self, length: int, stream: torch.Generator) -> None:
         self.length = length
         self._stream = stream
+        self._drawn: set[tuple[int, ...]] = set()
 
     def draw(self, vocabulary: int | None) -> Tensor:
-        if vocabulary is None:
-            return torch.zeros(self.length, dtype=torch.long)
-        return torch.randint(0, vocabulary, (self.length,), generator=self._stream)
+        while vocabulary is None or len(self._drawn) < vocabulary**self.length:
+            prompt = torch.randint(0, vocabulary or 1, (self.length,), generator=self._stream)
+            if (ids := tuple(prompt.tolist())) not in self._drawn or vocabulary is None:
+                self._drawn.add(ids)
+                return prompt
+        raise Unsuccessful(
+            Status.UNVERIFIED, f"all prompts of length {self.length} were asked: allow longer ones"
+        )
 
 
 class WholeVectors:
     """A number for every token of the vocabulary from each question."""
+
+    step: float | None = None
 
     def __init__(self, oracle: Oracle, prompts: Prompts, vocabulary: int | None) -> None:
         self.vocabulary = vocabulary
@@ -112,6 +130,11 @@ class ChosenTokens:
         self._bias = _BIASES[0]
 
     @property
+    def step(self) -> float | None:
+        """That of the numbers, where they are bisected."""
+        return None if self._top else 2 * _RANGE / 2**_BITS
+
+    @property
     def tokens(self) -> Tensor:
         return torch.tensor(self._chosen)
 
@@ -149,7 +172,8 @@ class ChosenTokens:
         prompt = self._prompts.draw(self.vocabulary)
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
-            values = self._raise(prompt, [reference, *second])
+            ids = [reference, *second]
+            values = self._raise(prompt, ids) if self._top else self._bisect(prompt, *ids)
             if float(values.min()) > ABSENT:
                 self._chosen, self._asked = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -164,7 +188,8 @@ class ChosenTokens:
     def _choose(self, count: int) -> None:
         """More tokens, of those that the first prompt gets a number for."""
         while len(self._chosen) < count:
-            group = list(itertools.islice(self._order, max(1, self._top - 1)))
+            many = self._top - 1 if self._top else count - len(self._chosen)
+            group = list(itertools.islice(self._order, max(1, many)))
             if not group:
                 return
             values = self._read(self._asked[0], group)
@@ -178,23 +203,49 @@ class ChosenTokens:
             return torch.cat([self._raise(prompt, [token]) for token in tokens] or [_NONE])
         reference = self._chosen[0]
         asked = [token for token in tokens if token != reference]
+        if not self._top:
+            zeros = torch.zeros(len(tokens) - len(asked), dtype=torch.float64)
+            return torch.cat([zeros, self._bisect(prompt, reference, *asked)])
         parts: list[Tensor] = [torch.zeros(len(tokens) - len(asked), dtype=torch.float64)]
         for start in range(0, len(asked), self._top - 1):
             values = self._raise(prompt, [reference, *asked[start : start + self._top - 1]])
             parts.append(torch.where(values[1:] > ABSENT, values[1:] - values[0], ABSENT))
         return torch.cat(parts)
 
+    def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
+        """ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
+        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
+        step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
+        pairs = torch.tensor([[reference, token] for token in others], dtype=torch.float64)
+        front = question(prompt).expand(len(others), -1, -1)
+        for _ in range(_BITS if others else 0):
+            step = step / 2
+            middle = low + step  # the difference that is asked about
+            biases = _FIRMLY + torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
+            values = ask(self._oracle, torch.cat([front, torch.stack([pairs, biases], 2)], 1))
+            raised = torch.where(values > ABSENT, values + biases, -torch.inf)
+            sampled &= raised.isfinite().any(1)
+            low = torch.where(raised[:, 1] > raised[:, 0], middle, low)
+        inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
+        return torch.where(inside, low + step / 2, ABSENT)
+
     def _raise(self, prompt: Tensor, tokens: list[int]) -> Tensor:
+        """Logits of raised tokens. Those that the largest bias leaves a probability of zero, next
+        to the reference that is sampled, get more of it."""
         values = torch.full((len(tokens),), ABSENT, dtype=torch.float64)
-        for bias in (bias for bias in _BIASES if bias >= self._bias):
-            biases = torch.full((len(tokens),), bias, dtype=torch.float64)
+        more = torch.zeros_like(values)
+        ladder = [bias for bias in _BIASES if bias >= self._bias]
+        for bias in (*ladder, ladder[-1]):
+            biases = bias + more
             biases[0] += _REFERENCE
             values = ask(self._oracle, question(prompt, torch.tensor(tokens), biases))[0]
-            if float(values.min()) > ABSENT:
+            absent = values <= ABSENT
+            if not bool(absent.any()):
                 self._bias = bias
+            if not bool(absent.any()) or len(tokens) == 1:  # one is sampled, whatever its bias
                 break
-            if len(tokens) == 1:  # it was sampled, whatever its bias
-                break
+            if bias == ladder[-1]:
+                more[absent] = _FURTHER
         return values
 
 

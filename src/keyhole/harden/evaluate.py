@@ -197,7 +197,7 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
         units = survey(batches.model, question, spare=method.spare)
         cut = torch.stack([_mask(units, cuts.get(example.id, ())) for example in part])
         cut = cut.to(units.free.device) & units.free  # what is not there cannot be cut
-        limits = budget(units, method.share, method.scope, method.head_units, method.least)
+        limits = budget(units, method.share, method.scope, method.least)
         verdict = judge(batches.model, question, units, cut, limits, method.batch)
         has = torch.tensor([example.id in cuts for example in part], device=labels.device)
         right = (batches.predicted(batch) == labels) & has

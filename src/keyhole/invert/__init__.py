@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.derivatives.equations import gradient, jacobian, loss
-from keyhole.invert.derivatives.hessian import gauss_newton_product, hessian, hessian_product
-from keyhole.invert.derivatives.hessian_blocks import hessian_blocks
+from keyhole.invert.derivatives.hessian import (
+    gauss_newton_product,
+    hessian,
+    hessian_blocks,
+    hessian_product,
+)
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.krawczyk import Certificate, certify
 from keyhole.invert.problem import Problem, plant
@@ -33,7 +37,7 @@ __all__ = [
     "Pooled", "Problem", "RegularizedNewton", "ResidualStream", "TextRecovery", "TokenByToken",
     "bounds", "certify", "degrade", "gauss_newton_product", "gradient", "hessian",
     "hessian_blocks", "hessian_product", "jacobian", "leak_of", "load_leak", "loss", "mean_field",
-    "plant", "recover_text", "recover_texts", "recovering", "run", "save_leak",
+    "plant", "recover_text", "recover_texts", "recovering", "run",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
         recover_text,
         recover_texts,
         recovering,
-        save_leak,
     )
 else:  # on demand: an inversion of one layer needs no transformers
 

@@ -54,6 +54,7 @@ from keyhole.recover.gradients.update import (
     update_of,
 )
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak
+from keyhole.recover.protection import NEAREST, recall
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again
 from keyhole.recover.simulate import degrade, leak_of
@@ -64,7 +65,6 @@ _REPEATS = 3  # of a time, of which the least counts
 _DIM = 8  # of the head whose weights are sought
 _SENTENCES = 640  # that a defence is trained on, or that a store holds
 _KEEP = 0.05  # of the attention, by each mask that votes
-_NEAREST = 10
 _TAG = 16  # bytes that AES-GCM appends
 _NAMES = {
     "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
@@ -473,10 +473,9 @@ class Embeddings:
             return torch.stack([leak.tensors["values"] for leak in leaks])
 
         plain, changed, factor = compared(partial(stored, same), partial(stored, change))
-        near = [(plain @ each.T).fill_diagonal_(-torch.inf).topk(_NEAREST).indices
-                for each in (plain, changed)]  # fmt: skip
-        hits = float((near[0][:, :, None] == near[1][:, None]).any(-1).float().mean())
-        honest = f"recall@{_NEAREST} {hits:.2f} of {len(texts)}" if hits < 1 else "nothing"
+        asked, docs = plain.tensor_split([len(texts) // 4])
+        hits = recall(docs, changed[len(asked) :], asked, asked)
+        honest = f"recall@{NEAREST} {hits:.2f} of {len(docs)}" if hits < 1 else "nothing"
         return text_row("embedding", tried, setting, honest, factor, proof)
 
     def noise(self, epsilon: float | None) -> Row:

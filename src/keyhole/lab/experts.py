@@ -12,7 +12,7 @@ layers. A text that alone stays, where nothing that fits was dropped, is the onl
 choices: that is the proof, and `verified`. Where several stay, the one is given that the model
 itself finds likeliest.
 
-`probabilities` of the routers, where they leaked as well, have to agree within `error`. A choice
+`probabilities` of the routers, where they leaked as well, have to agree within 1e-4. A choice
 counts as the same within a margin of the logits, since sums in another order are not the same.
 """
 
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 
+_TOKENS = 4096  # in one pass
+_ERROR = 1e-4  # of probabilities that are the same
 _MARGIN = 1e-4  # of the logits' spread: what arithmetic in another order may move
 
 
@@ -66,9 +68,7 @@ def read_choices(
     choices: Tensor,
     *,
     probabilities: Tensor | None = None,
-    error: float = 1e-4,
     most: int = 16,
-    batch_size: int = 4096,
 ) -> ExpertsRead:
     """The text of choices (tokens, layers, experts); of prefixes that fit, `most` are kept."""
     vocabulary = torch.arange(model.config.vocab_size, device=model.device)
@@ -78,12 +78,12 @@ def read_choices(
         known = None if probabilities is None else probabilities[at].to(model.device)
         longer: list[tuple[float, list[int]]] = []
         for likelihood, prefix in prefixes:
-            for tokens in vocabulary.split(batch_size):
+            for tokens in vocabulary.split(_TOKENS):
                 logits, scores = _behind(model, prefix, tokens)
                 tested += len(tokens)
                 fits = _fits(logits, chosen)
                 if known is not None:
-                    fits &= ((logits.softmax(-1) - known).abs() <= error).flatten(1).all(1)
+                    fits &= ((logits.softmax(-1) - known).abs() <= _ERROR).flatten(1).all(1)
                 longer += [
                     (likelihood + float(scores[token]), [*prefix, token])
                     for token in tokens[fits].tolist()

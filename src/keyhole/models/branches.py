@@ -113,6 +113,14 @@ class Branches:
         given = [self._again(exposure, *text) for text in each]
         return {name: torch.stack([text[name] for text in given]) for name in given[0]}
 
+    def go_on(self, exposure: Exposure, ids: Tensor) -> dict[str, Tensor]:
+        """The exposure for tokens `ids` (b, q) behind each prefix, which they are part of then."""
+        each = torch.arange(len(ids), device=ids.device)
+        none = torch.zeros_like(each)
+        given = self.expose(exposure, none == 0, ids)
+        self.accept(none, none + ids.shape[1], each)
+        return given
+
     def _behind_cache(self, exposure: Exposure, chain: Tensor, ids: Tensor) -> dict[str, Tensor]:
         size, device = ids.shape[1], ids.device
         square = torch.ones(size, size, dtype=torch.bool, device=device)
@@ -231,8 +239,7 @@ def _agrees(parts: Anatomy) -> bool:
     for layer in range(1, parts.layers + 1):
         exposure = Exposure("hidden", layer)
         branches = Branches(parts.base, ids.new_zeros(1))
-        branches.expose(exposure, torch.tensor([True], device=ids.device), ids[None, :3])
-        branches.accept(ids.new_zeros(1), ids.new_full((1,), 3), ids.new_zeros(1))
+        branches.go_on(exposure, ids[None, :3])
         fan = branches.expose(exposure, torch.tensor([False], device=ids.device), ids[None, 3:])
         whole = capture(parts.base, exposure, ids=texts)["values"][:, -1]
         off = float((fan["values"][0] - whole).norm() / whole.norm())

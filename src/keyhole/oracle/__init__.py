@@ -18,7 +18,7 @@ from keyhole.oracle.defences import (
 from keyhole.oracle.http import Limits, Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
+from keyhole.oracle.planted import Attention, AttentionLayers, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, plant_orthogonal, save
 from keyhole.oracle.sub_layer import SubLayer
@@ -26,6 +26,7 @@ from keyhole.oracle.sub_layer import SubLayer
 __all__ = [
     "KINDS",
     "Attention",
+    "AttentionLayers",
     "Block",
     "BudgetExhausted",
     "Clipped",

@@ -7,7 +7,8 @@ What a bias does, tried on llama.cpp: the log-probabilities in an answer are tho
 unless `post_sampling_probs` asks for those after it. So there are two ways to read chosen tokens
 where only the best k are given. Raise k of them with that option, and all k answers are theirs; or
 raise one without it: it is sampled, and its log-probability comes along as it was, from servers
-that know no such option as well. vLLM needs no bias: it gives the log-probabilities of any 128
+that know no such option as well. A server that names no probabilities still shows which of the
+raised tokens it samples. vLLM needs no bias: it gives the log-probabilities of any 128
 tokens that `logprob_token_ids` names, whatever its cap on `logprobs` is.
 
 An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
@@ -33,7 +34,7 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, TOKEN_ID, Server, server_http
+from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
@@ -61,14 +62,16 @@ class Completions:
     def __init__(
         self, url: str, model: str = "default", route: str = COMPLETION,
         vocabulary: int | None = None, width: int | None = None,
-        options: EndpointOptions | None = None,
+        options: EndpointOptions | None = None, most: int = MANY,
     ) -> None:  # fmt: skip
+        """`most` is what is asked for at a time: not all kinds of servers survive more."""
         expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
         self.route = route
         self.vocabulary = vocabulary
         self.width = width
+        self.most = most
         self._whole_token: int | None = None
         self._http = server_http(url.rstrip("/"), options or EndpointOptions(), key=True)
 
@@ -90,7 +93,8 @@ class Completions:
             if server.kind == "vLLM":
                 sizes = _vocabulary(http, server), None
         route = route or (COMPLETION if native else OPENAI)
-        return cls(url, server.model, route, *sizes, options)
+        most = MANY if server.kind in ("llama.cpp", "vLLM") else SAFE
+        return cls(url, server.model, route, *sizes, options, most)
 
     @property
     def identity(self) -> str:
@@ -118,7 +122,7 @@ class Completions:
         llama.cpp says nothing then. Once a token is known of which it speaks, that one is sampled
         always: its log-probabilities are those before the bias.
         """
-        request = {**self._request(prompt, 10**6), "temperature": 0}
+        request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
             request |= self._bias([(self._whole_token, _FORCED)])
         ids, values = _entries(self._ask(request))
@@ -127,8 +131,8 @@ class Completions:
             return torch.full((size,), ABSENT, dtype=torch.float64)
         if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
             raise OracleError(
-                f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens and not of "
-                f"all {size:,}: give -o top=N, to choose tokens"
+                f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens, asked for "
+                f"{self.most:,}, and not of the whole vocabulary: give -o top=N, to choose tokens"
             )
         self.vocabulary = size
         if self._whole_token is None:  # the likeliest, which was sampled
@@ -162,10 +166,22 @@ class Completions:
             for entry in _first(answer)["top_probs"]:
                 share = float(entry["prob"])
                 given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
+        if not given:
+            return self._greedy(prompt, pairs)
         values = [given.get(token, ABSENT) for token, _ in pairs]
         numbers = [value - bias if value > ABSENT else value
                    for value, (_, bias) in zip(values, pairs, strict=True)]  # fmt: skip
         return torch.tensor(numbers, dtype=torch.float64)
+
+    def _greedy(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
+        """Of a server that names no probabilities: 0 for the token that it samples, if raised."""
+        request = {**self._request(prompt, 0), **self._bias(pairs), "temperature": 0}
+        answer = self._ask(request | {"return_tokens": True, "return_token_ids": True})
+        sampled: object = None
+        with suppress(KeyError, IndexError, TypeError):
+            ids = answer["tokens"] if "tokens" in answer else answer["choices"][0]["token_ids"]
+            sampled = ids[0]
+        return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
         # Without its cache a server computes every answer alike, whatever was asked before.

@@ -8,7 +8,6 @@ answer with; a batch with one such question in it is refused as a whole.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -322,7 +321,6 @@ class Rationed(Wrapper):
         self._clock = clock
         self._spent: dict[str, int] = {}
         self._waiting: dict[str, float] = {}  # until when each client must wait
-        self._ends: list[tuple[float, str]] = []  # the same as a heap, the earliest end first
 
     def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
         count = len(sequences)
@@ -348,13 +346,11 @@ class Rationed(Wrapper):
         if self.rate is None:
             return
         now = self._clock()
-        while self._ends and self._ends[0][0] <= now:
-            del self._waiting[heapq.heappop(self._ends)[1]]
+        self._waiting = {name: end for name, end in self._waiting.items() if end > now}
         name = self._name(client, self._waiting)
         if name in self._waiting:
             raise TooFast(self.rate, self._waiting[name] - now)
         self._waiting[name] = now + count / self.rate
-        heapq.heappush(self._ends, (self._waiting[name], name))
 
     def _name(self, client: str, remembered: Collection[str]) -> str:
         """The name under which a client is remembered: its own, or the shared one.

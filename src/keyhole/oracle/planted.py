@@ -260,6 +260,61 @@ class Attention(Parametric):
 
 
 @dataclass(frozen=True, eq=False)
+class AttentionLayers(Parametric):
+    """Layers of attention alone, one after the other, each added to what it reads.
+
+        X ↦ X + Σ_h softmax(X W_h Xᵀ) X V_h     over the heads h of a layer, then of the next
+
+    `W` and `V` are (H, d, d); `layers` (H,) holds the layer of each head, 0, 1, …, in order.
+    """
+
+    W: Tensor
+    V: Tensor
+    layers: Tensor
+    every_token: bool = False
+    causal: bool = False
+    kind = "attention-layers"
+
+    def __post_init__(self) -> None:
+        self._require("V", self.V, None, None, None)
+        self._require("V", self.V, None, self.dim, self.dim)
+        self._require("W", self.W, len(self.V), self.dim, self.dim)
+        self._require("layers", self.layers, len(self.V))
+        numbers = [float(depth) for depth, count in enumerate(self.sizes) for _ in range(count)]
+        if not numbers or self.layers.tolist() != numbers:
+            raise InputError("layers must be 0, 1, … in order, one number for each head")
+
+    @property
+    def dim(self) -> int:
+        return self.V.shape[1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many heads each layer has."""
+        return self.layers.unique_consecutive(return_counts=True)[1].tolist()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": self.W, "V": self.V, "layers": self.layers}
+
+    def flags(self) -> dict[str, str]:
+        return {"every_token": str(self.every_token), "causal": str(self.causal)}
+
+    @property
+    def unknowns(self) -> int:
+        return self.W.numel() + self.V.numel()
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        sizes = self.sizes
+        *layers, (W, V) = zip(self.W.split(sizes), self.V.split(sizes), strict=True)
+        for forms, values in layers:
+            tokens = tokens + attention.output(tokens, forms, values, causal=self.causal)
+        asking = tokens if self.every_token else tokens[:, -1]
+        return asking + attention.output(
+            tokens, W, V, causal=self.causal, last=not self.every_token
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class OutputMatrix(Parametric):
     """The last layer of a language model alone, the logits of a final state.
 
@@ -269,13 +324,15 @@ class OutputMatrix(Parametric):
     to a row that is added to all rows): its columns are an orthonormal basis of what they span.
     With `constant` the last of them is the direction of what all answers share, an output bias or
     that of the final norm, beyond those in which answers differ. `blocks` of them are none of the
-    model's: see `width`.
+    model's: see `width`. With `rotated` they are no basis, but W with the gain of the final norm,
+    up to a rotation.
     """
 
     W: Tensor
     tokens: Tensor
     constant: bool = False
     blocks: int = 0
+    rotated: bool = False
     kind = "output-layer"
 
     def __post_init__(self) -> None:
@@ -309,11 +366,13 @@ class OutputMatrix(Parametric):
         return {"W": self.W, "tokens": self.tokens}
 
     def flags(self) -> dict[str, str]:
-        return {"constant": str(self.constant), "blocks": str(self.blocks)}
+        flags = {"constant": self.constant, "blocks": self.blocks, "rotated": self.rotated}
+        return {name: str(value) for name, value in flags.items()}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return tokens[:, -1] @ self.W.mT
 
     def outside(self, answers: Tensor) -> Tensor:
         """What no state explains of answers (b, tokens), centred where W is: zero for its own."""
-        return answers - (answers @ self.W) @ self.W.mT
+        basis = torch.linalg.qr(self.W).Q if self.rotated else self.W
+        return answers - (answers @ basis) @ basis.mT

@@ -25,6 +25,7 @@ from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import (
     Attention,
+    AttentionLayers,
     BiasedHeads,
     Head,
     MultiHead,
@@ -42,11 +43,14 @@ Planted = (
     | OneLayer
     | ReluFfn
     | Attention
+    | AttentionLayers
     | OutputMatrix
     | SubLayer
     | Block
 )
-KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
+KINDS = (
+    "head", "multi-head", "one-layer", "relu", "attention", "attention-layers", "orthogonal-heads",
+)  # fmt: skip
 # What a file may hold, by kind; orthogonal heads are stored as heads like any other.
 _CLASSES: dict[str, type[Planted]] = {
     planted.kind: planted
@@ -57,6 +61,7 @@ _CLASSES: dict[str, type[Planted]] = {
         OneLayer,
         ReluFfn,
         Attention,
+        AttentionLayers,
         OutputMatrix,
         SubLayer,
         Block,
@@ -70,6 +75,7 @@ def plant(
     dim: int = 64,
     rank: int | None = None,
     heads: int = 1,
+    layers: int = 2,
     width: int = 32,
     outputs: int | None = None,
     scale: float = 1.0,
@@ -79,10 +85,11 @@ def plant(
 ) -> Planted:
     """A random target of known weights; every `W` has spectral norm about `2 · scale`.
 
+    `layers` is how many attention-layers there are, each with so many heads.
     `plant_orthogonal` gives the bases of orthogonal heads as well.
     """
     expect_among("kind", kind, KINDS)
-    for name, size in {"dim": dim, "heads": heads, "width": width}.items():
+    for name, size in {"dim": dim, "heads": heads, "layers": layers, "width": width}.items():
         expect_count(name, size)
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"rank must be from 1 to dim = {dim}, not {rank}")
@@ -91,6 +98,7 @@ def plant(
         "relu": width * dim,
         "one-layer": heads * (dim + width) * dim,
         "attention": heads * (dim + (outputs or dim)) * dim,
+        "attention-layers": layers * heads * 2 * dim * dim,
     }.get(kind, heads * dim * dim)
     expect_memory(16 * numbers, f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
@@ -115,6 +123,11 @@ def plant(
         return OneLayer(W, normal(*several, width, dim) / math.sqrt(dim), normal(width))
     if kind == "relu":
         return ReluFfn(normal(width, dim) / math.sqrt(dim), normal(width))
+    if kind == "attention-layers":
+        W = torch.stack([weights() for _ in range(layers * heads)])
+        V = normal(layers * heads, dim, dim) / math.sqrt(dim)
+        places = torch.arange(layers, dtype=torch.float64).repeat_interleave(heads)
+        return AttentionLayers(W, V, places, every_token=every_token, causal=causal)
     W = torch.stack([weights() for _ in range(heads)])
     V = normal(heads, dim, outputs or dim) / math.sqrt(dim)
     return Attention(W, V, every_token=every_token, causal=causal)

@@ -1,7 +1,6 @@
 """Text from what a model leaks: attacks propose, judges verify. Needs the extra `models`."""
 
 from keyhole.recover.embeddings.pooled import PooledEmbedding
-from keyhole.recover.judge import Mark
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
 from keyhole.recover.layers.key_values import CachedKeys
@@ -17,9 +16,8 @@ from keyhole.recover.leaks import (
     MixedCache,
     Pooled,
     load_leak,
-    save_leak,
 )
-from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.recover.run import (
     LeakRead,
     recover_text,
@@ -34,5 +32,5 @@ __all__ = [
     "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark",
     "MixedCache", "Pooled", "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch",
     "capture", "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
-    "run", "save_leak",
+    "run",
 ]  # fmt: skip

@@ -35,9 +35,21 @@ def rows_of(tensors: Mapping[str, Tensor]) -> Tensor:
     return both.transpose(-3, -2).flatten(-2)
 
 
+# The types of the fields that callers and files may set; None: a tensor or nothing.
+_KINDS: dict[str, Any] = {
+    "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
+    "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
+    "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
+    "codebook": None, "unit": bool | None, "block": int | None,
+}  # fmt: skip
+AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class About:
-    """What is known about a leak except its numbers; every field may be left out.
+class BaseLeak:
+    """What the seven types share: what is known about a leak, checks, names and shapes.
+
+    Of what is known, every field may be left out.
 
     `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
     alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
@@ -51,21 +63,6 @@ class About:
     noise: float | None = None
     mask: Tensor | None = None
     encoder: Tensor | None = None
-
-
-# The types of the fields that callers and files may set; None: a tensor or nothing.
-_KINDS: dict[str, Any] = {
-    "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
-    "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
-    "codebook": None, "unit": bool | None, "block": int | None,
-}  # fmt: skip
-AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
-
-
-class BaseLeak(About):
-    """What the seven types share: checks on the way in, names and shapes on the way out."""
-
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
     more: ClassVar[tuple[str, ...]] = ("mask", "encoder")
@@ -139,7 +136,14 @@ class BaseLeak(About):
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensors as (…, positions, numbers): what leaked at each position, side by side."""
-        return tensors["values"]
+        return rows_of(tensors)
+
+    def with_noise(self: AnyLeak, noise: float) -> AnyLeak:
+        """The leak, with noise of `noise` times its standard deviation stated to be in it."""
+        expect_number("noise", noise, least=0)
+        numbers = torch.cat([tensor.flatten() for tensor in self.tensors.values()])
+        spread = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5  # without it
+        return replace(self, noise=noise * spread)
 
     def cut(self: AnyLeak, length: int) -> AnyLeak:
         """The leak of the first `length` positions."""
@@ -234,9 +238,6 @@ class KeyValues(BaseLeak):
     names: ClassVar[tuple[str, ...]] = ("keys", "values")
     rank: ClassVar[int] = 3
 
-    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(tensors)
-
 
 @dataclass(frozen=True, eq=False)
 class MixedCache(BaseLeak):
@@ -269,9 +270,6 @@ class MixedCache(BaseLeak):
     @property
     def length(self) -> int | None:
         return None
-
-    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,11 +407,6 @@ TYPES: dict[str, type[Leak]] = {
         HiddenStates, KeyValues, MixedCache, AttentionMaps, AttentionOutput, Pooled, Logits,
     )
 }  # fmt: skip
-
-
-def save_leak(leak: Leak, path: str | Path) -> None:
-    """Write a leak, to be handed from one machine to another."""
-    leak.save(path)
 
 
 def load_leak(path: str | Path) -> Leak:

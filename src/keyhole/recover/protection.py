@@ -193,21 +193,22 @@ def reading(
 
     Those that leave as many numbers as there were are read together.
     """
-    whole: list[tuple[Defence, list[Pooled]]] = []
+    made: list[tuple[Defence, list[Pooled], Tensor | None]] = []
     for defence in defences:
         stored, map_ = _seen(defence, vectors, known)
         stated = {"width": map_.shape[1], "unit": True} if map_ is not None else defence.stated
         about = (way.pooling, way.normalised)
         leaks = [Pooled(row, *about, **stated) for row in stored.float().cpu()]
-        if map_ is None and leaks[0].exposure == way:
-            whole.append((defence, leaks))
-            continue
-        with nullcontext() if map_ is None else mapped(loaded.model, map_):
-            yield defence, _read(loaded, leaks, replace(reader, counted=None))
-    if whole:
-        read = iter(_read(loaded, [leak for _, leaks in whole for leak in leaks], reader))
-        for defence, leaks in whole:
-            yield defence, [next(read) for _ in leaks]
+        made.append((defence, leaks, map_))
+    whole = [(defence, leaks) for defence, leaks, _ in made if leaks[0].exposure == way]
+    read = iter(_read(loaded, [leak for _, leaks in whole for leak in leaks], reader))
+    for defence, leaks in whole:
+        yield defence, [next(read) for _ in leaks]
+    for defence, leaks, map_ in made:
+        if leaks[0].exposure != way:
+            with nullcontext() if map_ is None else mapped(loaded.model, map_):
+                recoveries = _read(loaded, leaks, replace(reader, counted=None))
+            yield defence, recoveries
 
 
 def _seen(defence: Defence, vectors: Tensor, known: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +225,7 @@ def _seen(defence: Defence, vectors: Tensor, known: Tensor) -> tuple[Tensor, Ten
 
 
 def _read(loaded: Loaded, leaks: Sequence[Pooled], reader: CountedReader) -> list[TextRecovery]:
-    if reader.counted is None:
+    if leaks and reader.counted is None:
         target = Target.of(loaded.model, loaded.tokenizer)
         reader = reader.ready(target, leaks[0].exposure)
     return recover_texts(loaded.model, loaded.tokenizer, leaks, method=reader)

@@ -8,7 +8,6 @@ TextRecovery (recovery.py).
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,16 +31,15 @@ from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
 from keyhole.recover.files.sources import Opened, Sealed, Source, WrittenIds, read_sources
-from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.mixed import judge_mixed, unmixed
 from keyhole.recover.leaks import TYPES, KeyValues, Leak, MixedCache
 from keyhole.recover.originals import Original, Shared
-from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.recovery import Judge, TextRecovery, Verdict
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
-from keyhole.recover.simulate import MAX_LENGTH, with_noise
+from keyhole.recover.simulate import MAX_LENGTH
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
@@ -122,7 +120,7 @@ def run(
     """
     loaded, opened = open_leaks(model, leaks, expose, device=device, allow_pickle=allow_pickle)
     if noise is not None:
-        opened = [replace(file, leak=with_noise(file.leak, noise)) for file in opened]
+        opened = [replace(file, leak=file.leak.with_noise(noise)) for file in opened]
     target = _target(loaded.model, loaded.tokenizer, [file.leak for file in opened])
     texts = checked(target, [file.leak for file in opened])  # before anything is written
     attack = _named_attack(target, texts[0], method, corpus)
@@ -346,8 +344,7 @@ def _recovering(
                 yield rest[place], recovery
         if read:
             return
-    count = TokenCount(texts, progress)
-    clock = _Clock(count, time.perf_counter() if started is None else started)
+    count = TokenCount(texts, progress, started)
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -357,18 +354,18 @@ def _recovering(
         name = type(attack).__name__
         with solvable(target.model):
             for number, proposal in attack(target, texts):
-                clock.share(number)
+                count.share(number)
                 recovery = _judged(judge, target, texts[number], proposal, name)
                 left.discard(number)
                 count.set(number, len(recovery.ids))
-                yield number, replace(recovery, seconds=clock.seconds(number))
-                clock.go_on()
+                yield number, replace(recovery, seconds=count.seconds(number))
+                count.go_on()
     except Unsuccessful as end:
-        clock.share(*left)
+        count.share(*left)
         for number in sorted(left):
-            seconds = clock.seconds(number)
+            seconds = count.seconds(number)
             yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
-            clock.go_on()
+            count.go_on()
 
 
 def _unmixed(
@@ -445,36 +442,6 @@ def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
     if leak.length == target.parts.max_length:
         notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
     return notes
-
-
-class _Clock:
-    """The seconds of each leak: its own, and its share of what was done for several at once.
-
-    What passes until an attack has a proposal belongs to the leaks that it worked on meanwhile, in
-    equal parts; judging a proposal belongs to its leak. What happens to a result once it is out
-    belongs to nobody. All seconds together are the time that the recovery took.
-    """
-
-    def __init__(self, count: TokenCount, since: float) -> None:
-        self._count, self._since = count, since
-        self._spent: defaultdict[int, float] = defaultdict(float)
-
-    def share(self, *ready: int) -> None:
-        """The time since the last proposal is theirs that were worked on; some are ready now."""
-        now, numbers = time.perf_counter(), {*self._count.under_way, *ready}
-        for number in numbers:
-            self._spent[number] += (now - self._since) / len(numbers)
-        self._since = now
-        self._count.under_way.clear()
-
-    def seconds(self, number: int) -> float:
-        """What leak `number` took in all, what has passed since `share` included."""
-        self._count.under_way &= {number}
-        self.share(number)
-        return self._spent[number]
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
 
 
 def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:

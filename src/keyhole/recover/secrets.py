@@ -49,8 +49,9 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.block_reader import Table
 from keyhole.recover.layers.key_values import attention_inputs
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
@@ -362,7 +363,8 @@ def in_no_order(target: Target, leak: Leak) -> Leak:
 @torch.no_grad()
 def _ordered(target: Target, leak: KeyValues) -> KeyValues:
     """First-layer keys and values in their order: tokens by their values, places by their keys."""
-    tokens = _tokens_by_values(target, leak.values.transpose(0, 1).flatten(1))
+    values = leak.values.transpose(0, 1).flatten(1)
+    tokens = torch.cdist(values, Table.of(target).values.transpose(0, 1).flatten(1)).argmin(-1)
     length = len(tokens)
     keys = leak.keys.transpose(0, 1).flatten(1)
     costs = torch.full((length, length), _OTHER_BLOCK)
@@ -378,13 +380,3 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
         costs[part, outside] = _OTHER_BLOCK
     order = assigned(costs)
     return replace(leak, keys=leak.keys[:, order], values=leak.values[:, order])
-
-
-def _tokens_by_values(target: Target, rows: Tensor) -> Tensor:
-    """The token (n,) whose own values of the first layer are nearest to each row (n, f)."""
-
-    def misfit(tokens: Tensor) -> Tensor:
-        given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])["values"]
-        return torch.cdist(rows.to(given), given[:, :, 0].flatten(1))
-
-    return target.nearest_tokens(misfit, 1)[:, 0].cpu()

@@ -122,14 +122,6 @@ def degrade(
     return replace(leak, **changed, precision=precision)
 
 
-def with_noise(leak: Leak, noise: float) -> Leak:
-    """The leak, with noise of `noise` times its standard deviation stated to be in it."""
-    expect_number("noise", noise, least=0)
-    numbers = torch.cat([tensor.flatten() for tensor in leak.tensors.values()])
-    spread = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5  # without the noise
-    return replace(leak, noise=noise * spread)
-
-
 def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
     """What each of `normalised`, `subset:K` and the others asks for, once at most."""
     parsed: dict[str, int | None] = {}

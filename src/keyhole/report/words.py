@@ -68,6 +68,7 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-LOG-PROBABILITIES", "file"): "next-token logits in {name}",
     ("KH-TEXT-EMBEDDING", ""): "pooled embedding",
     ("KH-TEXT-EMBEDDING", "stored"): "stored embedding",
+    ("KH-TEXT-EMBEDDING", "defended"): "stored embedding behind a defence: {name}",
     ("KH-TEXT-EMBEDDING", "route"): "embedding: {name}",
     ("KH-TEXT-EMBEDDING", "file"): "pooled embedding in {name}",
     ("KH-TEXT-GRADIENT", ""): "gradient of a batch of texts",

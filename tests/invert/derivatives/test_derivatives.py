@@ -13,8 +13,7 @@ from layers import KINDS, OPTIONS, Kind, draw, normal, plain_loss, second
 from keyhole import invert
 from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.hessian import gauss_newton_of, hessian_of
-from keyhole.invert.derivatives.hessian_blocks import as_matrix, blocks_of
+from keyhole.invert.derivatives.hessian import as_matrix, blocks_of, gauss_newton_of, hessian_of
 from keyhole.invert.problem import Problem
 
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -14,9 +14,9 @@ from keyhole.core import Status
 from keyhole.models import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Vectors
-from keyhole.recover.embeddings.judge import judge_vector
-from keyhole.recover.judge import Mark
+from keyhole.recover.embeddings.judge import Stored, judge_vector
 from keyhole.recover.leaks import Pooled
+from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import degrade, leak_of
 
 FORMS = {
@@ -179,3 +179,20 @@ def test_other_families_and_poolings(family, pooling):
     leak = replace(leak_of(whose.model, whose.tokenizer, ids, way), tokens=None)
     assert judge_vector(whose, leak, ids).verified
     assert not judge_vector(whose, leak, [*ids[:2], ids[2] % 100 + 50, *ids[3:]]).verified
+
+
+def test_noise_that_lets_neighbours_fit_verifies_nothing():
+    """A text two edits away is not tried: it must not fit, and so one at a neighbour's distance."""
+    stream = torch.Generator().manual_seed(0)
+    own = torch.nn.functional.normalize(torch.randn(384, generator=stream), dim=0).double()
+    along = torch.nn.functional.normalize(torch.randn(384, generator=stream), dim=0).double()
+    noise = 0.01
+    stored = Stored.of(Pooled(own.float(), noise=noise), own)
+    for far, apart in ((10, False), (17, False), (18, True), (30, True)):
+        other = own + far * noise * along
+        assert stored.resolves(own, other[None]) is apart
+        noisy = (own + noise * torch.randn(384, generator=stream)).float()
+        if apart:  # then the first test alone tells it
+            assert not Stored.of(Pooled(noisy, noise=noise), other).fits(other)
+    exact = Stored.of(Pooled(own.float()), own)
+    assert exact.resolves(own, own[None])  # no noise: odds alone decide

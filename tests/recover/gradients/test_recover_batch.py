@@ -12,7 +12,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
-from keyhole.recover.gradients.judge import judge
+from keyhole.recover.gradients.update import judge
 
 CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),
@@ -93,7 +93,7 @@ def test_noise_that_tokens_stand_out_from(family, head):
     target, text = Target.of(model, words), batch.texts[0]
     for place in (1, 3):  # what is not the text is not vouched for, whatever noise hides
         wrong = batch.changed(0, place, 5 + (text[place] + 1) % 190)
-        for noise in (1e-4, 1e-2, 1.0):
+        for noise in (1e-4, 1.0):
             update = update_of(model, batch, Protocol(clip=0.1, noise=noise))
             assert not any(each.verified for each in judge(target, update, wrong))
 

@@ -10,9 +10,9 @@ import torch
 import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
-from keyhole.recover.judge import Mark
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.leaks import TYPES, HiddenStates
+from keyhole.recover.recovery import Mark
 from keyhole.recover.run import recover_text, recover_texts
 from keyhole.recover.simulate import leak_of
 

@@ -24,7 +24,7 @@ from keyhole.recover.leaks import AttentionOutput, Pooled
 TOKENIZER = tiny.tokenizer()
 QUICK = TokenSearch(rounds=2, passes=30, candidates=8)
 BRIEF = TokenSearch(rounds=1, passes=12, candidates=8)
-STATES = EncoderStates(rounds=12, opening=8)
+STATES = EncoderStates(rounds=4, opening=4, most=0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_narrowed_prior_is_the_candidates_mean(bert):
     words = Vocabulary.of(Target.of(bert, TOKENIZER))
     agreement = torch.full((2, len(words.table)), -1e4)
     agreement[0, 17], agreement[1, 20], agreement[1, 30] = 0.0, 0.0, 0.0
-    prior = Prior.among(words, agreement, 4)
+    prior = Prior.among(words, agreement)
     assert torch.allclose(prior.means[0], words.table[17], atol=1e-5)
     assert torch.allclose(prior.means[1], words.table[[20, 30]].mean(0), atol=1e-5)
     at = torch.zeros(2, prior.factors.shape[1])

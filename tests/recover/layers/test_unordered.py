@@ -56,7 +56,7 @@ def test_texts_come_back_and_are_verified(layer, forms, precision):
 
 @pytest.mark.parametrize("forms", [["subset:8"], ["subset:9", "permuted"], ["truncated:4"]])
 def test_what_is_lost_is_never_claimed(forms):
-    method = None if "permuted" in forms else EncoderStates(rounds=12, opening=8)
+    method = None if "permuted" in forms else EncoderStates(rounds=4, opening=4, most=0)
     (result,) = recovered(2, forms, ids=IDS[:1], method=method)
     assert not result.verified or result.ids == IDS[0].tolist()
 

@@ -60,5 +60,5 @@ def test_a_missing_row_ends_the_search_and_is_not_claimed():
 
 
 def test_settings_are_checked():
-    with pytest.raises(InputError, match="fans and widest must be positive"):
+    with pytest.raises(InputError, match="fans must be positive"):
         UnorderedPrefixes(fans=())

@@ -39,7 +39,7 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.descent import Numbers, descend
 from keyhole.extract.blocks.sphere import Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
-from keyhole.extract.sub_layers.surroundings import LostSum, Surroundings
+from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer
 

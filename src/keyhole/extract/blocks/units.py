@@ -44,7 +44,7 @@ from keyhole.oracle.block import ACTIVATIONS
 SMOOTH = ("gelu", "gelu-tanh", "silu")
 _STEP = 0.03  # of the radius, for differences of the fourth order
 _POINTS = 12
-_AXES = 3  # of Π
+_AXES, _FEWEST = 3, 2  # of Π
 _ERRORS = 1e-6  # singular values of the Hessians below this, relative, are errors of differences
 _CLIFF = 10.0  # how far these stay below those that count, at least
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
@@ -58,6 +58,8 @@ _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
 _TRIES = 48  # starts of the fit of one unit's numbers
+_DRAWS, _MORE_DRAWS = 64, 8192  # of which each start is the best; for units that miss
+_MISSED = 1e-3
 _STEPS = 40
 _SAMPLE = 8  # units that show the activation
 
@@ -124,13 +126,13 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
         bent = _Hessians.measured(field, frame, stream)
         if bent.dimension <= _FULL * q * (q - 1) / 2:
             break
-        if q == d - _AXES:
+        if q == d - _FEWEST:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 f"curvature spans {bent.dimension} dimensions, too many to tell units apart in "
                 f"{q}: a layer this wide is not read",
             )
-        q = min(math.ceil(1.3 * q), d - _AXES)
+        q = min(math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
     units, partners = rank_ones(unpacked(bent.basis, q), count, stream)
     if partners is None:
@@ -154,7 +156,7 @@ class _Hessians:
     @classmethod
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
         q = len(frame.U)
-        xi = torch.randn(_POINTS, _AXES, generator=stream, dtype=torch.float64)
+        xi = torch.randn(_POINTS, len(frame.Pi), generator=stream, dtype=torch.float64)
         points = field.radius * normalize(xi, dim=1) @ frame.Pi
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(frame.U[rows] + frame.U[columns], dim=1)
@@ -448,11 +450,16 @@ def _fitted(numbers: Tensor, places: Tensor, order: int) -> tuple[str, Tensor, T
         return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
 
     activation = min(SMOOTH, key=off)
-    return activation, *fit_numbers(numbers, places, activation, order)[:2]
+    theta, sizes, misses = fit_numbers(numbers, places, activation, order)
+    bad = misses > _MISSED
+    if bool(bad.any()):
+        again = fit_numbers(numbers[bad], places, activation, order, _MORE_DRAWS)
+        theta[bad], sizes[bad] = again[:2]
+    return activation, theta, sizes
 
 
 def fit_numbers(
-    numbers: Tensor, places: Tensor, activation: str, order: int
+    numbers: Tensor, places: Tensor, activation: str, order: int, draws: int = _DRAWS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each unit's `size·φ⁽ᵒʳᵈᵉʳ⁾(θ·p + α)`, from many starts: θ and α, sizes, misses."""
     (r, _), axes = numbers.shape, places.shape[1]
@@ -461,8 +468,12 @@ def fit_numbers(
     scale = affine.square().mean(0).sqrt()
     unit = numbers / torch.linalg.vector_norm(numbers, dim=1, keepdim=True)
     wanted = unit.repeat_interleave(_TRIES, 0)
-    theta = torch.randn(len(wanted), axes + 1, generator=stream, dtype=torch.float64) / scale
     f, df = derivative(activation, order), derivative(activation, order + 1)
+    spread = 4 * torch.rand(_TRIES, draws, 1, generator=stream, dtype=torch.float64)
+    starts = torch.randn(_TRIES, draws, axes + 1, generator=stream, dtype=torch.float64)
+    starts = spread * starts / scale
+    likeness = torch.einsum("tsp,rp->rts", normalize(f(starts @ affine.mT), dim=2), unit).abs()
+    theta = starts[torch.arange(_TRIES), likeness.argmax(2)].flatten(0, 1)
 
     def look(theta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Unit vectors, the size that suits, what is left and its square."""

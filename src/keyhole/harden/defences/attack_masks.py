@@ -1,6 +1,6 @@
 """Training on masks that the attack finds: after HackAttend (arXiv 2402.16470).
 
-    min_θ  E [ CE(f_θ(x), y) + λ·D ]        D = KL(f_θ(x) ‖ f_θ(x; M))  or  CE(f_θ(x; M), y)
+    min_θ  E [ CE(f_θ(x), y) + λ KL(f_θ(x) ‖ f_θ(x; M)) ]
 
 M cuts, in every head of every layer, the share α of its units whose removal raises the loss of a
 label `t` most, to first order and with the row renormalised:
@@ -56,7 +56,6 @@ class AttackMasks:
 
     share: float = 0.01
     label: Literal["random", "predicted"] = "random"
-    kind: Literal["consistency", "labels"] = "consistency"
     weight: float = 0.35
     rounds: int = 1
 
@@ -66,8 +65,6 @@ class AttackMasks:
             raise InputError(f"share must be at least 0 and below 1, got {self.share}")
         if self.label not in ("random", "predicted"):
             raise InputError(f"label must be random or predicted, got {self.label}")
-        if self.kind not in ("consistency", "labels"):
-            raise InputError(f"kind must be consistency or labels, got {self.kind}")
         if self.rounds < 1:
             raise InputError(f"rounds must be 1 or more, not {self.rounds}")
 
@@ -83,12 +80,7 @@ class AttackMasks:
             # the clean graph is gone before the masked one is made.
             yield cross_entropy(clean, labels)
             self.attack(scores, cuts, ranked, target, tokens(batch))
-            masked = scores()
-            if self.kind == "consistency":
-                second = divergence(clean.detach(), masked)
-            else:
-                second = cross_entropy(masked, labels)
-            yield self.weight * second
+            yield self.weight * divergence(clean.detach(), scores())
 
     def attack(
         self, scores: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,

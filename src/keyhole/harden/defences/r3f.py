@@ -1,7 +1,7 @@
 """R3F: *Better Fine-Tuning by Reducing Representational Collapse*, arXiv 2008.03156.
 
     min_θ  E [ CE(f_θ(X), y) + λ KL_S(f_θ(X), f_θ(X + z)) ]
-    z ~ N(0, σ²) or U(−σ, σ)
+    z ~ U(−σ, σ)
 
 No ascent: noise alone. Both passes drop the same units: if each dropped its own, their distance
 would be a second regularizer next to the formula's.
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError
 from keyhole.harden.defences.defence import (
     Batch,
     answer,
@@ -34,18 +32,15 @@ class R3F:
 
     weight: float = 1.0
     radius: float = 1e-5
-    kind: Literal["normal", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         positive(weight=self.weight, radius=self.radius)
-        if self.kind not in ("normal", "uniform"):
-            raise InputError(f"kind must be normal or uniform, got {self.kind}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
         clean = answer(model, batch, seed)
-        delta = noise(model, batch, stream, self.kind == "normal") * self.radius
+        delta = noise(model, batch, stream, normal=False) * self.radius
         noisy = answer(model, batch, seed, delta)
         yield cross_entropy(clean, labels) + self.weight * symmetric(clean, noisy)

@@ -1,6 +1,6 @@
 """The judge of a text that was read from one vector: it is that text's, and no near one's.
 
-A text is verified if three things hold.
+A text is verified if four things hold.
 
 1. Its own vector f may be what was stored: its misfit E(f) is within what the stored form and its
    error leave to chance (`Stored`).
@@ -10,6 +10,8 @@ A text is verified if three things hold.
    bits tell at most 2^B of them apart, so a chance fit among V^n is excluded by odds of e¹⁰ : 1
    only if B ≥ n log₂ V + 10 log₂ e. A search that tries long texts against few bits ends at one
    that fits sooner or later, and its neighbours may all be worse.
+4. Where noise was added, the first test alone tells texts one edit away apart (`resolves`): if it
+   lets them pass, it lets pass texts two edits away too, and those are not tried.
 
 One vector speaks for the text as a whole: where an alternative fits as well, no token is verified.
 Tokens that no such alternative touches are likely, if the odds against each of theirs are e¹⁰ : 1.
@@ -34,9 +36,9 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _NOISE = 0.15  # of the spread: a distance above it is not called noise
 
@@ -61,7 +63,8 @@ def judge_vector(
     margin = _margins(stored, own, alternatives, fits)
     odds = 2 * (math.log(target.vocabulary) + ODDS)
     needed = _bits_needed(target, len(text))
-    verified = fits and stored.bits >= needed and bool((margin > odds).all())
+    resolved = stored.resolves(own, alternatives.vectors)
+    verified = fits and resolved and stored.bits >= needed and bool((margin > odds).all())
     around, inside = _marks(len(text), margin, alternatives, verified, plausible)
     marks = (*around * len(vectors.before), *inside, *around * len(vectors.after))
     status = _status(inside, verified, fits, residual)
@@ -136,7 +139,9 @@ def _doubt(
     if close:
         best = target.decode(alternatives.texts[int(margin.argmin())])
         return f"; {close} of {len(margin)} texts one edit away are not excluded, such as {best!r}"
-    return f"; {stored.bits:.0f} bits do not tell it from all others, {needed:.0f} would"
+    if stored.bits < needed:
+        return f"; {stored.bits:.0f} bits do not tell it from all others, {needed:.0f} would"
+    return "; with such noise a text one edit away would fit too, and so may others"
 
 
 # How a vector is stored, and whether a text's own vector may be what was stored.
@@ -271,6 +276,18 @@ class Stored:
     def fits(self, vector: Tensor) -> bool:
         """May what is stored be this vector (k,)?"""
         return float(self.misfit(vector[None])) <= self.limit(vector)
+
+    def resolves(self, vector: Tensor, others: Tensor) -> bool:
+        """Would a text with one of the other vectors (r, k) not fit, if this one's were stored?
+
+        With noise s in n numbers, one at a distance of x s has a misfit of n + x², give or take
+        2 x for chance, and up to 4.5 √(2n) + 20 above n is let pass. Asked where noise is stated.
+        """
+        if not self.noise or not len(others):
+            return True
+        apart = float((others.double() - vector.double()).norm(dim=-1).min()) / self.error
+        let_pass = _DEVIATIONS * math.sqrt(2 * len(vector)) + _SURPRISE
+        return apart**2 - 2 * _DEVIATIONS * apart > let_pass
 
     def nearest(self, vector: Tensor) -> Tensor:
         """The vector (k,) nearest to this one that the store would write as it did.

@@ -41,6 +41,7 @@ MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
 _LOOKED = 32  # tokens whose keys tell in which order llama.cpp keeps their numbers
 _BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or what it makes
+_TOKENS = 4096  # in one pass
 _TURN = 64  # numbers that newer llama.cpp turns together, at least
 _LENS = r"(?:^|\.)blocks\.(\d+)\."
 
@@ -352,19 +353,18 @@ def _magnitudes(reading: Reading) -> float:
 def _start_of(tensors: Mapping[str, Tensor], parts: Anatomy) -> int:
     """The position of a chunk's first token in its text, from the first layer.
 
-    Its values tell the tokens, wherever they stand: the nearest of x W_V + b_V, with x a token's
-    own input. Turned on by every number of whole chunks, the keys of these tokens are nearest to
-    the chunk's where it begins.
+    Its values tell the tokens, wherever they stand: the nearest of all tokens' own. Turned on by
+    every number of whole chunks, the keys of these tokens are nearest to the chunk's where it
+    begins.
     """
-    if not parts.rotary or parts.attention(1).projections is None:
+    if not parts.rotary:
         return 0
     keys, values = (tensors[part][:, :, :_LOOKED].float() for part in ("keys", "values"))
     every = torch.arange(len(parts.table), device=parts.device)[:, None]
-    given = capture(parts.base, Exposure("hidden", 0), ids=every)["values"][:, 0]
-    norm, to_values = parts.first_norm, parts.attention(1).apart[2]
-    x = given if norm is None else norm(given.to(parts.tokens.weight.dtype)).to(given)
-    bias = None if to_values.bias is None else to_values.bias.to(x)
-    table = nn.functional.linear(x, to_values.weight.to(x), bias).cpu()
+    table = torch.cat([
+        capture(parts.base, Exposure("kv", 0), ids=some)["values"].flatten(1).float().cpu()
+        for some in every.split(_TOKENS)
+    ])  # fmt: skip
     names = torch.cdist(values[0].transpose(0, 1).flatten(1), table).argmin(-1)
     own = capture(parts.base, Exposure("kv", 0), ids=names[None].to(parts.device))["keys"].cpu()
     tokens = tensors["keys"].shape[-2]

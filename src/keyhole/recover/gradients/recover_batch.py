@@ -26,7 +26,6 @@ from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
-from keyhole.recover.gradients.judge import CHANCE, Errors, compared, judge
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -39,23 +38,25 @@ from keyhole.recover.gradients.span import (
 from keyhole.recover.gradients.texts import (
     DecoderTexts,
     EncoderTexts,
-    Search,
     contexts_of,
     places_of,
 )
 from keyhole.recover.gradients.update import (
     ADAPTER,
+    CHANCE,
     Batch,
+    Errors,
     Protocol,
     Update,
     batch_of,
+    compared,
     inputs_last,
+    judge,
     load_update,
     task_for,
     update_of,
 )
-from keyhole.recover.judge import Verdict
-from keyhole.recover.recovery import Recovery, TextRecovery
+from keyhole.recover.recovery import Recovery, TextRecovery, Verdict
 from keyhole.recover.simulate import MAX_LENGTH
 
 _NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
@@ -193,16 +194,14 @@ class _Leaked:
         return used if 0 < int(used.sum()) < len(used) else None
 
 
-def recover_batch(
-    model: Any, tokenizer: Any, update: Update, *, search: Search | None = None
-) -> BatchRecovery:
+def recover_batch(model: Any, tokenizer: Any, update: Update) -> BatchRecovery:
     """The texts behind an update, verified by making the update again from them."""
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
     _check(target, update)
     try:
         with solvable(model):
-            recovery = _recovered(_Leaked(target, update), search or Search())
+            recovery = _recovered(_Leaked(target, update))
     except Unsuccessful as end:
         recovery = _no_texts(end.reason, status=end.status)
     seconds = time.perf_counter() - started
@@ -210,28 +209,28 @@ def recover_batch(
     return replace(recovery, texts=texts, seconds=seconds)
 
 
-def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
+def _recovered(leaked: _Leaked) -> BatchRecovery:
     first, second = (leaked.span(leaked.inputs(number)) for number in (1, 2))
     used = leaked.used(leaked.target.parts.tokens)
     blurred = first.blurred or second.blurred
     read: BatchRecovery | None = None
     if first.says and second.says and not (blurred and used is None):
-        read = _by_membership(leaked, first, second, used, search)
+        read = _by_membership(leaked, first, second, used)
     if read is None or (blurred and leaked.update.texts == 1 and not read.verified):
-        guessed = _by_likelihood(leaked, first.soft, second.soft, used, search)
+        guessed = _by_likelihood(leaked, first.soft, second.soft, used)
         read = guessed if read is None or guessed.texts else read
     return read
 
 
 def _by_membership(
-    leaked: _Leaked, first: Span, second: Span, used: Tensor | None, search: Search
+    leaked: _Leaked, first: Span, second: Span, used: Tensor | None
 ) -> BatchRecovery:
     """Texts all of whose inputs lie in the spans."""
     inputs, tokens = _tokens(leaked, first, used)
     if not tokens:
         return _no_texts("no token's input lies in the span of the gradient")
     every = torch.cat(tokens).unique()
-    texts = _texts(leaked, second, inputs, tokens, every, search)
+    texts = _texts(leaked, second, inputs, tokens, every)
     if not texts:
         return _no_texts("no text of these tokens fits the gradient", every.tolist())
     batch = labelled(leaked, [ids for ids, _ in texts])
@@ -247,7 +246,7 @@ def _by_membership(
 
 
 def _by_likelihood(
-    leaked: _Leaked, first: Span, second: Span, used: Tensor | None, search: Search
+    leaked: _Leaked, first: Span, second: Span, used: Tensor | None
 ) -> BatchRecovery:
     target, update = leaked.target, leaked.update
     parts = target.parts
@@ -269,7 +268,7 @@ def _by_likelihood(
         texts = [_by_position(target, near)]
     else:
         every = torch.cat(tokens).unique()
-        texts = [ids for ids, _ in _texts(leaked, second, inputs, tokens, every, search)]
+        texts = [ids for ids, _ in _texts(leaked, second, inputs, tokens, every)]
     if not texts:
         return _no_texts("no text stands out from the update's errors", ids)
     batch = _likeliest(leaked, labelled(leaked, texts), tokens)
@@ -362,12 +361,7 @@ def _length(leaked: _Leaked) -> int | None:
 
 
 def _texts(
-    leaked: _Leaked,
-    span: Span,
-    inputs: FirstInputs,
-    tokens: list[Tensor],
-    every: Tensor,
-    search: Search,
+    leaked: _Leaked, span: Span, inputs: FirstInputs, tokens: list[Tensor], every: Tensor
 ) -> list[tuple[list[int], bool]]:
     """Texts, and whether all rows of each lie in the span."""
     target, count = leaked.target, leaked.update.texts
@@ -387,7 +381,7 @@ def _texts(
     output = leaked.span([first.output])
     directions = output.some_directions(_DIRECTIONS) * output.says
     contexts = contexts_of(parts, inputs, every, len(tokens), directions)
-    read = EncoderTexts(target, span, contexts, tokens, places, count, search)
+    read = EncoderTexts(target, span, contexts, tokens, places, count)
     return [(text.ids, text.fits) for text in read if text.ids]
 
 

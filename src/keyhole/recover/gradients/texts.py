@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,17 +43,10 @@ _ALIKE = 0.65  # how much a token resembles a text's others, at least
 _RANK = 1e-9  # of the largest singular value: what counts as dependent
 _WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
 _GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step by step
-
-
-@dataclass(frozen=True)
-class Search:
-    """So many `starts` a text fail before the search ends, each after `steps` of least squares and,
-    where those do not do, `sweeps` over its tokens; `few` are tried at a position first."""
-
-    starts: int = 6
-    steps: int = 8
-    sweeps: int = 8
-    few: int = 32
+_STARTS = 6  # that fail for each text before the search ends,
+_STEPS = 8  # … each after so many of least squares,
+_SWEEPS = 8  # … and, where those do not do, sweeps over its tokens,
+_FEW = 32  # … of which so many are tried at a position first
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +69,6 @@ class EncoderTexts:
     tokens: Sequence[Tensor]
     places: Places
     texts: int
-    search: Search = field(default_factory=Search)
 
     def __post_init__(self) -> None:
         known, count = self.places.tokens, len(self.tokens)
@@ -108,10 +100,10 @@ class EncoderTexts:
         read: set[tuple[int, ...]] = set()
         others: dict[tuple[int, ...], Read] = {}
         # Texts that are easy to read clear up the others; where all seem to fit, none is easy.
-        for sweeps in (0, self.search.sweeps)[not self.span.sharp :]:
+        for sweeps in (0, _SWEEPS)[not self.span.sharp :]:
             failed = 0
             for number, place in self._starts():
-                if failed >= self.search.starts * (self.texts - len(read)):
+                if failed >= _STARTS * (self.texts - len(read)):
                     break
                 text = self._read(number, place, sweeps)
                 key = tuple(text.ids)
@@ -186,7 +178,7 @@ class EncoderTexts:
             weights = masses[text, torch.arange(len(text), device=text.device)].clamp(0, 1)
             weights[:fixed] = weights[place] = 1
             best = min(best, (text, misfit), key=lambda each: each[1])
-            if len(seen) == self.search.steps:
+            if len(seen) == _STEPS:
                 break
         return *best, clear
 
@@ -210,8 +202,8 @@ class EncoderTexts:
     def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
         """One token after the other changed for the better, first where none is clear."""
         inside = self._inside(text)
-        free, few = [at for at in inside if not clear[at]], self.search.few
-        for _ in range(self.search.sweeps):
+        free, few = [at for at in inside if not clear[at]], _FEW
+        for _ in range(_SWEEPS):
             before = misfit
             for at in free:
                 best, reached = self._best(text, at, few)

@@ -3,20 +3,17 @@
 The rows of every token are known beforehand, so each can be tried at each place (`Reader.read`),
 from tokens that are known.
 
-**No token known.** The tokens of a text are common ones. For token v in block B, θ lies in the
-b-dimensional space B / v (the block's rows divided plane by plane by the token's), and two right
-guesses have a line in common, while spaces of b < d/2 dimensions have none by chance. Values are
-solved first, because tokens need no position there: one frequent token against all of some hundred
-in every block. Then the block's tokens are known but for their order, and the same is done with
-keys for each place that a token may have. (Positions all shifted by one are M turned, so the
-places that fit best over all blocks decide.)
+Where rounding hides the directions of a block's keys, values still tell which tokens it holds
+(`ordered`). Which stands where is a question to all of them at once (squares in block_spans.py):
+first an assignment by what single keys say; then, for as long as the squares fall, one by what they
+would be with one token exchanged; then exchanges of two.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import log
 
 import torch
@@ -24,31 +21,32 @@ from torch import Tensor
 
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.counts import SHIPPED
-from keyhole.recover.judge import ODDS
 from keyhole.recover.layers.block_spans import (
     CAP,
-    HIDDEN,
+    DEVIATIONS,
     LEFT,
     Blocks,
     Fit,
     Map,
     Side,
+    directions,
+    exchanged,
+    fitted,
     lost_with,
-    products,
-    solved,
+    squares,
 )
+from keyhole.recover.recovery import ODDS
 
 _ROUNDS = 6  # of reading and solving again
 LIST = 4  # times as many tokens as a block has are looked at again
-_COMMON, _FIRST = 768, 24  # tokens that are common, and most so
-_SQUARED = 5  # times that a product of projections is squared to find its largest eigenvalue
 _KEPT = 2048  # tokens that are compared exactly
 _OUT = 8.0  # deviations of the others' logarithms: the least of a vocabulary is some five below
-_NEAR = 6  # pairs of guesses that are looked at, for each token that is most common
-_NEARLY = 8.0  # q of a token in its block by a map that two tokens gave
-_EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
-_SHIFTS = 4  # of positions, that are read to the end
+_MOVES = 8  # rounds of exchanges in a block, of each kind
+_PAIRS, _NEAR = 48, 2  # exchanges that are compared exactly: of near places, and that promise most
+_AGAIN = 1e6  # what a token's second place costs in an assignment: first come those not yet placed
+_PASSES = 3  # over the text, with the map solved for again
+_NOT_FILLED = 2.0  # times what is expected: rows that fill a block up are far larger than tokens
+_LONGER = 4  # tokens of a last block, at most, that are there twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +113,9 @@ class Reader:
 
         def nearest(values: Tensor, kept: int, turn: Tensor | None) -> Tensor:
             misfits = torch.stack([
-                each.misfits(side, values[side.head], number, turn)
-                for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
-                if not side.keys and each is not None
+                found.misfits(side, values[side.head], number, turn)
+                for side, found in self.blocks.pairs
+                if not side.keys
             ])  # fmt: skip
             total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
             return total.topk(min(kept, len(total)), largest=False).indices
@@ -154,10 +152,7 @@ class Reader:
     def once(self) -> dict[int, int]:
         """The tokens that fit, each where no other does."""
         tokens: dict[int, int] = {}
-        if not any(
-            each is not None and not side.keys
-            for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True)
-        ):
+        if all(side.keys for side, _ in self.blocks.pairs):
             return tokens
         size, odds = self.blocks.size, 2 * (log(self.table.values.shape[1]) + ODDS)
         for number, start in enumerate(range(0, self.blocks.length, size)):
@@ -238,10 +233,10 @@ class Reader:
         """
         number, inside = divmod(place, self.blocks.size)
         turn, total = self.table.turn(place), torch.zeros(self.table.keys.shape[1])
-        for side, each in zip(self.blocks.sides, self.blocks.maps, strict=True):
-            if side.keys and each is not None and each.hidden != inside:
+        for side, found in self.blocks.pairs:
+            if side.keys and found.hidden != inside:
                 rows = self.table.keys[side.head]
-                total = total + each.misfits(side, rows, number, turn).clamp(max=CAP)
+                total = total + found.misfits(side, rows, number, turn).clamp(max=CAP)
         by_keys = total.topk(min(LIST * self.blocks.size, len(total)), largest=False).indices
         return torch.cat([self.shortlist(number, LIST * self.blocks.size), by_keys]).unique()
 
@@ -255,167 +250,256 @@ class Reader:
         return len(others) > 1 and bool(others.mean() - own > _OUT * others.std())
 
 
-# No token known: lines that the spaces of two guesses have in common.
+# The order of a block's tokens where rounding hides the directions of its keys.
 
 
-def _spaces(base: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Orthonormal bases (t, d, size) of the maps θ that put each of rows (t, d) into a block."""
-    whole, part = (
-        torch.complex(*each.double().unflatten(-1, (2, -1)).unbind(-2)) for each in (base, rows)
-    )
-    lines = whole[None] / part[:, None]
-    made = torch.linalg.qr(torch.cat([lines.real, lines.imag], -1).mT)[0]
-    return torch.nn.functional.pad(made, (0, size - made.shape[-1])).float()
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Tokens (n,) at the first places of a block: their squares, and how many are expected.
 
-
-def _in_common(one: Tensor, others: Tensor) -> Tensor:
-    """How near (n,) spaces (n, d, r) come to a line in common with one (d, r); 1: they have it."""
-    cosines = others.mT @ one
-    powers = cosines @ cosines.mT
-    for _ in range(_SQUARED):
-        powers = powers @ powers
-    return powers.diagonal(dim1=1, dim2=2).sum(-1) ** 0.5**_SQUARED
-
-
-def common_tokens(target: Target) -> Tensor:
-    """The tokens of plain English by how often they occur in the corpus that ships."""
-    lines = SHIPPED.read_text("utf-8").splitlines()
-    counts = Counter(
-        token for line in lines for text in (line, f" {line}")
-        for token in target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    )  # fmt: skip
-    return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
-
-
-def guessed(reader: Reader) -> tuple[Reader, dict[int, int]] | None:
-    """The text where nothing is known: values first, then keys."""
-    blocks = reader.blocks
-    size = blocks.sides[0].blocks[0].shape[1]
-    if 2 * max(len(base) for base in blocks.sides[0].bases) > size:
-        return None  # two guesses always have lines in common
-    common = reader.table.target.remembered(
-        "common tokens", None, lambda: common_tokens(reader.table.target)
-    )
-    for side in blocks.sides:
-        if side.keys:
-            continue
-        bags = _bags(reader.table, side, common)
-        if bags is None:
-            continue
-        for keys in blocks.sides:
-            found = _in_order(reader, keys, bags) if keys.keys else None
-            if found is not None:
-                return found
-    return None
-
-
-def _pair(side: Side, rows: Tensor, numbers: Tensor, tokens: Tensor, most: int) -> Iterator[Tensor]:
-    """Maps θ (d,) for pairs of guesses, rows (n, d) of tokens in blocks, that have one in common.
-
-    The first `most` guesses are each compared with all others that are of another token.
+    `free` counts the directions of all sides that are no token's.
     """
-    width = max(len(base) for base in side.bases)
-    spaces = torch.cat([
-        _spaces(base, rows[numbers == number], width) for number, base in enumerate(side.bases)
-    ])  # fmt: skip
-    order = torch.cat([(numbers == n).nonzero().flatten() for n in range(len(side.bases))])
-    spaces = spaces[order.argsort()]
-    for one in range(min(most, len(rows))):
-        near = _in_common(spaces[one], spaces).masked_fill(tokens == tokens[one], 0.0)
-        for other in near.topk(min(_NEAR, len(near))).indices.tolist():
-            both = torch.tensor([one, other])
-            jacobians = products(rows[both])
-            outside, errors = (
-                jacobians @ form[numbers[both]] @ jacobians.mT for form in side.forms
-            )
-            weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
-            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][:, 0]
-            sizes = theta.unflatten(0, (2, -1)).square().sum(0)
-            if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
-                yield theta
-                yield theta / sizes.sqrt().repeat(2)  # as it is where M has no scales
+
+    tokens: Tensor
+    cost: float
+    expected: float
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        return self.cost <= self.expected + DEVIATIONS * (2 * self.expected) ** 0.5
+
+    def follows(self, shorter: Order) -> bool:
+        """Is the last token there? It has to explain more than chance, or what else is free."""
+        if self.free < shorter.free:
+            return self.cost < _NOT_FILLED * self.expected
+        fewer = shorter.expected - self.expected
+        least = fewer + DEVIATIONS * (2 * fewer) ** 0.5 + 2 * ODDS
+        return shorter.cost - self.cost > least
 
 
-def _map(theta: Tensor) -> Map:
-    return Map(products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0], None, 1.0)
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """One block, and arrangements of tokens in it."""
+
+    reader: Reader
+    number: int
+
+    def rows(self, side: Side, tokens: Tensor, places: Tensor) -> Tensor:
+        """Rows (…, d) of tokens (…) at places (…) of the block."""
+        at = (places + self.number * self.reader.blocks.size).expand_as(tokens).flatten()
+        return self.reader.table.rows(side, tokens.flatten(), at).double().view(*tokens.shape, -1)
+
+    def fit(self, tokens: Tensor, near: Tensor) -> tuple[float, float, Tensor, list[Fitted]]:
+        """Squares of an arrangement (n,), how many there are, and (n, c) with others by keys."""
+        blocks, count, places = self.reader.blocks, len(tokens), torch.arange(len(tokens))
+        added = any(found.hides for _, found in blocks.pairs)
+        total, expected, made = 0.0, 0.0, list[Fitted]()
+        rest = torch.zeros(count, len(near), dtype=torch.float64)
+        for side, found in blocks.pairs:
+            seen = places != found.hidden
+            plain, block = self.rows(side, tokens, places), side.blocks[self.number]
+            own = (plain @ found.matrix)[seen]
+            own = own if side.keys else own[once(tokens[seen])]
+            spread = side.spreads(self.number, plain)
+            free = found.free(count, blocks.size - count, added)
+            if added and not found.hides:
+                free = 1 + (count < blocks.size)
+            cost, _, more = fitted(block, spread, own[None], directions(block, own, free))
+            made.append(Fitted(side, found, seen, spread, float(cost), more[0]))
+            total += float(cost)
+            expected += (len(block) - free) * (block.shape[1] - len(own) - free)
+            if side.keys and len(near) and len(own):
+                others = self.rows(side, near.expand(count, -1), places[:, None]) @ found.matrix
+                rest[seen] += exchanged(block, spread, own, more[0], others[seen]) - float(cost)
+        return total, expected, rest, made
+
+    def exact(self, made: list[Fitted], tokens: Tensor, others: Tensor) -> Tensor:
+        """By how much other arrangements (h, n) have larger squares (h,)."""
+        rises, places = torch.zeros(len(others), dtype=torch.float64), torch.arange(len(tokens))
+        for each in made:
+            shown, own = others[:, each.seen], tokens[each.seen]
+            if each.side.keys:
+                which = (shown != own).any(-1)
+            else:  # those matter that come to be hidden, or no longer are
+                which = ~(shown[..., None] == own).any(1).all(-1)
+                which |= ~(shown[..., None] == own).any(2).all(-1)
+            if bool(which.any()):
+                given = self.rows(each.side, others[which], places) @ each.found.matrix
+                given = given[:, each.seen] * (once(shown[which]) | each.side.keys)[..., None]
+                block = each.side.blocks[self.number]
+                rises[which] += squares(block, each.spread, given, each.free) - each.cost
+        return rises
+
+    def settled(self, tokens: Tensor, near: Tensor, fixed: int) -> Order:
+        """The arrangement after exchanges; the first `fixed` tokens stay."""
+        cost, expected, rest, made = self.fit(tokens, near)
+        for _ in range(_MOVES):
+            better = _assigned(rest, near, tokens[:fixed])
+            if bool((better == tokens).all()):
+                break
+            again = self.fit(better, near)
+            if again[0] >= cost:
+                break
+            tokens, (cost, expected, rest, made) = better, again
+        for _ in range(_MOVES):
+            others, where = _exchanges(tokens, near, rest, fixed)
+            rises = self.exact(made, tokens, others)
+            used, changed = set[int](), tokens.clone()
+            for each in rises.argsort().tolist():
+                if float(rises[each]) < 0 and used.isdisjoint(where[each]):
+                    changed[where[each]] = others[each][where[each]]
+                    used |= set(where[each])
+            if not used:
+                break
+            again = self.fit(changed, near)
+            if again[0] >= cost:  # not all of them go together
+                each = int(rises.argmin())
+                changed, again = others[each], self.fit(others[each], near)
+                if again[0] >= cost:
+                    break
+            tokens, (cost, expected, rest, made) = changed, again
+        return Order(tokens, cost, expected, sum(len(each.free) for each in made))
+
+    def as_it_is(self, tokens: Tensor) -> Order:
+        cost, expected, _, made = self.fit(tokens, tokens[:0])
+        return Order(tokens, cost, expected, sum(len(each.free) for each in made))
+
+    def margins(self, tokens: Tensor) -> Tensor:
+        """What the squares rise by (n,), at least, if another one of the block is at a place."""
+        near = tokens.unique()
+        _, _, rest, made = self.fit(tokens, near)
+        others, where = _exchanges(tokens, near, rest, 0)
+        least = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
+        for rise, places in zip(self.exact(made, tokens, others).tolist(), where, strict=True):
+            least[places] = least[places].clamp(max=rise)
+        return least
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """The tokens (n,) of a last block less those that chance explains, or with what lacks."""
+        own = self.as_it_is(tokens)
+        while len(tokens) > 1 and not own.follows(shorter := self.as_it_is(tokens[:-1])):
+            tokens, own = tokens[:-1], shorter
+        while len(tokens) < self.reader.blocks.size:
+            longer = [self.as_it_is(torch.cat([tokens, each[None]])) for each in tokens.unique()]
+            best = min(longer, key=lambda order: order.cost)
+            if not best.follows(own):
+                break
+            tokens, own = best.tokens, best
+        return tokens
+
+    def ends(self, tokens: Tensor) -> bool:
+        """Are these (n,) all tokens of a last block? One that no keys show may follow them."""
+        pairs = self.reader.blocks.pairs
+        hidden = all(found.hidden == len(tokens) for side, found in pairs if side.keys)
+        return torch.equal(self.cut(tokens), tokens) and not hidden
+
+    def inside(self) -> Tensor:
+        """The tokens (c,) that the block holds, by their values; one head may hide one."""
+        blocks, table = self.reader.blocks, self.reader.table
+        near = self.reader.shortlist(self.number, LIST * blocks.size)
+        pairs = [(side, found) for side, found in blocks.pairs if not side.keys]
+        misfits = torch.stack([
+            found.misfits(side, table.values[side.head, near], self.number) for side, found in pairs
+        ])  # fmt: skip
+        count = max(1, len(pairs) - 1)
+        total = (misfits.sum(0) - (misfits.amax(0) if len(pairs) > 1 else 0.0)) / count
+        free = count * min(float(side.free[self.number]) for side, _ in pairs)
+        return near[total <= max(1.0, blocks.level) * (1 + DEVIATIONS * (2 / free) ** 0.5)]
+
+    def found(self, known: Tensor, last: bool) -> Order | None:
+        """The block's tokens in their order, of which some first ones may be known.
+
+        A last block may be filled up: a token more has to lower the squares by more than chance.
+        """
+        size, near = self.reader.blocks.size, self.inside()
+        near = torch.cat([near, known]).unique()
+        places = list(range(self.number * size, (self.number + 1) * size))
+        scores = self.reader.fit(near, places).score if len(near) else torch.zeros(size, 0)
+        best: Order | None = None
+        least = max(len(known), min(size, len(near))) if last else size
+        for count in range(least, min(size, least + _LONGER) + 1) if len(near) else ():
+            order = self.settled(_assigned(scores[:count], near, known), near, len(known))
+            if best is not None and not order.follows(best):
+                break
+            best = order
+        return best
 
 
-def _unplaced(side: Side, rows: Tensor, numbers: Tensor) -> Map | None:
-    """The map from rows (n, d) of tokens that are in blocks `numbers` (n,), in whatever place."""
-    inside = torch.arange(len(rows))  # a place of its own for each, of which A hides one at most
-    found = solved(side, rows, numbers * len(rows) + inside, len(rows))
-    return None if found is None else replace(found, hidden=None)
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """One side's squares for an arrangement."""
+
+    side: Side
+    found: Map
+    seen: Tensor
+    spread: Tensor
+    cost: float
+    free: Tensor
 
 
-def _bags(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
-    """The tokens of each block, by their values: one frequent token against all common ones."""
-    count, vocabulary = len(side.blocks), table.values[side.head]
-    tokens = common.repeat_interleave(count)  # the most frequent first, in every block
-    numbers = torch.arange(count).repeat(len(common))
-    rows = vocabulary[tokens]
-    whole = sum(len(each) for each in side.blocks)
-    best: tuple[int, Map | None] = (0, None)
-    for theta in _pair(side, rows, numbers, tokens, _FIRST * count):
-        found = _map(theta)
-        misfits = torch.cat([found.misfits(side, vocabulary[common], n) for n in range(count)])
-        fits = int((misfits < _NEARLY).sum())
-        if fits > whole:  # more than stand there: a map that puts anything into a block
-            continue
-        best = max(best, (fits, found), key=lambda pair: pair[0])
-        if fits >= 5 * count:
+def once(tokens: Tensor) -> Tensor:
+    """Which of tokens (…, n) are not there before: their values count once."""
+    return ~(tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
+
+
+def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
+    """The tokens (n,) by costs (n, c), each of them somewhere before one is there twice."""
+    from scipy.optimize import linear_sum_assignment  # on demand: seldom needed
+
+    costs = costs.double().clone()
+    for place, token in enumerate(known.tolist()):
+        costs[place] = torch.where(near == token, -_AGAIN, costs[place])
+    again = -(-len(costs) // len(near)) + 2
+    whole = torch.cat([costs + n * _AGAIN for n in range(again)], 1)
+    tokens = near[torch.as_tensor(linear_sum_assignment(whole.numpy())[1]) % len(near)]
+    tokens[: len(known)] = known
+    return tokens
+
+
+def _exchanges(
+    tokens: Tensor, near: Tensor, rest: Tensor, fixed: int
+) -> tuple[Tensor, list[list[int]]]:
+    """Arrangements (h, n) next to one: two tokens exchanged, or one for another that is there."""
+    at = torch.searchsorted(near, tokens)  # `near` is sorted
+    promised: list[tuple[float, list[int], Tensor]] = []
+    for a, b in combinations(range(fixed, len(tokens)), 2):
+        if tokens[a] != tokens[b]:
+            promise = float(rest[a, at[b]] + rest[b, at[a]]) if b - a > _NEAR else -torch.inf
+            promised.append((promise, [a, b], tokens[[b, a]]))
+    for place in range(fixed, len(tokens)):
+        if int((tokens == tokens[place]).sum()) > 1:
+            for other in near[near != tokens[place]]:
+                column = int(torch.searchsorted(near, other))
+                promised.append((float(rest[place, column]), [place], other[None]))
+    promised.sort(key=lambda each: each[0])
+    others, where = tokens.repeat(min(_PAIRS, len(promised)), 1), list[list[int]]()
+    for row, (_, places, given) in zip(others, promised, strict=False):
+        row[places] = given
+        where.append(places)
+    return others, where
+
+
+def ordered(reader: Reader, known: Sequence[int]) -> list[int]:
+    """The text by a map that its first tokens gave, and again by those that the text gives."""
+    size, count = reader.blocks.size, len(reader.blocks.sides[0].blocks)
+    first, ids = torch.tensor(known), list[int]()
+    for number in range(count):
+        own = first[number * size : (number + 1) * size]
+        order = None if len(own) == size else Orders(reader, number).found(own, number == count - 1)
+        if order is None and len(own) < size:
             break
-    found, most, bags = best[1], _NEARLY, list[Tensor]()
-    for _ in range(3):
-        if found is None:
-            return None
-        bags = [
-            (found.misfits(side, vocabulary, n) < most).nonzero().flatten() for n in range(count)
-        ]
-        numbers = torch.cat([torch.full_like(bag, n) for n, bag in enumerate(bags)])
-        every = torch.cat(bags)
-        if not 2 * count < len(every) <= 4 * whole:
-            return None
-        found, most = _unplaced(side, vocabulary[every], numbers), HIDDEN
-    return bags
-
-
-def _in_order(
-    reader: Reader, side: Side, bags: Sequence[Tensor]
-) -> tuple[Reader, dict[int, int]] | None:
-    """The tokens of blocks put into their places by one head's keys."""
-    size, table = reader.blocks.size, reader.table
-    number = max(range(len(bags)), key=lambda n: len(bags[n]) if len(side.blocks[n]) == size else 0)
-    places = torch.arange(number * size, (number + 1) * size)
-    tokens = bags[number].repeat(size)
-    at = places.repeat_interleave(len(bags[number]))
-    rows = table.rows(side, tokens, at)
-    numbers = torch.full_like(tokens, number)
-    for theta in _pair(side, rows, numbers, tokens, len(tokens)):
-        found = _map(theta)
-        if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
-            continue
-        shifted = [_shifted(reader, side, found, bags, shift) for shift in range(-size, size + 1)]
-        likely = sorted(shifted, key=len, reverse=True)[:_SHIFTS]
-        read = max((reader.read(known) for known in likely if known), key=lambda read: len(read[1]))
-        if len(read[1]) >= size // 2:
-            return read
-    return None
-
-
-def _shifted(
-    reader: Reader, side: Side, found: Map, bags: Sequence[Tensor], shift: int
-) -> dict[int, int]:
-    """The tokens that fit, with all positions shifted."""
-    known: dict[int, int] = {}
-    for number, bag in enumerate(bags):
-        start = number * reader.blocks.size
-        here = torch.arange(start, start + len(side.blocks[number]))
-        here = here[here + shift >= 0]
-        if not len(here) or not len(bag):
-            continue
-        at = (here + shift).repeat_interleave(len(bag))
-        misfits = found.misfits(side, reader.table.rows(side, bag.repeat(len(here)), at), number)
-        least, which = misfits.unflatten(0, (len(here), -1)).min(1)
-        kept = least < _NEARLY
-        known |= dict(zip(here[kept].tolist(), bag[which[kept]].tolist(), strict=True))
-    return known
+        ids += own.tolist() if order is None else order.tokens.tolist()
+    for _ in range(_PASSES):
+        reader = reader.solved(dict(enumerate(ids)))
+        before, text = list(ids), torch.tensor(ids)
+        for number, own in enumerate(text.split(size)):
+            fixed = min(max(0, len(first) - number * size), size)
+            if fixed < len(own):
+                order = Orders(reader, number).settled(own, own.unique(), fixed)
+                ids[number * size : (number + 1) * size] = order.tokens.tolist()
+        if len(ids) > (last := count * size - size):
+            ids[last:] = Orders(reader, count - 1).cut(torch.tensor(ids[last:])).tolist()
+        if ids == before:
+            break
+    return ids

@@ -2,6 +2,19 @@
 
 The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W what is
 outside of the span of its stored rows.
+
+**By squares.** Where the rounding of a block hides some of its directions (Qwen's keys in bfloat16:
+a bias a hundred times as large as what tokens add, and A ten times as large as that), its span is
+no longer known and x M W = 0 says little of one token. The rows of all its tokens together still
+have to give its numbers,
+
+    Y_ij = Σ_r C_ir (x_r M)_j + Σ_k C_ik z_kj + ε_ij,
+
+with C (b, n + k) free and z the few directions that are not the tokens': the row under A, and those
+that fill the block up. Every number's own deviation s_ij is known, from its exponent, and what was
+rounded before the mix adds to it: so the squares of ε / s sum to a chi-square of (b − k)(d − n − k)
+dimensions for the right tokens in the right order. M is solved for by the same squares, alternating
+between C, z and M, each of which the others give by a linear equation.
 """
 
 from __future__ import annotations
@@ -13,10 +26,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.recover.layers.block_squares import planes, turned
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
+NOWHERE = -1  # the place that A hides, where that is none or not known
 DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
 HIDDEN = 4.0  # q from which on a head may be thought to hide a token
 CAP = 30.0  # q that one head may add: it may hide the token
@@ -29,6 +42,15 @@ _COARSE = 1.5  # level from which on spans are not enough, if …
 _SEEN = 0.8  # … fewer of a block's directions are above rounding
 _TURNS = (2, 6)  # rounds for each place that A may hide, and for the best of them
 _TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
+_RIDGE = 1e-12  # of the diagonal: rows may be zero
+_AT_ONCE = 64  # arrangements of a block, for memory's sake
+_ROUNDS = 40  # of solving for C and z, at most …
+_STILL = 0.1  # … until the squares fall by less
+
+
+def planes(rows: Tensor) -> Tensor:
+    """Rows (…, d) as complex numbers (…, d/2), one for each plane that M turns."""
+    return torch.complex(*rows.unflatten(-1, (2, -1)).unbind(-2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,19 +132,24 @@ def _errors(leak: MixedCache, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """What is solved of one side: M (d, d), and the place of a block that A hides, if any.
+    """What is solved of one side: M (d, d), and the place of a block that A hides, or NOWHERE.
 
     `level` is the mean q of the tokens that it was solved from. It is `coarse` if their q are too
-    large for spans and it was solved for by squares (block_squares.py).
+    large for spans and it was solved for by squares.
     """
 
     matrix: Tensor
-    hidden: int | None
+    hidden: int
     level: float
     coarse: bool = False
 
     @property
-    def start(self) -> tuple[int | None, Tensor]:
+    def hides(self) -> bool:
+        """Is it known which place A hides?"""
+        return self.hidden != NOWHERE
+
+    @property
+    def start(self) -> tuple[int, Tensor]:
         """The place and M, as complex numbers (d/2,), to solve for it again from."""
         half = len(self.matrix) // 2
         return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
@@ -130,10 +157,9 @@ class Map:
     def free(self, count: int, fill: int, added: bool) -> int:
         """How many directions of a block are of no token: of `count` and `fill` other rows."""
         if not fill:
-            return int(self.hidden is not None)
+            return int(self.hides)
         # A is on a token, or on a row that fills the block up: is it the only one?
-        on_token = self.hidden is not None and self.hidden < count
-        return 1 + (added and (on_token or fill > 1))
+        return 1 + (added and (NOWHERE < self.hidden < count or fill > 1))
 
     def misfits(self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
         """q (c,) of rows (c, d) in block `number`.
@@ -160,6 +186,9 @@ def products(rows: Tensor) -> Tensor:
     return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
 
 
+Turn = tuple[float, int, Tensor]  # the mean square that is left, the place that A hides, M
+
+
 def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     """M from rows (n, d) of tokens known to stand at `places` (n,).
 
@@ -174,8 +203,8 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
 
-    def fit(hidden: int | None, rounds: int = 2) -> tuple[float, int | None, Tensor] | None:
-        seen = (classes != (-1 if hidden is None else hidden)).double()
+    def fit(hidden: int, rounds: int = 2) -> Turn | None:
+        seen = (classes != hidden).double()
         given = float(equations @ seen)
         if given < _ENOUGH * size:
             return None
@@ -186,7 +215,7 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
             error = theta @ errors @ theta
         return float((seen / error) @ (theta @ outside @ theta)) / given, hidden, theta
 
-    whole = fit(None)
+    whole = fit(NOWHERE)
     if whole is None:
         return None
     theta = whole[2]
@@ -199,7 +228,7 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     found = Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
     ranks = [len(side.bases[n]) for n in whole_blocks(places, block)]
     if level > _COARSE and min(ranks, default=block) < _SEEN * block:
-        tried = [fit(each, 1) for each in (None, *range(block))]
+        tried = [fit(each, 1) for each in (NOWHERE, *range(block))]
         starts = [(each[1], planes(each[2])) for each in tried if each is not None]
         return by_squares(side, rows, places, block, starts) or found
     return found
@@ -211,26 +240,23 @@ def whole_blocks(places: Tensor, block: int) -> list[int]:
     return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
 
 
-Turn = tuple[float, int | None, Tensor]  # the mean square that is left, the place that A hides, M
-
-
 def by_squares(
     side: Side,
     rows: Tensor,
     places: Tensor,
     block: int,
-    starts: Sequence[tuple[int | None, Tensor]],
+    starts: Sequence[tuple[int, Tensor]],
 ) -> Map | None:
     """The map by all squares of blocks that are known whole, from places that A may hide and M."""
     numbers, inside = whole_blocks(places, block), places % block
     given = {n: rows[places // block == n].double() for n in numbers}
     spreads = {n: side.spreads(n, each) for n, each in given.items()}
 
-    def turn(hidden: int | None, start: Tensor, rounds: int, where: list[int]) -> Turn:
-        kept = inside != (-1 if hidden is None else hidden)
+    def turn(hidden: int, start: Tensor, rounds: int, where: list[int]) -> Turn:
+        kept = inside != hidden
         shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
         # A may hide a token that is there twice, so that values do not tell its place.
-        free = int(hidden is not None or len(starts) == 1)
+        free = int(hidden != NOWHERE or len(starts) == 1)
         blocks, each = [side.blocks[n] for n in where], [spreads[n] for n in where]
         found, left = turned(blocks, each, shown, free, start, rounds)
         return left, hidden, found
@@ -245,7 +271,7 @@ def by_squares(
     if not left < _COARSE:
         return None
     made = Map(products(torch.cat([found.real, found.imag])[None])[0], hidden, 1.0, True)
-    kept = inside != (-1 if hidden is None else hidden)
+    kept = inside != hidden
     misfits = torch.cat([
         made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
     ])  # fmt: skip
@@ -317,6 +343,12 @@ class Blocks:
         return self.leak.keys.shape[1]
 
     @property
+    def pairs(self) -> list[tuple[Side, Map]]:
+        """The sides whose maps are solved for."""
+        pairs = zip(self.sides, self.maps, strict=True)
+        return [(side, found) for side, found in pairs if found is not None]
+
+    @property
     def level(self) -> float:
         levels = [each.level for each in self.maps if each is not None]
         return float(torch.tensor(levels or [torch.inf]).median())
@@ -324,8 +356,7 @@ class Blocks:
     @property
     def silent(self) -> bool:
         """Does no head's keys say anything, so that no order can be found?"""
-        each = zip(self.sides, self.maps, strict=True)
-        return all(found is None for side, found in each if side.keys)
+        return not any(side.keys for side, _ in self.pairs)
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """With maps from each side's rows (n, d) at `places` (n,)."""
@@ -358,10 +389,9 @@ class Blocks:
             # Rounding that is coarser than thought in one side says nothing about the others.
             q = each.misfits(side, given, number) * max(1.0, self.level) / max(1.0, each.level)
             misfits.append(q.expand(len(places), -1) if q.ndim == 1 else q)
-            shown = inside != (-1 if each.hidden is None else each.hidden)
-            free.append(shown * float(side.free[number]))
+            free.append((inside != each.hidden) * float(side.free[number]))
             keys.append(side.keys)
-            sure.append(each.hidden is not None)
+            sure.append(each.hides)
         return Fit.of(
             torch.stack(misfits), torch.stack(free), torch.tensor(keys), torch.tensor(sure)
         )
@@ -374,10 +404,8 @@ class Blocks:
     @property
     def coarse(self) -> bool:
         """Does rounding hide directions of keys, so that squares have to order what values tell?"""
-        pairs = [each for each in zip(self.sides, self.maps, strict=True) if each[1] is not None]
-        return any(side.keys and found.coarse for side, found in pairs if found) and any(
-            not side.keys and not found.coarse for side, found in pairs if found
-        )
+        coarse = {(side.keys, found.coarse) for side, found in self.pairs}
+        return {(True, True), (False, False)} <= coarse
 
     def fine(self) -> Blocks:
         """Without the sides that are coarse."""
@@ -387,10 +415,8 @@ class Blocks:
 
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
         """What each side's tokens (n, d), the first ones of a block, explain of it."""
-        start, added = number * self.size, False
+        start, added = number * self.size, any(found.hides for _, found in self.pairs)
         made: list[Spans | None] = []
-        for each in self.maps:
-            added |= each is not None and each.hidden is not None
         for side, each, given in zip(self.sides, self.maps, rows, strict=True):
             inside = torch.arange(start, start + len(given)) % self.size
             made.append(
@@ -423,7 +449,7 @@ class Spans:
     @classmethod
     def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
         made = rows.double() @ found.matrix
-        shown = inside != (-1 if found.hidden is None else found.hidden)
+        shown = inside != found.hidden
         base = _spanned(made[shown])
         _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
         free = found.free(len(rows), len(block) - len(rows), added)
@@ -450,6 +476,115 @@ class Spans:
 def lost_with(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
     """What all sides lose in likelihood (c,) with other rows (c, d) at a place of a block."""
     pairs = zip(spans, given, strict=True)
-    return torch.stack([each.losses(inside, rows) for each, rows in pairs if each is not None]).sum(
-        0
-    )
+    lost = [each.losses(inside, rows) for each, rows in pairs if each is not None]
+    return torch.stack(lost).sum(0)
+
+
+# Squares: a block against all of its tokens at once.
+
+
+def _real(numbers: Tensor) -> Tensor:
+    return torch.cat([numbers.real, numbers.imag], -1)
+
+
+def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """C (h, b, n): a block (b, d) by rows (h, n, d), each number of it with its own weight."""
+    weighted = rows[:, None] * weights[:, None]
+    gram = weighted @ rows[:, None].mT
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += _RIDGE * (diagonal + diagonal.mean(-1, keepdim=True))
+    return torch.linalg.solve(gram, weighted @ block[..., None])[..., 0]
+
+
+def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The largest directions (k, d) of a block that rows (n, d) do not span."""
+    base = torch.linalg.qr(rows.mT)[0]
+    return torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)[2][:count]
+
+
+def fitted(
+    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, rounds: int = _ROUNDS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of squares (h,) of a block (b, d) by tokens' rows x M (h, n, d); C and z as well.
+
+    It starts from directions z (k, d). What z has of the tokens' rows is up to C: it is returned
+    as it is if the columns of C are orthogonal, as S has them, so that it is good for other tokens.
+    """
+    weights = spread.square().reciprocal()
+    free, cost = free.expand(len(rows), -1, -1), torch.inf
+    for _ in range(rounds if free.shape[1] else 0):
+        every = torch.cat([rows, free], 1)
+        found = _coefficients(block, weights, every)
+        before, cost = cost, float(((block - found @ every).square() * weights).sum())
+        if before - cost < _STILL * len(rows):
+            break
+        own, other = found.split([rows.shape[1], free.shape[1]], -1)
+        left = (block - own @ rows) * weights
+        gram = (other.mT[:, :, None] * other.mT[:, None]) @ weights  # (h, k, k, d)
+        free = torch.linalg.solve(gram.movedim(-1, 1), (other.mT @ left).mT[..., None])[..., 0].mT
+    every = torch.cat([rows, free], 1)
+    found = _coefficients(block, weights, every)
+    own, other = found.split([rows.shape[1], free.shape[1]], -1)
+    along = torch.linalg.lstsq(other, own).solution if free.shape[1] else other.mT @ own
+    cost = ((block - found @ every).square() * weights).sum((1, 2))
+    return cost, found, free + along @ rows
+
+
+def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor:
+    """The sums of squares (h,) for many arrangements' rows (h, n, d), near one that gave z."""
+    each = [fitted(block, spread, part, free, 1)[0] for part in rows.split(_AT_ONCE)]
+    return torch.cat(each)
+
+
+def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor) -> Tensor:
+    """Sums of squares (n, c), each of rows (n, d) exchanged for each of its others (n, c, d)."""
+    weights, every = spread.square().reciprocal(), torch.cat([rows, free])
+    found = _coefficients(block, weights, every[None])[0]
+    left = block - found @ every
+    every = torch.nn.functional.normalize(every, dim=-1)
+    weighted = every * weights[:, None]  # (b, n + k, d)
+    gram, made = weighted @ every.mT, list[Tensor]()
+    for place, given in enumerate(others):
+        kept = torch.arange(len(every)) != place
+        aim = left + found[:, place, None] * rows[place]  # what the others do not explain
+        right, inside = weighted[:, kept] @ aim[..., None], weighted[:, kept] @ given.mT
+        solution = torch.linalg.solve(gram[:, kept][:, :, kept], torch.cat([right, inside], -1))
+        mine, theirs = solution.split([1, len(given)], -1)  # (b, n + k - 1, c)
+        least = (aim.square() * weights).sum() - (mine * right).sum()
+        length = weights @ given.square().mT - (inside * theirs).sum(1)
+        along = (weights * aim) @ given.mT - (inside * mine).sum(1)
+        made.append(least - (along.square() / length.clamp(min=1e-9)).sum(0))
+    return torch.stack(made)
+
+
+def turned(
+    blocks: Sequence[Tensor], spreads: Sequence[Tensor], rows: Sequence[Tensor], free: int,
+    start: Tensor, rounds: int,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """M as complex numbers (d/2,), all of length 1, from `start`, and the mean square it leaves.
+
+    Of each block (b, d) all tokens that show are given by their rows (n, d), and how many
+    directions are free.
+    """
+    found, left, count = torch.sgn(start), 0.0, 0
+    for _ in range(rounds):
+        over, under, left, count = torch.zeros_like(start), torch.zeros(len(start)), 0.0, 0
+        for block, spread, given in zip(blocks, spreads, rows, strict=True):
+            made = _real(planes(given) * found)
+            cost, mix, _ = fitted(block, spread, made[None], directions(block, made, free), 1)
+            left += float(cost)
+            count += (len(block) - free) * (made.shape[1] - mix.shape[2])
+            own, other = mix[0].to(found.dtype).split([len(given), free], -1)
+            weights = planes(spread).abs().square().reciprocal()  # of both numbers of a plane
+            base = other[None] * weights.sqrt().mT[..., None]  # (d/2, b, k)
+            base = torch.linalg.qr(base)[0] if free else base
+
+            def apart(numbers: Tensor, base: Tensor = base, weights: Tensor = weights) -> Tensor:
+                weighted = (numbers * weights.sqrt()).mT[..., None]
+                return (weighted - base @ (base.mH @ weighted))[..., 0]
+
+            one, whole = apart(own @ planes(given)), apart(planes(block))
+            over = over + (one.conj() * whole).sum(-1)
+            under = under + one.abs().square().sum(-1)
+        found = torch.sgn(over / under)
+    return found, left / count

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
-from keyhole.recover.layers.precision import precision_of, rounding_error
+from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
@@ -52,6 +51,8 @@ _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error 
 _CLEAR, _ALONE = 16.0, 4.0  # … and they and the second best, before all other tokens are tried,
 _REACH = 0.95  # … which must be of an order that has so many random tokens among its first
 _CLEAN = 0.1  # of the limit: where accepted tokens fit so well, the leak has no noise to be learnt
+_COMPARED = 32  # candidates at each position of a leak whose error is coarse, but at the first
+_FAILURES = 2  # positions in a row that nothing explains before the search ends
 _BACK = 16  # positions that are looked at again, and times that one gets another token, at most
 _NEAREST = 16  # tried tokens that are kept, of each way to compare them
 _CHAOTIC = 0.05  # of a row: where rounding moves it so far, near tokens are run in the leak's shape
@@ -63,19 +64,15 @@ class DecoderStates:
 
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
     candidates in the first fan of a position; each next one is four times as large, up to `widest`;
-    then come all others, of which `most` are tried (None: the whole vocabulary). `compared`:
-    candidates at each position of a leak whose error is coarse (at the first `widest`). `draft`:
-    tokens of a chain, at most. `failures`: positions in a row that nothing explains before the
-    search ends. `batch`: texts at a time (None: one on a CPU, sixteen on a GPU).
+    then come all others, of which `most` are tried (None: the whole vocabulary). `draft`: tokens of
+    a chain, at most. `batch`: texts at a time (None: one on a CPU, sixteen on a GPU).
     """
 
     samples: int | None = None
     fan: int = 8
     widest: int = 512
     most: int | None = None
-    compared: int = 32
     draft: int = 16
-    failures: int = 2
     batch: int | None = None
     seed: int = 0
 
@@ -104,15 +101,15 @@ class Text:
     coarse: bool = False
     mask: Tensor | None = None
     rounded: Tolerance | None = None  # where rounding alone may move rows far: what it explains
-    ids: list[int] = field(default_factory=lambda: cast("list[int]", []))
+    ids: list[int] = field(default_factory=list[int])
     guesses: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    tried: list[int] = field(default_factory=lambda: cast("list[int]", []))
-    given: list[Tensor] = field(default_factory=lambda: cast("list[Tensor]", []))
-    alone: set[int] = field(default_factory=lambda: cast("set[int]", set()))
+    tried: list[int] = field(default_factory=list[int])
+    given: list[Tensor] = field(default_factory=list[Tensor])
+    alone: set[int] = field(default_factory=set[int])
     forced: int | None = None
     reach: int = 4
-    misfits: list[float] = field(default_factory=lambda: cast("list[float]", []))
-    others: dict[int, list[int]] = field(default_factory=lambda: cast("dict[int, list[int]]", {}))
+    misfits: list[float] = field(default_factory=list[float])
+    others: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     learnt: bool = False  # the leak errs more than it says
     reopened: int = 0
     failed: int = 0
@@ -132,10 +129,11 @@ class Text:
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
         rounding = rounding_error(target, leak.exposure)
-        tolerance, rounded = Tolerance.of(target, leak, start, rounding), None
+        precision = precision_of(leak, rounding)
+        tolerance, rounded = Tolerance.of(target, leak, start, precision), None
         if rounding > _CHAOTIC:
-            tolerance, rounded = Tolerance.of(target, leak, start, 0.0), tolerance
-        relative = precision_of(leak, rounding).relative
+            tolerance, rounded = Tolerance.of(target, leak, start, precision_of(leak)), tolerance
+        relative = precision.relative
         coarse = bool(leak.noise) or _COARSE < rounding <= _CHAOTIC
         coarse = (coarse and relative > _COARSE) or relative > _ROUGH
         mask = None if leak.mask is None else leak.mask[None].to(device)
@@ -218,12 +216,12 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, target: Target, leak: Leak, start: int, arithmetic: float) -> Tolerance:
+    def of(cls, target: Target, leak: Leak, start: int, precision: Precision) -> Tolerance:
         """What the leak says about itself, from position `start` on, and the model's arithmetic."""
-        sigma = precision_of(replace(leak, noise=0.0), arithmetic).sigma.nan_to_num(0.0)
+        rounding = precision.rounding.nan_to_num(0.0)
         if isinstance(leak, KeyValues):
-            sigma = _unrotated(target, leak, sigma)
-        return cls(sigma[start:], float(leak.noise or 0.0))
+            rounding = _unrotated(target, leak, rounding)
+        return cls(rounding[start:], float(precision.noise or 0.0))
 
     @property
     def error(self) -> Tensor:
@@ -341,7 +339,7 @@ class Search:
             return text.guesses[at : at + text.reach].tolist()
         least = self.method.fan
         if text.coarse:  # at the first position nothing but the token itself tells tokens apart
-            least = self.method.compared if at else self.method.widest
+            least = _COMPARED if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         order = self._order(text, size + len(text.tried)).tolist()
         tried = set(text.tried)
@@ -524,7 +522,7 @@ class Search:
         if learnt is None:
             text.failed += 1
             text.unexplained += 1
-            text.given_up = text.failed >= self.method.failures
+            text.given_up = text.failed >= _FAILURES
         else:
             text.tolerance, text.learnt = learnt.tolerance, True
         text.forced = int(nearest.tokens[0 if learnt is None else learnt.best])

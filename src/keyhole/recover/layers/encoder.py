@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import expect_count
+from keyhole.core.numerics import BatchedLBFGS
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
-from keyhole.recover.layers.lbfgs import BatchedLBFGS
 from keyhole.recover.layers.precision import Precision, compare, precision_of, rounding_error
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch
@@ -55,11 +55,9 @@ class EncoderStates:
     """Text from an encoder's hidden states.
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes: a stage of `opening` rounds, then stages of `stage` rounds.
-    After a round that helped, the worst positions get another token up to `flips` times. After each
-    stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
-    end `candidates` tokens are tried at each position, in at most `sweeps` sweeps, and then all
-    tokens at some, in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU).
+    `steps` forward–backward passes: a stage of `opening` rounds, then shorter ones. In the end a
+    few tokens are tried at each position, in at most `sweeps` sweeps, and then all tokens at some,
+    in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU).
     `samples` random tokens fit the map (None: 48 for each number in a hidden state). `batch` is how
     many tokens go through the model at once.
     """
@@ -68,10 +66,6 @@ class EncoderStates:
     rounds: int = 64
     steps: int = 4
     opening: int = 48
-    stage: int = 4
-    trials: int = 12
-    flips: int = 3
-    candidates: int = 8
     sweeps: int = 4
     most: int | None = None
     samples: int | None = None
@@ -79,9 +73,9 @@ class EncoderStates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "opening", "stage"):
+        for name in ("steps", "batch", "opening"):
             expect_count(name, getattr(self, name))
-        for name in ("feedback", "rounds", "trials"):
+        for name in ("feedback", "rounds"):
             expect_count(name, getattr(self, name), least=0)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
@@ -99,8 +93,8 @@ class EncoderStates:
             texts.begin(framed)
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
-            if self.candidates and self.sweeps:
-                yield from texts.leave(try_everywhere(texts, self.candidates, self.sweeps))
+            if self.sweeps:
+                yield from texts.leave(try_everywhere(texts, self.sweeps))
             most = 2**11 if texts.ids.device.type == "cpu" else 2**18
             yield from texts.leave(try_vocabulary(texts, most if self.most is None else self.most))
             yield from texts.leave(texts.frame_fits())
@@ -125,9 +119,8 @@ class EncoderStates:
         rounds_left, stage, first_step = self.rounds, self.opening, _FIRST_STEP
         while rounds_left > 0 and len(texts):
             yield from self._by_gradients(texts, back, min(stage, rounds_left), first_step)
-            rounds_left, stage, first_step = rounds_left - stage, self.stage, _LATER_STEP
-            if self.trials:
-                yield from texts.leave(try_worst(texts, self.trials))
+            rounds_left, stage, first_step = rounds_left - stage, _STAGE, _LATER_STEP
+            yield from texts.leave(try_worst(texts))
             texts.fix_clear()
 
     def _by_gradients(
@@ -144,7 +137,7 @@ class EncoderStates:
             texts.estimates = start + (search.z.view_as(start) @ back.root)
             texts.snap()
             done = texts.check()
-            for flips in range(self.flips + 1):
+            for flips in range(_FLIPS + 1):
                 kept = torch.ones(len(texts), dtype=torch.bool, device=start.device)
                 kept[done] = False
                 yield from texts.leave(done)
@@ -152,7 +145,7 @@ class EncoderStates:
                 start = start[kept]
                 if not len(texts):
                     return
-                if flips == self.flips or not texts.improving(1):
+                if flips == _FLIPS or not texts.improving(1):
                     break
                 done = change_worst(texts)
 
@@ -199,6 +192,10 @@ class SubLayerOutput:
             yield left[place], proposal
 
 
+_STAGE = 4  # rounds of a stage after the first
+_FLIPS = 3  # times that the worst positions get another token after a round that helped
+_TRIED = 12  # tokens at each of the positions that fit worst, after a stage, …
+_CANDIDATES = 8  # … and at every position in the end
 _WORTH = 0.9  # the loss must fall to this share of the best for a pass to count as progress
 _PATIENCE = 2  # passes without progress after which feedback ends
 _DOUBT = 0.94  # a token is clear if its squared distance is below this share of the second's
@@ -281,6 +278,10 @@ class EncoderBatch:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def length(self, row: int) -> int:
+        """How many positions a text has."""
+        return len(self.precisions[row].rounding)
+
     @property
     def unknowns(self) -> float:
         """The average number of open positions in a text."""
@@ -355,7 +356,7 @@ class EncoderBatch:
         self.ids[rows] = ids
         done: list[int] = []
         for row, numbers in zip(rows.tolist(), given, strict=True):
-            n = len(self.precisions[row].sigma)
+            n = self.length(row)
             leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
             fit = compare(self.precisions[row], leaked, numbers[:n])
             self.good[row, :n] = fit.good & self.seen[row, :n]
@@ -454,7 +455,7 @@ class EncoderBatch:
     def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
-            n = len(self.precisions[row].sigma)
+            n = self.length(row)
             yield (
                 self.numbers[row],
                 Proposal(
@@ -504,8 +505,8 @@ def change_worst(texts: EncoderBatch) -> list[int]:
     return texts.record(rows, trials[winner, each], given[winner, each], len(_WORST))
 
 
-def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
-    """Try so many candidates at the positions that fit worst, as long as that helps.
+def try_worst(texts: EncoderBatch) -> list[int]:
+    """Try candidates at the positions that fit worst, as long as that helps.
 
     First many positions in one pass. Their effects on each other hide the last few wrong tokens, so
     then the worst positions one by one, with twice the candidates. Where no single token helps any
@@ -513,14 +514,14 @@ def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
-        ids = texts.ids[row, : len(texts.precisions[row].sigma)].clone()
+        ids = texts.ids[row, : texts.length(row)].clone()
         fits: list[int] = []
         alone = False
         for _ in range(_SWEEPS):
             places = _worst_places(texts, row, alone)
             if fits or (alone and len(places) == 0):
                 break
-            count, batch_size = (2 * candidates, 1) if alone else (candidates, _IN_A_PASS)
+            count, batch_size = (2 * _TRIED, 1) if alone else (_TRIED, _IN_A_PASS)
             proposed = _proposed(texts, row, places, count)
             tried = try_rows(
                 lambda ids, row=row: texts.unexplained(row, ids).square().sum(-1),
@@ -528,7 +529,7 @@ def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
             )  # fmt: skip
             helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
             if alone and not helped and not fits:
-                tried = _by_sums(texts, row, ids, candidates)
+                tried = _by_sums(texts, row, ids)
                 helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
                 if not helped:
                     break
@@ -537,12 +538,12 @@ def try_worst(texts: EncoderBatch, candidates: int) -> list[int]:
     return done
 
 
-def _by_sums(texts: EncoderBatch, row: int, ids: Tensor, candidates: int) -> Tried:
+def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
     """Several tokens at the worst positions of a text that is nearly right."""
     places = _worst_places(texts, row, alone=True)
     if row not in _within(texts, _NEAR) or len(places) < 2:
         return Tried(ids, 0.0, 0)
-    proposed = _proposed(texts, row, places, _MORE * candidates)
+    proposed = _proposed(texts, row, places, _MORE * _TRIED)
     return try_sums(lambda ids: texts.unexplained(row, ids).flatten(1), ids, places, proposed)
 
 
@@ -583,19 +584,19 @@ def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
     return lists.gather(1, order)[:, :count]
 
 
-def try_everywhere(texts: EncoderBatch, candidates: int, sweeps: int) -> list[int]:
+def try_everywhere(texts: EncoderBatch, sweeps: int) -> list[int]:
     """Try the tokens nearest to the estimates at each position of texts that are nearly right.
 
     That is a few hundred forward passes for a text, so it comes last.
     """
     done: list[int] = []
     for row in _within(texts, _NEAR):
-        n = len(texts.precisions[row].sigma)
+        n = texts.length(row)
         estimates = texts.best_estimates[row, :n]
         tried = substitute(
             Comparison.of(texts.target, texts.leaks[row]),
             texts.best_ids[row, :n],
-            texts.table.nearest(estimates, candidates).T.contiguous(),
+            texts.table.nearest(estimates, _CANDIDATES).T.contiguous(),
             torch.where(texts.free[row, :n], -1, texts.ids[row, :n]),
             sweeps,
         )
@@ -611,7 +612,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
-        ids, left = texts.best_ids[row, : len(texts.precisions[row].sigma)].clone(), most
+        ids, left = texts.best_ids[row, : texts.length(row)].clone(), most
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
             own = ids[texts.free[row, : len(ids)]].unique()

@@ -48,7 +48,6 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
 from keyhole.recover.layers.precision import (
     NOISE,
@@ -60,6 +59,7 @@ from keyhole.recover.layers.precision import (
 )
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _NOISY = 0.05  # of the leak's spread: an error above it needs more alternatives
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
@@ -322,10 +322,8 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
     """
     target, text, exposure = compared.target, compared.text, compared.leak.exposure
     start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
-    alone = torch.zeros(1, dtype=torch.long, device=text.device)
-    branches = Branches(target.model, alone + start)
-    branches.expose(exposure, alone == 0, ids=text[None, start:])
-    branches.accept(alone, alone + len(text) - start, alone)
+    branches = Branches(target.model, torch.tensor([start], device=text.device))
+    branches.go_on(exposure, text[None, start:])
     found = none.repeat(_AS_GOOD, 1)
     vocabulary = torch.arange(target.vocabulary, device=text.device)
     for place in range(start, len(text)):
@@ -417,13 +415,10 @@ def _answers(
             given = capture(target.model, exposure, ids=torch.cat(frame, 1))["values"]
             yield given[..., len(opening), :].flatten(1)
         return
-    alone = torch.zeros(1, dtype=torch.long, device=tokens.device)
-    branches = Branches(target.model, alone)
-    branches.expose(exposure, chain=alone == 0, ids=opening[None])
-    branches.accept(alone, alone + len(opening), alone)
+    branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=tokens.device))
+    branches.go_on(exposure, opening[None])
     for part in parts:
-        given = branches.expose(exposure, chain=alone != 0, ids=part[None])["values"][0]
-        branches.accept(alone, alone, alone)
+        given = branches.each(exposure, 0, len(opening), part)[0]["values"][0]
         yield given.movedim(-2, 0).flatten(1)
 
 

@@ -35,6 +35,8 @@ from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.leaks import AttentionMaps, Leak
 
 _EMBEDDINGS = Exposure("hidden", 0)
+_SHORTLIST = 64  # candidates at a position that stay in the later rounds, …
+_ANCHORS = 48  # … and known tokens that measure it then, at most
 _AGREES = 1e-3  # of a probability
 _NUMBERS = 2**24  # of hidden states held at a time
 
@@ -43,14 +45,11 @@ _NUMBERS = 2**24  # of hidden states held at a time
 class EncoderMaps:
     """Layer 1: look every position up in the vocabulary, then ask again with what was found.
 
-    `shortlist` candidates per position stay in the later rounds, of which there are at most
-    `rounds`; at most `anchors` known tokens measure a position then. `deeper` searches the text
-    where the maps are those of a deeper layer.
+    There are at most `rounds` of that. `deeper` searches the text where the maps are those of a
+    deeper layer.
     """
 
-    shortlist: int = 64
     rounds: int = 4
-    anchors: int = 48
     deeper: TokenSearch = field(default_factory=TokenSearch)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
@@ -88,7 +87,7 @@ class EncoderMaps:
             return torch.stack([questions.misfit(*measured).T for questions in asked])
 
         batch_size = max(1, _NUMBERS // (n * parts.width))
-        best = target.nearest_tokens(misfit, self.shortlist, batch_size)
+        best = target.nearest_tokens(misfit, _SHORTLIST, batch_size)
         return [torch.where(frame >= 0, frame, short.T) for short in best]
 
     @torch.no_grad()
@@ -99,7 +98,7 @@ class EncoderMaps:
         trusted = torch.ones_like(ids, dtype=torch.bool)
         for _ in range(self.rounds):
             states = _embedded(target, ids[None])[0]
-            places = _spread(trusted.nonzero().flatten().tolist(), self.anchors, frame)
+            places = _spread(trusted.nonzero().flatten().tolist(), _ANCHORS, frame)
             anchors = Anchors.of(target.parts, 1, states, places)
             questions = Questions.of(log, anchors)
             misfit = torch.cat([

@@ -33,10 +33,16 @@ and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft, so that direc
 than the rounding count as outside.
 
 **Coarse rounding.** Where it hides directions of a block's keys (a large bias, few bits), single
-tokens are nowhere outside of it; whole blocks are still told apart (block_squares.py,
-block_order.py).
+tokens are nowhere outside of it; whole blocks are still told apart by squares (block_spans.py,
+block_reader.py).
 
-**No token known.** The text's common tokens are guessed (block_reader.py).
+**No token known.** The tokens of a text are common ones. For token v in block B, θ lies in the
+b-dimensional space B / v (the block's rows divided plane by plane by the token's), and two right
+guesses have a line in common, while spaces of b < d/2 dimensions have none by chance. Values are
+solved first, because tokens need no position there: one frequent token against all of some hundred
+in every block. Then the block's tokens are known but for their order, and the same is done with
+keys for each place that a token may have. (Positions all shifted by one are M turned, so the
+places that fit best over all blocks decide.)
 
 **What it does not read.** Where the rows of a block span all of a head (b ≥ d, if the text is as
 long), W = 0: nothing is outside. Encryption is what protects a cache at rest.
@@ -49,6 +55,7 @@ padding, so that nothing is left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
@@ -62,12 +69,23 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.judge import ODDS, Mark, Verdict
-from keyhole.recover.layers.block_order import Orders, ordered
-from keyhole.recover.layers.block_reader import LIST, Reader, Table, guessed
-from keyhole.recover.layers.block_spans import LEFT, Blocks, lost_with
+from keyhole.recover.embeddings.counts import SHIPPED
+from keyhole.recover.layers.block_reader import LIST, Orders, Reader, Table, ordered
+from keyhole.recover.layers.block_spans import (
+    HIDDEN,
+    LEFT,
+    NOWHERE,
+    Blocks,
+    Map,
+    Side,
+    lost_with,
+    planes,
+    products,
+    solved,
+)
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
+from keyhole.recover.recovery import ODDS, Mark, Verdict
 
 _BLOCKS = (8, 16, 32, 64)  # positions: of two sizes that fit, one a multiple, the smaller is right
 _FAN = 256  # tokens tried at once behind a prefix, until one fits
@@ -80,6 +98,12 @@ _SILENT = (
     "tokens each block holds could be told, and not their order"
 )
 _OPENS = 3.0  # level of the tokens that are taken to open a text, at most
+_COMMON, _FIRST = 768, 24  # tokens that are common, and most so
+_SQUARED = 5  # times that a product of projections is squared to find its largest eigenvalue
+_NEAR = 6  # pairs of guesses that are looked at, for each token that is most common
+_NEARLY = 8.0  # q of a token in its block by a map that two tokens gave
+_EVEN = 0.5  # of the planes, at least, that a map must not leave at nothing
+_SHIFTS = 4  # of positions, that are read to the end
 
 
 @dataclass(frozen=True)
@@ -351,11 +375,8 @@ class Behind:
     @torch.no_grad()
     def go_on(self, ids: Sequence[int]) -> list[Tensor]:
         """Take tokens to be right, and return their rows (n, d)."""
-        one = torch.zeros(1, dtype=torch.long, device=self.device)
         text = torch.tensor([list(ids)], device=self.device)
-        given = self.branches.expose(self.exposure, one == 0, ids=text)
-        self.branches.accept(one, one + len(ids), one)
-        return self._of(given)
+        return self._of(self.branches.go_on(self.exposure, text))
 
     @torch.no_grad()
     def rows(self, tokens: Tensor, length: int) -> list[Tensor]:
@@ -417,3 +438,166 @@ def _predicted(target: Target, ids: Sequence[int]) -> Tensor:
     base = cast("Any", target.parts.base)
     states = base(input_ids=torch.tensor([list(ids)], device=target.parts.device))[0]
     return (target.parts.table @ states[0, -1]).argsort(descending=True)
+
+
+# No token known: lines that the spaces of two guesses have in common.
+
+
+def _spaces(base: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Orthonormal bases (t, d, size) of the maps θ that put each of rows (t, d) into a block."""
+    lines = planes(base.double())[None] / planes(rows.double())[:, None]
+    made = torch.linalg.qr(torch.cat([lines.real, lines.imag], -1).mT)[0]
+    return torch.nn.functional.pad(made, (0, size - made.shape[-1])).float()
+
+
+def _in_common(one: Tensor, others: Tensor) -> Tensor:
+    """How near (n,) spaces (n, d, r) come to a line in common with one (d, r); 1: they have it."""
+    cosines = others.mT @ one
+    powers = cosines @ cosines.mT
+    for _ in range(_SQUARED):
+        powers = powers @ powers
+    return powers.diagonal(dim1=1, dim2=2).sum(-1) ** 0.5**_SQUARED
+
+
+def common_tokens(target: Target) -> Tensor:
+    """The tokens of plain English by how often they occur in the corpus that ships."""
+    lines = SHIPPED.read_text("utf-8").splitlines()
+    counts = Counter(
+        token for line in lines for text in (line, f" {line}")
+        for token in target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    )  # fmt: skip
+    return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
+
+
+def guessed(reader: Reader) -> tuple[Reader, dict[int, int]] | None:
+    """The text where nothing is known: values first, then keys."""
+    blocks = reader.blocks
+    size = blocks.sides[0].blocks[0].shape[1]
+    if 2 * max(len(base) for base in blocks.sides[0].bases) > size:
+        return None  # two guesses always have lines in common
+    common = reader.table.target.remembered(
+        "common tokens", None, lambda: common_tokens(reader.table.target)
+    )
+    for side in blocks.sides:
+        if side.keys:
+            continue
+        bags = _bags(reader.table, side, common)
+        if bags is None:
+            continue
+        for keys in blocks.sides:
+            found = _placed(reader, keys, bags) if keys.keys else None
+            if found is not None:
+                return found
+    return None
+
+
+def _pair(side: Side, rows: Tensor, numbers: Tensor, tokens: Tensor, most: int) -> Iterator[Tensor]:
+    """Maps θ (d,) for pairs of guesses, rows (n, d) of tokens in blocks, that have one in common.
+
+    The first `most` guesses are each compared with all others that are of another token.
+    """
+    width = max(len(base) for base in side.bases)
+    spaces = torch.cat([
+        _spaces(base, rows[numbers == number], width) for number, base in enumerate(side.bases)
+    ])  # fmt: skip
+    order = torch.cat([(numbers == n).nonzero().flatten() for n in range(len(side.bases))])
+    spaces = spaces[order.argsort()]
+    for one in range(min(most, len(rows))):
+        near = _in_common(spaces[one], spaces).masked_fill(tokens == tokens[one], 0.0)
+        for other in near.topk(min(_NEAR, len(near))).indices.tolist():
+            both = torch.tensor([one, other])
+            jacobians = products(rows[both])
+            outside, errors = (
+                jacobians @ form[numbers[both]] @ jacobians.mT for form in side.forms
+            )
+            weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
+            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][:, 0]
+            sizes = theta.unflatten(0, (2, -1)).square().sum(0)
+            if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
+                yield theta
+                yield theta / sizes.sqrt().repeat(2)  # as it is where M has no scales
+
+
+def _map(theta: Tensor) -> Map:
+    return Map(products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0], NOWHERE, 1.0)
+
+
+def _unplaced(side: Side, rows: Tensor, numbers: Tensor) -> Map | None:
+    """The map from rows (n, d) of tokens that are in blocks `numbers` (n,), in whatever place."""
+    inside = torch.arange(len(rows))  # a place of its own for each, of which A hides one at most
+    found = solved(side, rows, numbers * len(rows) + inside, len(rows))
+    return None if found is None else replace(found, hidden=NOWHERE)
+
+
+def _bags(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
+    """The tokens of each block, by their values: one frequent token against all common ones."""
+    count, vocabulary = len(side.blocks), table.values[side.head]
+    tokens = common.repeat_interleave(count)  # the most frequent first, in every block
+    numbers = torch.arange(count).repeat(len(common))
+    rows = vocabulary[tokens]
+    whole = sum(len(each) for each in side.blocks)
+    best: tuple[int, Map | None] = (0, None)
+    for theta in _pair(side, rows, numbers, tokens, _FIRST * count):
+        found = _map(theta)
+        misfits = torch.cat([found.misfits(side, vocabulary[common], n) for n in range(count)])
+        fits = int((misfits < _NEARLY).sum())
+        if fits > whole:  # more than stand there: a map that puts anything into a block
+            continue
+        best = max(best, (fits, found), key=lambda pair: pair[0])
+        if fits >= 5 * count:
+            break
+    found, most, bags = best[1], _NEARLY, list[Tensor]()
+    for _ in range(3):
+        if found is None:
+            return None
+        bags = [
+            (found.misfits(side, vocabulary, n) < most).nonzero().flatten() for n in range(count)
+        ]
+        numbers = torch.cat([torch.full_like(bag, n) for n, bag in enumerate(bags)])
+        every = torch.cat(bags)
+        if not 2 * count < len(every) <= 4 * whole:
+            return None
+        found, most = _unplaced(side, vocabulary[every], numbers), HIDDEN
+    return bags
+
+
+def _placed(
+    reader: Reader, side: Side, bags: Sequence[Tensor]
+) -> tuple[Reader, dict[int, int]] | None:
+    """The tokens of blocks put into their places by one head's keys."""
+    size, table = reader.blocks.size, reader.table
+    number = max(range(len(bags)), key=lambda n: len(bags[n]) if len(side.blocks[n]) == size else 0)
+    places = torch.arange(number * size, (number + 1) * size)
+    tokens = bags[number].repeat(size)
+    at = places.repeat_interleave(len(bags[number]))
+    rows = table.rows(side, tokens, at)
+    numbers = torch.full_like(tokens, number)
+    for theta in _pair(side, rows, numbers, tokens, len(tokens)):
+        found = _map(theta)
+        if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
+            continue
+        shifted = [_shifted(reader, side, found, bags, shift) for shift in range(-size, size + 1)]
+        likely = sorted(shifted, key=len, reverse=True)[:_SHIFTS]
+        read = max((reader.read(known) for known in likely if known), key=lambda read: len(read[1]))
+        if len(read[1]) >= size // 2:
+            return read
+    return None
+
+
+def _shifted(
+    reader: Reader, side: Side, found: Map, bags: Sequence[Tensor], shift: int
+) -> dict[int, int]:
+    """The tokens that fit, with all positions shifted."""
+    known: dict[int, int] = {}
+    for number, bag in enumerate(bags):
+        start = number * reader.blocks.size
+        here = torch.arange(start, start + len(side.blocks[number]))
+        here = here[here + shift >= 0]
+        if not len(here) or not len(bag):
+            continue
+        at = (here + shift).repeat_interleave(len(bag))
+        misfits = found.misfits(side, reader.table.rows(side, bag.repeat(len(here)), at), number)
+        least, which = misfits.unflatten(0, (len(here), -1)).min(1)
+        kept = least < _NEARLY
+        known |= dict(zip(here[kept].tolist(), bag[which[kept]].tolist(), strict=True))
+    return known

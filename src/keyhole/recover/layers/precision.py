@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,17 +60,23 @@ _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """`sigma` (positions, numbers): the standard deviation of each leaked number's own error.
+    """`rounding` (positions, numbers): the standard deviation of each number's error but for noise.
 
-    `scale` is the root mean square of the leak around its mean: the unit of relative figures. No
-    error is larger than `most` (positions, numbers) where the leak is only rounded.
+    `noise` is the size of that, where it is stated. `scale` is the root mean square of the leak
+    around its mean: the unit of relative figures. No error is larger than `most` (positions,
+    numbers) where the leak is only rounded.
     """
 
     name: str
-    sigma: Tensor
+    rounding: Tensor
     scale: float
     noise: float | None
     most: Tensor
+
+    @cached_property
+    def sigma(self) -> Tensor:
+        """The standard deviation (positions, numbers) of each leaked number's own error."""
+        return (self.rounding.square() + (self.noise or 0.0) ** 2).sqrt()
 
     @property
     def relative(self) -> float:
@@ -92,10 +99,9 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
         each = {name: _grouped(part) for name, part in leak.tensors.items()}
         step = leak.rows({name: steps for name, (_, steps) in each.items()})
         name = min(grid for grid, _ in each.values())
-    noise = leak.noise or 0.0
-    others = (own.square() + least**2 + noise**2).sqrt()
-    sigma = (step.square() / 12 + others.square()).sqrt()
-    return Precision(name, sigma, scale, leak.noise, step / 2 + _DEVIATIONS * others)
+    rounding = (step.square() / 12 + own.square() + least**2).sqrt()
+    others = (own.square() + least**2 + (leak.noise or 0.0) ** 2).sqrt()
+    return Precision(name, rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
 
 
 def rounding_error(target: Target, exposure: Exposure) -> float:
@@ -131,13 +137,9 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
 
 def _by_halves(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Rows of texts (b, n) as a search computes them: a few tokens behind a prefix that is kept."""
-    each = torch.arange(len(ids), device=ids.device)
-    none = torch.zeros_like(each)
-    branches, rows = Branches(target.model, none), list[Tensor]()
-    for part in ids.split(-(-ids.shape[1] // 2), 1):
-        rows.append(rows_of(branches.expose(exposure, none == 0, ids=part)))
-        branches.accept(none, none + part.shape[1], each)
-    return torch.cat(rows, 1)
+    branches = Branches(target.model, torch.zeros_like(ids[:, 0]))
+    halves = ids.split(-(-ids.shape[1] // 2), 1)
+    return torch.cat([rows_of(branches.go_on(exposure, half)) for half in halves], 1)
 
 
 def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:

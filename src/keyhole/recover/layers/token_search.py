@@ -29,6 +29,9 @@ from keyhole.recover.leaks import Leak
 _FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
 _THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
 _DOUBT = 0.2  # of the vocabulary's spread, left to tokens that are no candidates
+_NARROWED = 384  # tokens at each position that make the next round's prior, …
+_SHARPNESS = 30.0  # … weighed by so many times their agreement, …
+_GROWTH = 1.3  # … and more with each round
 _PULL = 1e-4  # the prior's weight in the loss
 
 
@@ -36,18 +39,14 @@ _PULL = 1e-4  # the prior's weight in the loss
 class TokenSearch:
     """How long to search: `rounds` of at most `passes` passes, each followed by trials.
 
-    `candidates` tokens are tried at each position, at most `sweeps` times; `narrowed` tokens at
-    each position make the next round's prior, weighed by `sharpness` times their agreement, which
-    grows by `growth` with each round. The search ends when a round gives the text of the last.
+    `candidates` tokens are tried at each position, at most `sweeps` times. The search ends when a
+    round gives the text of the last.
     """
 
     rounds: int = 8
     passes: int = 60
     candidates: int = 24
-    narrowed: int = 384
     sweeps: int = 4
-    sharpness: float = 30.0
-    growth: float = 1.3
 
     def each(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         """Every leak by itself, with the special tokens where the tokenizer puts them."""
@@ -64,8 +63,8 @@ class TokenSearch:
         passes = forwards = 0
         for number in range(self.rounds):
             relaxed, spent = relax(comparison, prior, known, self.passes)
-            agreement = vocabulary.agreement(relaxed, self.sharpness * self.growth**number)
-            wide = agreement.topk(min(self.narrowed, agreement.shape[-1]), -1).indices.T
+            agreement = vocabulary.agreement(relaxed, _SHARPNESS * _GROWTH**number)
+            wide = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1).indices.T
             ids = torch.where(known >= 0, known, wide[0])
             # Once directions say nothing new, the best text is repaired with all candidates.
             stuck = torch.equal(ids, before)
@@ -75,7 +74,7 @@ class TokenSearch:
             best = min(best, tried, key=lambda text: text.loss)
             if stuck or best.loss <= comparison.tolerance:
                 break
-            prior = Prior.among(vocabulary, agreement, self.narrowed)
+            prior = Prior.among(vocabulary, agreement)
         return Proposal(
             best.ids.tolist(),
             passes=passes + forwards,
@@ -139,9 +138,9 @@ class Prior:
         return cls(vocabulary.mean.expand(length, -1), vocabulary.factor)
 
     @classmethod
-    def among(cls, vocabulary: Vocabulary, agreement: Tensor, candidates: int) -> Prior:
+    def among(cls, vocabulary: Vocabulary, agreement: Tensor) -> Prior:
         """The tokens that agree best, weighed by how well they do."""
-        best = agreement.topk(min(candidates, agreement.shape[-1]), -1)
+        best = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1)
         weights = best.values.softmax(-1)
         words = vocabulary.table[best.indices]
         means = torch.einsum("nk,nke->ne", weights, words)

@@ -31,7 +31,7 @@ through the model where first guesses are right.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -55,6 +55,7 @@ _TOKENS_IN_A_PASS = 2048  # tokens in one pass
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
 _EXCHANGED = 0.3  # share of a random text's tokens that are exchanged with a token nearby
+_WIDEST = 512  # tokens tried in one pass
 _ADDED = 0.01  # share of C that is added to R
 
 
@@ -64,10 +65,8 @@ class UnorderedStates:
 
     In a round, `orders` orders are tried: the corrected one, and exchanges of two neighbours.
     `samples` random tokens fit the position model (None: 128 for each number in a row).
-    `states` is the attack on rows in order.
     """
 
-    states: EncoderStates = field(default_factory=EncoderStates)
     rounds: int = 8
     orders: int = 6
     samples: int | None = None
@@ -83,7 +82,7 @@ class UnorderedStates:
         max_length = max(len(leak.values) for leak in rows)
         positions = fit_positions(target, rows[0].exposure, max_length, samples, self.seed)
         texts = [_Text(number, leak, positions) for number, leak in enumerate(rows)]
-        forward_only = replace(self.states, rounds=0, sweeps=0, most=0)
+        forward_only = EncoderStates(rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
             target.count.begin(text.number for text in texts)
             _try(target, forward_only, texts)
@@ -95,7 +94,7 @@ class UnorderedStates:
                 break
         for text in texts:
             text.next_orders = [text.order]
-        _try(target, self.states, texts)
+        _try(target, EncoderStates(), texts)
         yield from ((text.number, text.proposal(positions)) for text in texts)
 
 
@@ -291,19 +290,17 @@ class UnorderedPrefixes:
     """Left-to-right search for the token and its row.
 
     `fans`: how many of each row's likeliest tokens are tried, fewer first, until one fits; in the
-    end the whole vocabulary is.
-    `widest`: tokens in one pass. `samples`: random tokens to fit the ordering with (None: eight for
+    end the whole vocabulary is. `samples`: random tokens to fit the ordering with (None: eight for
     each number in a row).
     """
 
     fans: tuple[int, ...] = (1, 4, 16, 64, 256)
-    widest: int = 512
     samples: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.fans or min(self.fans) < 1 or self.widest < 1:
-            raise InputError(f"fans and widest must be positive: got {self.fans} and {self.widest}")
+        if not self.fans or min(self.fans) < 1:
+            raise InputError(f"fans must be positive: got {self.fans}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         leaks = whole_rows(target, leaks)
@@ -354,7 +351,7 @@ class UnorderedPrefixes:
             wanted = scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
             fresh = wanted[~torch.isin(wanted, tried)]
             tried = torch.cat([tried, fresh])
-            for tokens in fresh.split(self.widest) if len(fresh) else ():
+            for tokens in fresh.split(_WIDEST) if len(fresh) else ():
                 given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][0]
                 text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
                 misfits = torch.stack([

@@ -1,14 +1,26 @@
-"""Where each head of a sub-layer writes: the k-dimensional row space of `M_h = V_h O_h`.
+"""What the heads of a sub-layer write, and what stands around them: norm, bias, residual.
 
-One difference δ shows one vector `δM_h` of every head, once their gates are found among all
-(`find_gates`). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
-recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
-more show that they do. In queries: N = H + p + spare for each of them.
+**Around.** An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is any vector
+shorter than √d: it is undone by asking `x = t·√(ε / (1 − mean(t²)))`. With three lengths λ of one
+token,
+
+    y([λx]) = λ·x·(residual) + b + t(λx)·M,
+
+`y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade.
+Without a norm y([x]) is affine, and single tokens cannot tell a residual from values: that waits
+until the values of the heads are known (`find_residual`).
+
+**Values.** A head writes into the k-dimensional row space of `M_h = V_h O_h`. One difference δ
+shows one vector `δM_h` of every head, once their gates are found among all (`find_gates`). For
+others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay recognisable, and
+`(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and more show that
+they do. In queries: N = H + p + spare for each of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +28,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import KeyholeError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.sub_layers.surroundings import Surroundings
+from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.oracle.protocol import Oracle, ask
 
+_SAME = 1e-9  # relative
+_ALMOST = 1e-5
+_FAR = 2.0**30
+_FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens, to see ε
 _ATTEMPTS = 4
 _AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
@@ -33,13 +50,133 @@ _MOST = 64  # heads
 _PLACES = 2  # at which differences are asked for what is open of the values
 
 
+class LostSum(KeyholeError):
+    """What attention adds does not follow from the answers to these questions: tokens too long."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A sub-layer to be asked with the tokens t that its attention sees; the last one answers.
+
+    `asking` is the length of the last token, where answers can be used for one length only.
+    """
+
+    oracle: Oracle
+    b: Tensor
+    epsilon: float | None = None
+    residual: bool = False
+    every_token: bool = False
+    causal: bool = False
+    asking: float | None = None
+    precision: float = 1e-11  # of answers, relative
+    # Of more than two tokens: the direction of an answer, and what is to be taken off of it
+    direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    @property
+    def outputs(self) -> int:
+        return len(self.b)
+
+    @property
+    def radius(self) -> float:
+        """All tokens t are shorter than this."""
+        return math.inf if self.epsilon is None else math.sqrt(self.dim)
+
+    def answer(self, tokens: Tensor) -> Tensor:
+        """`Σ_h Σ_j a_hj·t_j M_h` for the last of the tokens (batch, n, d)."""
+        if self.epsilon is not None:
+            left = 1 - tokens.square().mean(-1, keepdim=True)
+            tokens = tokens * (self.epsilon / left).sqrt()
+        rows = batch_rows(*tokens.shape[1:])
+        answers = torch.cat([_last(self.oracle, part) for part in tokens.split(rows)]) - self.b
+        return answers - tokens[:, -1] if self.residual else answers
+
+
+def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
+    """Which tokens answer; is there a norm in front? If so its ε, and is the input added behind?"""
+    d = oracle.dim
+    x = torch.randn(d, generator=stream, dtype=torch.float64)
+    x = x * math.sqrt(d) / torch.linalg.vector_norm(x)
+    every_token, causal = _seen(oracle, x)
+    b, near, twice = _last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
+    plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
+    size = max(float(part.abs().max()) for part in (b, near, twice))
+    if not size:
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
+    if float((twice - 2 * near + b).abs().max()) <= _SAME * size:
+        return plain
+    far, further = _last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
+    growth = (further - far) / _FAR
+    residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(
+        x.abs().max()
+    )
+    if not residual and float(growth.abs().max()) > _ALMOST:
+        raise _another_kind()
+    return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
+
+
+def _seen(oracle: Oracle, x: Tensor) -> tuple[bool, bool]:
+    """Does every token answer, and does the first one see the second?"""
+    pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+    if pairs.ndim != 3:
+        return False, False
+    apart = (pairs[0, 0] - pairs[1, 0]).abs().max()
+    return True, bool(apart <= _SAME * pairs.abs().max())
+
+
+def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
+    """ε of an RMS norm, from tokens so short that it shows; x has a mean square of 1."""
+    behind = x if residual else torch.zeros_like(near)
+    ordinary = near - plain.b - behind  # √(1 + ε) shorter than what long tokens bring
+    for short in _FADING:
+        faded = _last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
+        ratio = float(faded @ ordinary / (ordinary @ ordinary))
+        if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(ordinary.abs().max()):
+            break
+        if ratio < 1 / 2:  # (1 + ε)·short² = ratio²·(short² + ε)
+            return short**2 * (1 - ratio**2) / (ratio**2 - short**2)
+    raise _another_kind()
+
+
+def _another_kind() -> Unsuccessful:
+    return Unsuccessful(
+        Status.NOT_APPLICABLE,
+        "answers to longer and longer tokens are neither those of attention alone nor of attention "
+        "behind an RMS norm: a norm behind a sub-layer takes away the length of every answer",
+    )
+
+
+def _last(oracle: Oracle, sequences: Tensor) -> Tensor:
+    answers = ask(oracle, sequences)
+    if answers.ndim not in (2, 3):
+        shape = tuple(answers.shape[1:])
+        raise Unsuccessful(Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}")
+    return answers[:, -1] if answers.ndim == 3 else answers
+
+
+def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
+    """`Σ_h M_h` (d×m), and a residual that is not separated yet: one query for each row."""
+    d = view.dim
+    rows = view.answer(length * torch.eye(d, dtype=torch.float64).unsqueeze(1)) / length
+    x = torch.randn(d, generator=stream, dtype=torch.float64)
+    x = x * length / torch.linalg.vector_norm(x)
+    apart = view.answer(x[None, None])[0] - x @ rows
+    if float(apart.abs().max()) > 1e-6 * length * float(rows.abs().max()):
+        raise Unsuccessful(Status.NOT_APPLICABLE, "single tokens are not answered by a linear map")
+    return rows
+
+
 @dataclass(frozen=True)
 class Probe:
     """The points x_i, from a small subspace, and τ_i at which every difference is asked.
 
     Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
     Where the x_i have the largest length that there is, they are around the subspace's first axis,
-    and differences lead inwards: only τ above 0 is asked.
+    and differences lead inwards: only τ above 0 is asked. Else they are up to `reach` times as long
+    as differences, whose answers have lost as many digits.
     """
 
     view: Surroundings
@@ -47,11 +184,12 @@ class Probe:
     subspace: Tensor  # (s, d), orthonormal
     length: float
     positions: bool
+    reach: float = 1.0
 
     @property
     def arrived(self) -> float:
         """How far outside the column space gates may end."""
-        return max(ARRIVED, 10 * self.view.precision)
+        return max(ARRIVED, 10 * self.view.precision) * self.reach
 
     @property
     def aside(self) -> float:
@@ -59,14 +197,14 @@ class Probe:
         return 1.0 if self.positions else 0.2
 
     def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
-        """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
+        """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
         if self.view.asking is not None:
             xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
             return self.view.asking * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
-        xi = xi * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
+        xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
         signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
         return xi, signs * (0.4 + 0.6 * share[1])
 
@@ -154,7 +292,7 @@ def _enough_points(
         parts.append((*fresh, probe.rows(delta, *fresh)))
         xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
         sizes = torch.linalg.svdvals(rows)
-        heads = int((sizes > probe.view.precision * sizes[0]).sum())
+        heads = int((sizes > probe.view.precision * probe.reach * sizes[0]).sum())
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
@@ -229,10 +367,8 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
-        far = far * ARRIVED / probe.arrived
-        values = (
-            _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
-        )
+        settled = _nearest if probe.positions else _matched
+        values = settled(anchor, each, far * ARRIVED / probe.arrived, Y)
         if values is not None:  # else a gate got lost, or two became one
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
@@ -280,7 +416,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
-        ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
+        ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m + 1:

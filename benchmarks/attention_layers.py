@@ -1,0 +1,107 @@
+"""Layers of attention on top of each other, taken by queries.
+
+Planted layers, each added to what it reads, without a mask or causal, 20 seeds each. `error` is the
+largest on fresh queries, relative to the answers; the lower bound is the number of unknowns over
+the numbers in one vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import show
+from keyhole.extract import AttentionLayers, Status, judge
+from keyhole.oracle import Oracle, plant
+from show import Row
+
+LEAST = 0.9  # of the seeds
+EXACT = 1e-10
+SINGLE = 1e-4  # of answers in float32
+FLOAT32 = ", float32"
+LAST = False, False  # the last token's vector, no mask
+SIZES = [(d, heads, every) for d in (8, 16) for heads in (1, 2) for every in (True, False)]
+TARGETS = [  # layers, heads of each, d, vectors of every token, causal
+    *((2, heads, d, every, False) for d, heads, every in SIZES),
+    (2, 3, 8, *LAST), (3, 1, 8, *LAST), (3, 2, 8, *LAST), (4, 1, 8, *LAST), (2, 4, 8, *LAST),
+    *((2, heads, d, every, True) for d, heads, every in SIZES),
+]  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    f"{layers} layers of {heads} {'heads' if heads > 1 else 'head'}, d = {d}"
+    f"{', causal' if causal else ''}, {'every' if every else 'last'} token": {
+        "layers": layers, "heads": heads, "dim": d, "every_token": every, "causal": causal,
+    }
+    for layers, heads, d, every, causal in TARGETS
+}  # fmt: skip
+KINDS |= {name + FLOAT32: KINDS[name] for name in ["2 layers of 1 head, d = 8, last token"]}
+
+
+class Float32:
+    """A target that takes and gives numbers in float32."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self.inner, self.dim = inner, inner.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.inner(sequences.float().double()).float().double()
+
+
+def run(quick: bool, seeds: int = 20, workers: int = 2, kinds: str = "") -> Iterator[Row]:
+    """`kinds` are those whose name contains it."""
+    chosen = [name for name in KINDS if kinds in name]
+    if quick:
+        yield summary(chosen[0], [measure(chosen[0], 0)])
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    try:
+        every = {
+            name: [pool.submit(measure, name, seed) for seed in range(seeds)] for name in chosen
+        }
+        for name, items in every.items():
+            yield summary(name, [each.result() for each in items])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def measure(name: str, seed: int) -> dict[str, Any]:
+    target = plant("attention-layers", **KINDS[name], seed=seed)
+    asked = Float32(target) if name.endswith(FLOAT32) else target
+    result = AttentionLayers(seed=seed)(asked)
+    error = None if result.model is None else judge(target, result.model, seed + 100).worst
+    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
+            "queries": result.queries, "seconds": result.seconds,
+            "bound": -(-target.unknowns // target.dim)}  # fmt: skip
+
+
+def summary(name: str, items: list[dict[str, Any]]) -> Row:
+    allowed = SINGLE if name.endswith(FLOAT32) else EXACT
+    called = [item for item in items if item["status"] == Status.RECOVERED]
+    right = [item for item in called if item["error"] <= allowed]
+    false, least = len(called) - len(right), math.ceil(LEAST * len(items))
+    details = ""
+    if right:
+        middle = {
+            each: sorted(item[each] for item in right)[len(right) // 2]
+            for each in ("queries", "seconds", "bound")
+        }
+        details = (
+            f"largest error {max(item['error'] for item in right):.1e}; median "
+            f"{middle['queries']:,} queries, lower bound {middle['bound']:,}, "
+            f"{middle['queries'] / middle['bound']:.0f} times; {middle['seconds']:.1f} s"
+        )
+    row = Row(
+        name, f"{len(right)} of {len(items)} recovered, {false} false",
+        f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
+        details,
+    )  # fmt: skip
+    return show.itemised(row, items)
+
+
+if __name__ == "__main__":
+    show.main(run)

@@ -1,0 +1,311 @@
+"""What an endpoint of vectors gives away: its weights, and the input of a layer.
+
+**Weights** from answers: one check for each kind of answer, with the attack that reads it, as
+extract/registry.py lists them.
+
+**Inputs** from a layer's output, the weights being public: what a debug endpoint gives away. The
+auditor makes up an input, asks the endpoint for its output, and hands the attacker the layer's
+weights and that output: nothing else. Because the auditor knows the input, the verdict is about
+the input itself, and not merely about one that has the same output. invert/registry.py has the
+leaks and methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.audit import defences
+from keyhole.audit.check import Check, Checked, Part, nothing_to_try
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.errors import MissingExtra
+from keyhole.core.exposure import Exposure
+from keyhole.core.progress import Track
+from keyhole.extract.auto import Choice, choose
+from keyhole.extract.judge import Method, judge
+from keyhole.extract.registry import METHODS as EXTRACTIONS
+from keyhole.extract.registry import Row as AnswerRow
+from keyhole.invert import Inversion, Problem, certify
+from keyhole.invert.judge import SAME
+from keyhole.invert.registry import METHODS as INVERSIONS
+from keyhole.invert.registry import Row as LeakRow
+from keyhole.invert.solvers.multistart import Solve
+from keyhole.oracle import Counted, Oracle, OracleError, ask, identity_of
+from keyhole.oracle.planted import Attention
+from keyhole.report import words
+
+LENGTH = 6  # tokens of the secret input
+_WEIGHT = 2.5  # seconds that a check takes, as measured on the demo
+
+
+@dataclass(frozen=True, eq=False)
+class EndpointPart(Part):
+    """An oracle, whose weights and inputs are sought."""
+
+    name: str
+    oracle: Oracle
+    served: bool = False
+
+    @property
+    def observed(self) -> bool:
+        return self.served
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.oracle)
+
+    @property
+    def size(self) -> int:
+        return self.oracle.dim**2
+
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
+        made = weight_checks(self.name, self.oracle, seed)
+        made += input_checks(self.name, self.oracle, seed)
+        return made + (
+            defences.endpoint_checks(self.name, self.oracle, seed) if against_defences else []
+        )
+
+
+def weight_checks(
+    part: str, oracle: Oracle, seed: int, *, as_given: bool = False, budget: int | None = None
+) -> list[Check]:
+    """Every exposure of the registry; those that this endpoint does not have are skipped.
+
+    `as_given` leaves out rows that simulate a server's defences: coarser answers, query budgets.
+    `budget` is how many queries an attacker may ask this endpoint.
+    """
+    rows = [
+        (entry, row if budget is None else replace(row, budget=budget / _unknowns(oracle)))
+        for entry, row in EXTRACTIONS.rows()
+        if not as_given or (row.view is None and row.budget is None)
+    ]
+
+    @cache  # a few dozen questions, asked once, by the first check that runs
+    def choice() -> Choice | OracleError:
+        try:
+            return choose(oracle, seed)
+        except OracleError as error:
+            return error
+
+    made: list[Check] = []
+    for entry, row in rows:
+        method = EXTRACTIONS.make(entry.name, seed=seed, **row.settings)
+        exposure = replace(row.exposure, part=part)
+        run = partial(_check_weights, row, method, exposure, oracle, choice)
+        made.append(Check(exposure, run, entry.name))
+    return made
+
+
+def _check_weights(
+    row: AnswerRow,
+    method: Method,
+    exposure: Exposure,
+    oracle: Oracle,
+    choice: Callable[[], Choice | OracleError],
+    track: Track,
+) -> Checked:
+    """Run the attack if it reads the kind of answer that this endpoint gives."""
+    chosen = choice()
+    if isinstance(chosen, OracleError):
+        return Checked((_unanswered(exposure.part, str(chosen)),))
+    if row.reads is not chosen.kind:
+        reason = f"it reads {row.reads}; this target gives {chosen.kind}"
+        return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
+    try:
+        return Checked((_extracted(row, method, exposure, chosen.view(oracle), track),))
+    except OracleError as error:  # while the result was judged
+        return Checked((_unanswered(exposure.part, str(error)),))
+
+
+def _unanswered(part: str, reason: str) -> Finding:
+    """The finding that the endpoint failed, so that nothing could be checked."""
+    return Finding(
+        exposure=Exposure("KH-WEIGHTS-SCORES", part=part),
+        attack="Auto",
+        status=Status.ORACLE_FAILED,
+        reason=reason,
+        remedy=Status.ORACLE_FAILED.advice,
+        error=None,
+        queries=0,
+        seconds=0.0,
+    )
+
+
+def _extracted(
+    row: AnswerRow, method: Method, exposure: Exposure, oracle: Oracle, track: Track
+) -> Finding:
+    seen = oracle if row.view is None else row.view(oracle)
+    # 1e-6, so that rounding does not lose a query: the share was made from a whole number.
+    budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
+    expected = budget if budget is not None else method.expected_queries(oracle.dim)
+    extraction = method(Counted(seen, budget, track(words.exposure(exposure), expected)))
+    if budget is not None and extraction.model is not None:
+        # The budget binds the attacker, not the auditor: how good is what the attacker has?
+        check = judge(oracle, extraction.model, method.seed)
+        trace = ((extraction.queries, check.worst),)
+        extraction = replace(extraction, check=check, trace=trace)
+    if budget is not None and extraction.status is Status.BUDGET:
+        extraction = replace(extraction, status=Status.UNSOLVED)  # the budget is the defence
+    return Finding(
+        exposure=exposure,
+        attack=type(method).__name__,
+        status=extraction.status,
+        reason=extraction.reason,
+        remedy=row.remedy,
+        error=None if extraction.check is None else extraction.check.worst,
+        queries=extraction.queries,
+        seconds=extraction.seconds,
+        lower_bound=extraction.lower_bound,
+        known=extraction.known,
+        trace=extraction.trace,
+    )
+
+
+def _unknowns(oracle: Oracle) -> int:
+    """The unknowns of a head that answers with a score: W and v."""
+    return oracle.dim**2 + oracle.dim
+
+
+def input_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
+    """Every leak of a layer whose weights are at hand."""
+    attacks = [
+        (entry.name, row, INVERSIONS.make(entry.name, seed=seed, **row.settings))
+        for entry, row in INVERSIONS.rows()
+    ]
+    layer = _layer(oracle)
+    if layer is None:
+        reason = "it needs the weights of an attention layer that answers for every token"
+        return [
+            nothing_to_try(Skip(row.exposure, type(method).__name__, reason))
+            for _, row, method in attacks
+        ]
+    leak = cache(partial(_leak, layer, oracle, seed))
+    made: list[Check] = []
+    for name, row, method in attacks:
+        variant = row.exposure.variant or ("causal" if layer.causal else "")
+        exposure = replace(row.exposure, variant=variant, part=part)
+        run = partial(_check_input, row, method, exposure, layer, leak)
+        made.append(Check(exposure, run, name, weight=_WEIGHT))
+    return made
+
+
+def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
+    """An input made up by the auditor, and what the endpoint answers to it."""
+    stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
+    secret = _ordinary(layer, torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64))
+    return secret, ask(oracle, secret.unsqueeze(0))[0]
+
+
+def _check_input(
+    row: LeakRow,
+    method: Solve,
+    exposure: Exposure,
+    layer: Attention,
+    leak: Callable[[], tuple[Tensor, Tensor]],
+    track: Track,
+) -> Checked:
+    try:
+        secret, output = leak()
+    except OracleError as error:
+        skip = Skip(row.exposure, type(method).__name__, str(error), unchecked=True)
+        return Checked(skips=(skip,))
+    return Checked((_inverted(row, method, exposure, layer, secret, output, track),))
+
+
+def _ordinary(layer: Attention, X: Tensor) -> Tensor:
+    """The input at a size where scores have deviation 1, as in a working model."""
+    deviation = float(attention.scores(X, X, layer.W).std())
+    return X / max(deviation, 1e-6) ** 0.5
+
+
+def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
+    """What can be proved of an input, in words, and the extra that is missing for a proof."""
+    try:
+        certificate = certify(problem, X)
+    except MissingExtra as missing:
+        return f"; not proved: {missing}", missing.extra
+    if certificate.radius is None:
+        return "", ""
+    return f"; proved: one exact input lies within {certificate.radius:.0e} of this one", ""
+
+
+def _layer(oracle: Oracle) -> Attention | None:
+    """The planted layer under the wrappers, if there is one that answers for every token."""
+    inner: object = oracle
+    while inner is not None:
+        if isinstance(inner, Attention):
+            return inner if inner.every_token else None
+        inner = getattr(inner, "inner", None)
+    return None
+
+
+def _inverted(
+    row: LeakRow,
+    method: Solve,
+    exposure: Exposure,
+    layer: Attention,
+    secret: Tensor,
+    output: Tensor,
+    track: Track,
+) -> Finding:
+    problem = _problem(row, layer, secret, output)
+    inversion = method(problem, progress=track(words.exposure(exposure)))
+    status, reason, error = _compared(inversion, secret, row.decimals)
+    extra = ""
+    if inversion.X is not None and inversion.solved:
+        proof, extra = _proof(problem, inversion.X)
+        reason += proof
+    return Finding(
+        exposure=exposure,
+        attack=type(method).__name__,
+        status=status,
+        reason=reason,
+        remedy=row.remedy,
+        error=error,
+        queries=1,
+        seconds=inversion.seconds,
+        known=1.0 if status is Status.RECOVERED else 0.0,
+        sought="input",
+        extra=extra,
+    )
+
+
+def _problem(row: LeakRow, layer: Attention, secret: Tensor, output: Tensor) -> Problem:
+    """What the attacker has: the layer, its output as it leaks, and the maps where they do."""
+    problem = Problem(layer.W, layer.V, output, causal=layer.causal)
+    if row.decimals is not None:
+        rounded = output.round(decimals=row.decimals)
+        problem = replace(problem, B=rounded, tolerance=0.5 * 10.0**-row.decimals)
+    return replace(problem, maps=problem.maps_of(secret)) if row.maps else problem
+
+
+def _compared(
+    inversion: Inversion, secret: Tensor, decimals: int | None
+) -> tuple[Status, str, float | None]:
+    """The inversion next to what was put in."""
+    candidates = inversion.solutions or (() if inversion.X is None else (inversion.X,))
+    if not candidates:
+        return inversion.status, inversion.reason, None
+    size = float(secret.abs().max())
+    errors = [float((X - secret).abs().max()) / size for X in candidates]
+    error = min(errors)
+    if not inversion.solved:
+        return inversion.status, inversion.reason, error
+    place = errors.index(error) + 1
+    among = f"number {place} of {len(errors)} inputs with this output is the one put in"
+    if len(errors) == 1:
+        among = "it is the one put in"
+    if error <= SAME:
+        return Status.RECOVERED, f"{inversion.reason}; {among}", error
+    if decimals is not None and error <= 1e-1:
+        return Status.INEXACT, f"{inversion.reason}; {among}, but for what rounding hid", error
+    return (
+        Status.NOT_IDENTIFIABLE,
+        f"{inversion.reason}; none of the {len(errors)} found is the one put in",
+        error,
+    )

@@ -1,0 +1,344 @@
+"""Layers of attention on top of each other, each added to what it reads (ours).
+
+For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, let
+
+    W̃_h = (1 + A_1)…(1 + A_{l−1})·W_h      Ṽ_h = V_h·(1 + A_{l+1})…(1 + A_L)      h in layer l
+
+**Theorem (depth is invisible from afar).** The last of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]` answers
+
+    xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
+
+one layer with the heads of all. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
+with one c for all j, and what does not depend on j leaves the softmax as it is.
+
+One layer has one set of heads up to order (canonical.py), so only which head is in which layer is
+left; every choice is another set of W_h, V_h, and in general position only one has the terms of
+small tokens (docs/mathematics.md): the number of layers and all their heads, up to order in a
+layer, follow from the answers. With a causal mask tokens differ in what they see, and m copies of
+x/ε in front of `x/ε + εδ` make every layer's weight small instead: the answer is `xP/ε + ε(δ +
+Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
+
+The stages, whose scores of about 1 show the scale of the weights:
+
+    P, mask                      d + 3 queries
+    x_i W̃_h δ_0 and δ_0 Ṽ_h      the answers to N points x_i are a matrix of rank H, σ(Xg_h)·u_h:
+                                 a small network, fitted from random starts
+    W̃_h, Ṽ_h                     the same for d other δ near δ_0, from where they are
+    layers                       all ways to deal H heads to layers, the one that answers alike
+    all numbers                  by least squares on sequences of ordinary tokens
+
+Limits. H < d heads in all, since the rank shows their number. Dealing them to two layers takes 2^H
+trials, to more layers more. No biases, norms, positions or feed-forward layers. ε costs half of the
+digits of an answer, which float32 can spare and bfloat16 cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.block import last
+from keyhole.extract.extraction import Step
+from keyhole.extract.gauss_newton import levenberg, refined
+from keyhole.extract.judge import Method
+from keyhole.oracle import planted
+from keyhole.oracle.protocol import Oracle, ask
+
+_FAR = 2.0**11  # 1/ε at most: ε² is what it leaves out, and errors of answers weigh 1/ε²
+_COPIES = (32, 64, 128, 256)  # m, with a causal mask
+_SAME = 1e-9
+_SCALES = 40
+_BENT = (0.06, 0.2)  # how far from linear the answers are
+_CLEAR = 30.0  # between singular values that count and those that do not
+_LONGER = (1.0, 0.7, 1.4, 0.5)  # tokens, where heads were not found: x and δ are drawn again
+_STARTS = 16
+_NEAR = (0.25, 0.06, 0.015)  # of δ_0, for other δ: nearer ones where heads are lost on the way
+_FITTED = 1e-6  # what may be left of far answers
+_TOGETHER = 0.01  # likewise, before all numbers are fitted
+_LEFT = 30.0  # likewise, of what is beyond their rank
+_CLOSE = 1e-4  # and of ordinary ones, before all numbers are fitted
+_COARSE = 1e-5  # answers that are off by less are rounded
+_MOST = 5000  # ways to deal heads that are tried
+_PROBES = 8
+_MORE = 1.5  # answers for each unknown
+_TOKENS = 4
+_UNKNOWNS = 8192  # that are fitted at once; more are left as far tokens show them
+_EXACT = 1e-7  # of the answers, that may be left in the end
+
+
+@dataclass(frozen=True)
+class AttentionLayers(Method):
+    """Exact extraction of layers of attention that return vectors: two or more, or one."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        far = _Far.open(oracle, stream)
+        W, V, length = _heads(far, stream)
+        model = _polished(far, _dealt(far, W, V, length, stream), length, stream)
+        numbers = model.unknowns if far.every_token else far.dim
+        words = " and ".join(str(size) for size in model.sizes)
+        remark = f"{len(model.sizes)} layers of {words} heads"
+        yield Step(model, model.unknowns, model.unknowns, numbers=numbers, remark=remark)
+
+
+@dataclass(frozen=True)
+class _Far:
+    """The target, asked from afar: Σ_h f(x W̃_h δ)·u_h, f logistic or, causal, exponential."""
+
+    oracle: Oracle
+    P: Tensor
+    every_token: bool
+    causal: bool
+    error: float  # of answers, relative
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    @classmethod
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> _Far:
+        """P from single tokens; and the mask.
+
+        If it is causal the first token sees itself alone, and two that change places are seen.
+        """
+        d = oracle.dim
+        basis = random_orthogonal(d, stream)
+        tokens = torch.cat([basis, basis.sum(0, keepdim=True)]).unsqueeze(1)
+        answers = ask(oracle, tokens)
+        if answers.ndim not in (2, 3) or answers.shape[-1] != d:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"expected vectors of {d} numbers, as long as a token, got answers of shape "
+                f"{tuple(answers.shape[1:])}",
+            )
+        every_token = answers.ndim == 3
+        y = answers[:, -1] if every_token else answers
+        off = float((y[:-1].sum(0) - y[-1]).abs().max() / y.abs().max())
+        if not off <= _COARSE:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "answers to single tokens are not linear: there is more than attention",
+            )
+        error = max(4 * off, 2.0**-52)
+        P = basis.mT @ y[:-1]
+        three = torch.randn(3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+        both = ask(oracle, torch.stack([three, three[[1, 0, 2]]]))
+        apart = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
+        alike = bool(apart.abs().max() <= max(_SAME, 16 * error) * both.abs().max())
+        return cls(oracle, P, every_token, alike is every_token, error)
+
+    def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
+
+        Without a mask less half of the sum, which makes f = ½tanh(z/2): rank H at any scale.
+        """
+        scale = min(_FAR, self.error**-0.25)
+        far, near = scale * x, delta / scale
+        if not self.causal:
+            y = last(self.oracle, torch.stack([far + near, far], 1)) - far @ self.P
+            return scale * (y - 0.5 * (near @ self.P - near))
+        rows: list[Tensor] = []
+        for copies in _COPIES:
+            tokens = torch.cat([far[:, None].expand(-1, copies, -1), (far + near)[:, None]], 1)
+            y = last(self.oracle, tokens) - far @ self.P - near
+            rows.append(scale * copies * y)
+        while len(rows) > 1:  # Neville's scheme in 1/m, which halves from row to row
+            step = 2.0 ** (len(_COPIES) - len(rows) + 1)
+            rows = [(step * b - a) / (step - 1) for a, b in itertools.pairwise(rows)]
+        return rows[0]
+
+    def gates(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """f and its slope."""
+        if self.causal:
+            return z.exp(), z.exp()
+        tanh = torch.tanh(z / 2)
+        return tanh / 2, (1 - tanh.square()) / 4
+
+
+def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d); how long tokens of scores 1 are."""
+    d = far.dim
+    for longer in _LONGER:
+        x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+        basis = random_orthogonal(d, stream)
+        length = longer * _fitting_length(far, x[:8], basis[0])
+        x, first = length * x, length * basis[0]
+        found = _network(far, x, far(x, first), stream)
+        if found is not None:
+            break
+    else:
+        raise _unread("no network of as many heads as there seem to be explains the answers")
+    g, u = found
+    if not far.causal:  # tanh(−z)·(−u) is the same: of all signs, those that add up
+        whole = first @ far.P - first
+        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
+        best = signs[(signs @ u - whole).norm(dim=1).argmin(), :, None]
+        g, u = best * g, best * u
+    x = x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
+    for share in _NEAR:
+        followed = _followed(far, x, (first, g, u), share * length * basis)
+        if followed is not None:
+            return *followed, length
+    raise _unread("heads could not be followed from one token to others")
+
+
+def _followed(
+    far: _Far, x: Tensor, known: tuple[Tensor, Tensor, Tensor], steps: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """W̃ and Ṽ from a δ whose g and u are known, and orthogonal steps away from it.
+
+    Two heads may have changed places on the way: what all steps together say is tried on the sum.
+    """
+    first, g, u = known
+    W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
+    for step in steps:
+        near, value, explained = _fitted(far, x, far(x, first + step), g)
+        if not explained:
+            return None
+        W += (near - g)[:, :, None] * step / step.square().sum()
+        V += (step / step.square().sum())[:, None] * (value - u)[:, None]
+    both = first + steps.sum(0) / math.sqrt(far.dim)
+    wanted, gates = far(x, both), far.gates(x @ (W @ both).mT)[0]
+    left = float((gates @ (both @ V) - wanted).norm() / wanted.norm())
+    return (W, V) if left <= _TOGETHER else None
+
+
+def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
+    """Of x and δ, at which scores are neither small, where f is linear, nor large."""
+    length = 1.0
+    for _ in range(_SCALES):
+        points = length * torch.cat([0 * x[:1], x / 2, x])
+        none, half, full = far(points, length * delta).split([1, len(x), len(x)])
+        bend = abs(float((half - none).norm() / (full - none).norm()) - 0.5)
+        if not bend <= _BENT[1]:
+            length /= 1.5
+        elif bend < _BENT[0]:
+            length *= 1.25 if bend > 0.01 else 2
+        else:
+            return length
+    raise Unsuccessful(Status.SATURATED, "attention does not bend at any scale that was tried")
+
+
+def _network(
+    far: _Far, x: Tensor, wanted: Tensor, stream: torch.Generator
+) -> tuple[Tensor, Tensor] | None:
+    """g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H."""
+    sizes = torch.linalg.svdvals(wanted)
+    ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(min=1e-16 * float(sizes[0]))
+    heads = int(ratios.argmax()) + 1
+    if not float(ratios.max()) > _CLEAR:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"the layers have {far.dim} heads or more in all: an answer has too few numbers",
+        )
+    for _ in range(_STARTS):
+        shape = heads, far.dim
+        g = torch.randn(shape, generator=stream, dtype=torch.float64) / float(x.norm(dim=1).mean())
+        g, u, explained = _fitted(far, x, wanted, g)
+        if explained:
+            return g, u
+    return None
+
+
+def _fitted(far: _Far, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """g and u by least squares from g on, in the H directions of the answers; is little left?"""
+    heads, d = g.shape
+    _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
+    frame, size = frame[:heads], float(sizes.norm())
+    allowed = max(_FITTED, _LEFT * float(sizes[heads:].norm()) / size)
+    inside = wanted @ frame.mT / size
+    identity = torch.eye(heads, dtype=torch.float64)
+
+    def misses(point: Tensor) -> tuple[Tensor, Tensor]:
+        g, u = point.split([heads * d, heads * heads])
+        u = u.view(heads, heads)
+        gates, slopes = far.gates(x @ g.view(heads, d).mT)
+        by_g = torch.einsum("nh,hm,nd->nmhd", slopes, u, x).flatten(2).flatten(0, 1)
+        by_u = torch.einsum("nh,mk->nmhk", gates, identity).flatten(2).flatten(0, 1)
+        return (gates @ u - inside).flatten(), torch.cat([by_g, by_u], 1)
+
+    start = torch.cat([g.flatten(), least_squares(far.gates(x @ g.mT)[0], inside).flatten()])
+    point, left = levenberg(misses, start)
+    g, u = point.split([heads * d, heads * heads])
+    return g.view(heads, d), size * u.view(heads, heads) @ frame, left <= allowed
+
+
+def _dealt(
+    far: _Far, W: Tensor, V: Tensor, length: float, stream: torch.Generator
+) -> planted.AttentionLayers:
+    """The heads in those layers that answer ordinary questions best."""
+    tokens = _ordinary(_PROBES, far.dim, length, stream)
+    wanted = last(far.oracle, tokens)
+    best, least = None, math.inf
+    for depth in range(1, len(W) + 1):
+        if depth ** len(W) > _MOST or least <= _CLOSE * float(wanted.norm()):
+            break
+        for layers in itertools.product(range(depth), repeat=len(W)):
+            if len(set(layers)) == depth:
+                model = _in_layers(far, W, V, torch.tensor(layers, dtype=torch.float64))
+                off = float((last(model, tokens) - wanted).norm())
+                if off < least:
+                    best, least = model, off
+    if best is None:
+        raise _unread("no way to deal the heads to layers gives finite answers")
+    return best
+
+
+def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.AttentionLayers:
+    """W and V of heads in these layers, from W̃ and Ṽ."""
+    layers, order = layers.sort(stable=True)
+    sizes = layers.unique_consecutive(return_counts=True)[1].tolist()
+    identity = torch.eye(far.dim, dtype=torch.float64)
+    values, behind = list(V[order].split(sizes)), identity
+    if not far.causal:
+        for depth in reversed(range(len(sizes))):
+            values[depth] = values[depth] @ torch.linalg.inv(behind)
+            behind = (identity + values[depth].sum(0)) @ behind
+    forms, front = list(W[order].split(sizes)), identity
+    for depth, value in enumerate(values):
+        forms[depth] = torch.linalg.inv(front) @ forms[depth]
+        front = front @ (identity + value.sum(0))
+    return planted.AttentionLayers(
+        torch.cat(forms), torch.cat(values), layers, every_token=far.every_token, causal=far.causal
+    )
+
+
+def _polished(
+    far: _Far, model: planted.AttentionLayers, length: float, stream: torch.Generator
+) -> planted.AttentionLayers:
+    """All numbers at once, from ordinary tokens: far ones lost half of the digits."""
+    if model.unknowns > _UNKNOWNS:
+        return model
+    numbers, scores = model.dim, _TOKENS - 1  # of an answer, and of each head in it
+    if model.every_token:
+        numbers, scores = _TOKENS * numbers, scores * (_TOKENS // 2 if model.causal else _TOKENS)
+    count = math.ceil(_MORE * max(model.unknowns / numbers, model.dim**2 / scores)) + 16
+    tokens = _ordinary(count, model.dim, length, stream)
+    y = ask(far.oracle, tokens)
+    model = refined(model, ("W", "V"), [(tokens, y, torch.ones_like(y))])
+    left = float((model(tokens) - y).norm() / y.norm())
+    if not left <= max(_EXACT, 4 * far.error):
+        raise _unread(f"layers of {model.sizes} heads leave {left:.0e} of the answers unexplained")
+    return model
+
+
+def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Tensor:
+    """Sequences of tokens of this length, and of half of it."""
+    tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
+    tokens[::2] /= 2
+    return length / math.sqrt(d) * tokens
+
+
+def _unread(why: str) -> Unsuccessful:
+    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as layers of attention alone: {why}")

@@ -1,1 +1,0 @@
-"""Reading an attention sub-layer as checkpoints have it: the measurements behind sub_layer.py."""
