@@ -154,10 +154,12 @@ class SumSearch:
         most = self.passes or _PASSES[vectors.device.type]
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
+            if not len(self._open(found, rows)):
+                continue
             parents = found.parents(rows, by_turn=False)
-            if len(self._open(found, rows)):
-                orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
-                texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
+            orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
+            texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
+            if len(texts):
                 cosines = found.encoder.vectors(texts, fast=True).float() @ found.goals[vector]
                 found.passes[vector] += len(texts)
                 best = cosines.topk(min(_FEW, len(texts))).indices  # all would crowd out the others
