@@ -230,8 +230,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
-        several = FittedSigns(seed=seed) if oracle.dim <= _WIDEST_SIGNS else None
-        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallback=several)
+        several = (FittedSigns(seed=seed),) if oracle.dim <= _WIDEST_SIGNS else ()
+        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallbacks=several)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):

@@ -80,7 +80,16 @@ _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6)
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # How much longer the token that asks is than what the others have beside it, where there are no
 # norms: the longer, the more likely h is unique, at the cost of digits.
-_SHARES = (0.6, 0.4, 0.25, 0.8, 0.15, 0.08)  # of the lengths that suit attention, behind norms
+_SHARES = (
+    0.6,
+    0.4,
+    0.5,
+    0.6,
+    0.4,
+    0.3,
+    0.5,
+    0.25,
+)  # of the lengths that suit attention, behind norms
 _REACHES = (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0)
 _FRESH = 8
 _TOKENS = 4

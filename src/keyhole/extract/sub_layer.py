@@ -418,7 +418,7 @@ class Reader:
     @property
     def beside(self) -> bool:
         """Do keys stand beside x, as x + w?"""
-        return self.view.epsilon is None and not self.positions
+        return self.view.epsilon is None and not self.positions and self.view.direction is None
 
     @property
     def keys(self) -> int:
