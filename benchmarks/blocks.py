@@ -25,6 +25,7 @@ LEAST = 9  # of ten seeds
 SWIGLU = {"activation": "silu", "gated": True}
 LLAMA = {**SWIGLU, "groups": 2, "rotary": True, "biases": False}
 WIDE = {"dim": 32, "heads": 8, "width": 64}
+BERT = {"norm": "behind", "epsilon": 1e-12}
 NORMS = {"none": "", "layer": "LayerNorm, ", "rms": "RMSNorm, "}
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "ReLU, d = 8, 6 heads": (
@@ -39,6 +40,7 @@ for _size in ({}, WIDE):
         KINDS[f"{_name}GELU, {_dim}"] = {**_size, "norm": _norm}, TOLERANCE
         KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
+    KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:

@@ -303,7 +303,7 @@ def block(
     def normed(x: np.ndarray, e: float) -> np.ndarray:
         if norm == "none":
             return x
-        x = x - x.mean() if norm == "layer" else x
+        x = x if norm == "rms" else x - x.mean()
         return x / np.sqrt((x * x).mean() + e)
 
     def bent(z: float) -> float:
@@ -313,7 +313,8 @@ def block(
             return z / (1 + math.exp(-z))
         return z * (1 + math.erf(z / math.sqrt(2))) / 2
 
-    T = [normed(x, epsilon) for x in X]
+    behind = norm == "behind"
+    T = list(X) if behind else [normed(x, epsilon) for x in X]
     each = len(parts["Q"]) // len(parts["K"])
     h = X[-1] + parts["b"]
     for i in range(len(parts["Q"])):
@@ -322,11 +323,11 @@ def block(
         weights = softmax(np.array([query @ (t @ K) for t in T]))
         for weight, t in zip(weights, T, strict=True):
             h = h + weight * (t @ V) @ parts["O"][i]
-    u = normed(h, epsilon_behind)
-    y = h + parts["c"]
+    u = normed(h, epsilon if behind else epsilon_behind)
+    y = (parts["D"] * u if behind else h) + parts["c"]
     for k in range(len(parts["A"])):
         unit = bent(parts["A"][k] @ u + parts["a"][k])
         if len(parts["G"]):
             unit *= parts["G"][k] @ u + parts["g"][k]
         y = y + unit * parts["C"][:, k]
-    return y
+    return parts["E"] * normed(y, epsilon_behind) + parts["e"] if behind else y

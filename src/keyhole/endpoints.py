@@ -14,6 +14,7 @@ from keyhole.core.endpoint import (
     without_password,
 )
 from keyhole.core.errors import InputError
+from keyhole.models.block import block
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import task_of
 from keyhole.models.next_token import NextTokenLogits
@@ -24,7 +25,14 @@ from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
 from keyhole.oracle.token_questions import Logits
-from keyhole.target import LANGUAGE_MODELS, MODELS, OF_A_MODEL, TargetKind, kind_of
+from keyhole.target import (
+    BLOCK_OF_A_MODEL,
+    LANGUAGE_MODELS,
+    MODELS,
+    OF_A_MODEL,
+    TargetKind,
+    kind_of,
+)
 
 
 def demo_endpoints() -> dict[str, Oracle]:
@@ -65,6 +73,8 @@ def open_endpoint(
     kind = kind_of(name)
     if kind is TargetKind.ATTENTION:
         return _attention(name)
+    if kind is TargetKind.BLOCK:
+        return _block(name)
     return demo_endpoints()["the scoring head"] if kind is TargetKind.DEMO else load(name)
 
 
@@ -90,6 +100,14 @@ def _attention(name: str) -> Oracle:
         raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")
     loaded = open_model(model, task_of(folder_of(model)))
     return sub_layer(loaded.model, int(layer), residual=bool(plus))
+
+
+def _block(name: str) -> Oracle:
+    model, _, layer = name.rpartition(BLOCK_OF_A_MODEL)
+    if not layer.isdecimal():
+        raise InputError(f"{name} must end in :block.LAYER")
+    loaded = open_model(model, task_of(folder_of(model)))
+    return block(loaded.model, int(layer))
 
 
 def server_and_model(address: str) -> tuple[str, str]:

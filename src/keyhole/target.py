@@ -10,6 +10,7 @@
 | leak | a saved slot of llama.cpp, a captured leak, tensors that another program wrote |
 | model | a folder, a .gguf file, `owner/name` on the hub |
 | attention | `MODEL:attention.LAYER[+residual]`: the attention of one block, as an endpoint |
+| block | `MODEL:block.LAYER`: a whole block, as an endpoint |
 | file | any other file: a planted endpoint |
 | unknown | there is no such thing |
 """
@@ -29,6 +30,7 @@ from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder
 
 DEMO = "demo"
 OF_A_MODEL = ":attention."
+BLOCK_OF_A_MODEL = ":block."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
 STORES = (  # the forms of vector stores (stores/__init__.py opens them)
@@ -48,6 +50,7 @@ class TargetKind(StrEnum):
     LEAK = "leak"
     MODEL = "model"
     ATTENTION = "attention"
+    BLOCK = "block"
     FILE = "file"
     UNKNOWN = "unknown"
 
@@ -66,6 +69,8 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.ENDPOINT if MODELS in name else TargetKind.ROUTE
     if OF_A_MODEL in name:
         return TargetKind.ATTENTION
+    if BLOCK_OF_A_MODEL in name:
+        return TargetKind.BLOCK
     if _is_model(name):
         return TargetKind.MODEL
     if name == DEMO:

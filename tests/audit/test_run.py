@@ -159,7 +159,8 @@ def test_targets_as_people_write_them(tmp_path, monkeypatch):
         "x.gguf": "model", "http://h:1": "server", "http://h:1/v2/models/m": "endpoint",
         "http://h:1/other": "route", "http://h/v1/embeddings": "vector store",
         "chroma:folder": "vector store", "x.npy": "vector store", "slot.bin": "leak",
-        "model:attention.2": "attention", "nothing.safetensors": "unknown", "http://[::1": "route",
+        "model:attention.2": "attention", "model:block.2": "block",
+        "nothing.safetensors": "unknown", "http://[::1": "route",
     }  # fmt: skip
     assert {name: str(kind_of(name)) for name in kinds} == kinds
     assert set(kinds.values()) == set(TargetKind)

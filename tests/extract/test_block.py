@@ -6,21 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 import reference
 from keyhole import extract
 from keyhole.core import Status
+from keyhole.extract.blocks import behind
+from keyhole.extract.blocks.canonical import canonical_block, difference
+from keyhole.extract.blocks.rank_ones import rank_ones
+from keyhole.extract.blocks.units import Units, symmetric
 from keyhole.oracle import load, plant, save
 from keyhole.oracle.block import plant_block
 
 RELU = {"dim": 6, "heads": 4, "head_dim": 1, "width": 6, "activation": "relu", "norm": "none"}
 SMALL = {"dim": 10, "heads": 2, "head_dim": 2, "width": 8}
 BENT = {**SMALL, "activation": "gelu", "norm": "layer"}
+BEHIND = {**SMALL, "activation": "gelu", "norm": "behind", "epsilon": 1e-12}
 LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True, "rotary": True,
          "groups": 1, "biases": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [RELU, BENT, {**LLAMA, "rotary": False, "biases": True}])
+@pytest.mark.parametrize("kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}])
 def test_a_block_answers_as_written(kind):
     target = plant_block(**kind, seed=3)
     X = torch.randn(2, 3, target.dim, generator=torch.Generator().manual_seed(0)).double()
@@ -81,23 +87,74 @@ def _expect_back(target):
         assert found.epsilon_behind == pytest.approx(target.epsilon_behind, rel=1e-3)
 
 
-class _NormBehind:
-    """A block whose answers are normed, as BERT's are."""
-
-    def __init__(self):
-        self._inner = plant_block(**BENT)
-        self.dim = self._inner.dim
-
-    def __call__(self, sequences):
-        return torch.nn.functional.layer_norm(self._inner(sequences), (self.dim,))
-
-
 def test_what_is_not_read_is_refused():
-    behind = extract.TransformerBlock()(_NormBehind())
-    assert behind.status is Status.NOT_APPLICABLE
-    assert "behind the sum" in behind.reason
     scores = extract.TransformerBlock()(plant("head", dim=6))
     assert scores.status is Status.NOT_APPLICABLE
+
+
+def test_auto_reads_a_block():
+    result = extract.run(plant_block(**RELU))
+    assert result.status is Status.RECOVERED
+    assert "TransformerBlock" in result.reason
+
+
+def test_blocks_are_compared_in_what_answers_show():
+    for kind in (RELU, BENT, LLAMA, BEHIND):
+        target = plant_block(**kind, seed=1)
+        order = torch.arange(len(target.A)).flip(0)
+        heads = torch.arange(len(target.Q)).flip(0)
+        parts = {"A": target.A[order], "a": target.a[order], "C": target.C[:, order]}
+        if len(target.G):
+            parts |= {"G": 2 * target.G[order], "g": 2 * target.g[order], "C": parts["C"] / 2}
+        else:
+            parts |= {name: getattr(target, name)[heads] for name in ("Q", "q", "K", "V", "O")}
+        if target.norm == "behind":
+            parts |= {"D": 3 * target.D, "C": 3 * parts["C"], "c": 3 * target.c + 1}
+        moved = replace(target, **{name: part.contiguous() for name, part in parts.items()})
+        assert not difference(target, moved, 1e-12)
+        assert "differs" in difference(target, replace(target, A=target.A * 1.001), 1e-6)
+    assert "norm" in difference(plant_block(**BENT), plant_block(**BEHIND))
+
+
+def test_norms_behind_the_sums_show_what_stands_around_them():
+    target = plant_block(**{**BEHIND, "dim": 8})
+    stream = torch.Generator().manual_seed(0)
+    second = behind.SecondNorm.read(target(torch.randn(40, 1, 8, generator=stream).double()))
+    assert torch.allclose(second.E, target.E, rtol=0, atol=1e-9)
+    assert torch.allclose(second.e, target.e, rtol=0, atol=1e-9)
+    first = behind.FirstSum.read(lambda asked: second.undone(target(asked)), 8, stream)
+    total = torch.einsum("hdk,hkm->dm", target.V, target.O)
+    assert torch.allclose(first.total, total - total.mean(1, keepdim=True), rtol=0, atol=1e-6)
+    assert torch.allclose(first.b, target.b - target.b.mean(), rtol=0, atol=1e-6)
+
+
+def test_matrices_of_rank_one_are_found_in_their_span():
+    stream = torch.Generator().manual_seed(0)
+    a = normalize(torch.randn(20, 8, generator=stream, dtype=torch.float64), dim=1)
+    span = torch.linalg.qr(symmetric(a, a).mT)[0].mT
+    found = rank_ones(span, 8, 20, stream, 64)
+    assert len(found) == 20
+    assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-10
+
+
+def test_attention_is_read_through_norms_behind_the_sums():
+    target = plant_block(**{**BEHIND, "dim": 8, "head_dim": 3, "width": 6})
+    stream = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, 1:]], 1).double())[0][:, 1:]
+    B = torch.einsum("hdk,hkm->dm", target.V, target.O) + torch.eye(8)
+    sums = behind.FirstSum(
+        -target.b @ torch.linalg.inv(B), torch.linalg.inv(B), B - B.mean(1, keepdim=True)
+    )
+    true, none = canonical_block(target), torch.zeros(0, dtype=torch.float64)
+    units = Units(true.A @ axes, true.a, none.reshape(0, 7), none, axes.mT @ true.C, "gelu")
+    layer = behind.Layer(units, axes.mT @ (true.D[:, None] * axes), true.c @ axes)
+    around = behind.Behind(
+        target, axes, behind.SecondNorm(target.E, target.e), sums, layer, true.D,
+        torch.device("cpu"),
+    )  # fmt: skip
+    pairs = 0.3 * torch.randn(5, 2, 8, generator=stream, dtype=torch.float64)
+    wanted = target.sub_layer(pairs) @ axes
+    assert torch.allclose(around(pairs), wanted, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("rounded", [

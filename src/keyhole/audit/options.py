@@ -195,7 +195,7 @@ def fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
     Nothing is opened, so that a mistake is known at once.
     """
     kind, public = kind_of(place), without_password(name)
-    if kind in (TargetKind.ATTENTION, TargetKind.UNKNOWN):
+    if kind in (TargetKind.ATTENTION, TargetKind.BLOCK, TargetKind.UNKNOWN):
         raise InputError(
             f"there is no {public}: give a .safetensors file, a model's folder, a .gguf file, "
             "owner/name on the hub, http://host:port/v2/models/NAME, http://host:port, a saved "

@@ -35,8 +35,9 @@ def extract(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A .safetensors file, http://host:port/v2/models/NAME, MODEL:attention.LAYER (one "
-            "block's attention, from 0; +residual adds the input), or demo; for the last layer of "
+            help="A .safetensors file, http://host:port/v2/models/NAME, MODEL:block.LAYER (one "
+            "block, from 0) or MODEL:attention.LAYER (its "
+            "attention; +residual adds the input), or demo; for the last layer of "
             "a language model http://host:port, a folder, a .gguf file or a hub name.",
         ),
     ],

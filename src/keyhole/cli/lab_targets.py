@@ -213,10 +213,16 @@ def canonical(
 def same(
     first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: opt.Json = False
 ) -> None:
-    """Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not."""
+    """Tell whether two sets of heads, or two blocks, are one function: exit code 0, or 1 if not."""
+    from keyhole.extract.blocks.canonical import difference as difference_of_blocks
     from keyhole.extract.canonical import difference
+    from keyhole.oracle import Block, load_plain
 
-    apart = difference(_read_heads(first), _read_heads(second), tolerance)
+    one, two = (load_plain(file)[0] for file in (first, second))
+    if isinstance(one, Block) and isinstance(two, Block):
+        apart = difference_of_blocks(one, two, tolerance)
+    else:
+        apart = difference(_read_heads(first), _read_heads(second), tolerance)
     words = f"not the same function: {apart}" if apart else "the same function"
     data = {"same": not apart, "difference": apart, "tolerance": tolerance}
     answer(data, words, as_json=as_json)

@@ -33,7 +33,7 @@ from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_errors, own_error, smallest
 from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.block import last
+from keyhole.extract.block import TransformerBlock, last
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
@@ -125,7 +125,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and what in the answers speaks for it; `fallback` where that turns out wrong.
+    """A method, and what in the answers speaks for it; `fallbacks` where that turns out wrong.
 
     `link` is what the server does to its scores.
     """
@@ -135,7 +135,7 @@ class Choice:
     why: str
     link: Link | None = None
     arithmetic: Arithmetic = Arithmetic()
-    fallback: Method | None = None
+    fallbacks: tuple[Method, ...] = ()
 
     def view(self, oracle: Oracle) -> Oracle:
         """The oracle with its link undone."""
@@ -170,12 +170,15 @@ class Auto(Method):
         failed = choice.link is not None and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
         failed |= result.status is Status.UNVERIFIED and result.model is None
-        if choice.fallback is not None and (inexact or failed or result.status in _ANOTHER_KIND):
-            spent += result.queries + (0 if result.check is None else result.check.queries)
-            second = choice.fallback(view)
+        for fallback in choice.fallbacks:
+            if not (inexact or failed or result.status in _ANOTHER_KIND):
+                break
+            second = fallback(view)
             if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
-                why = f"{type(choice.fallback).__name__}, since {why} was wrong"
-                result = second
+                why = f"{type(fallback).__name__}, since {why} was wrong"
+                spent, result = spent + _cost(result), second
+                break
+            spent += _cost(second)
         result = self._asked_again(result, early, choice)
         model = result.model
         if model is not None and choice.link is not None:
@@ -214,6 +217,10 @@ class Auto(Method):
         yield from choice.method.steps(choice.view(oracle))
 
 
+def _cost(result: Extraction) -> int:
+    return result.queries + (0 if result.check is None else result.check.queries)
+
+
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
     """Look at a few dozen answers and name the method that fits them."""
     stream = torch.Generator().manual_seed(seed)
@@ -223,8 +230,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
-        several = FittedSigns(seed=seed) if oracle.dim <= _WIDEST_SIGNS else None
-        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallback=several)
+        several = (FittedSigns(seed=seed),) if oracle.dim <= _WIDEST_SIGNS else ()
+        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallbacks=several)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
@@ -276,30 +283,34 @@ def _choice(
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
+        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer; a feed-forward
+        # layer behind it a block, whose answers are as long as a token.
+        others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
+        if arithmetic.exact and pairs.shape[-1] == view.dim:
+            others = (*others, TransformerBlock(seed=seed, tolerance=accepted))
         method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
         if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
             method = AttentionLayers(seed=seed, tolerance=accepted)
             why = "one layer would weigh long tokens and short differences alike"
         return Choice(
-            kind, method, why, arithmetic=arithmetic,
-            fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
+            kind, method, why, arithmetic=arithmetic, fallbacks=others,
         )  # fmt: skip
     if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
             return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
-        fallback = None if arithmetic.exact else fit
+        fallbacks = () if arithmetic.exact else (fit,)
         return Choice(
-            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallback=fallback
+            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallbacks=fallbacks
         )
     fit = None
     if view.dim <= _WIDEST:
         fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
+    others = () if fit is None else (fit,)
     if arithmetic.plain and arithmetic.absolute:
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
-        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallback=fit)
+        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others)
     if arithmetic.rounded and fit is not None:
         why = f"the answers are exact to {arithmetic.precision:.0e}"
         return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
@@ -310,8 +321,8 @@ def _choice(
         kind, why = Kind.HEADS, "its logits do not add up as one head's would"
         method = MultiHead(seed=seed, tolerance=accepted)
         if fit is not None and not arithmetic.exact:
-            method, fit = fit, None
-    return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
+            method, others = fit, ()
+    return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
 
 
 def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:

@@ -32,8 +32,8 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. A norm behind the sum (BERT) takes away the length of every answer:
-refused, as are answers of one number.
+are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's. Answers of one
+number are refused.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.blocks.behind import Behind
+from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
@@ -58,7 +61,7 @@ from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
 from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import read_attention
-from keyhole.extract.sub_layer_values import Surroundings
+from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
@@ -77,6 +80,16 @@ _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6)
 _LENGTH = 64.0  # of tokens that ask, where there are norms
 # How much longer the token that asks is than what the others have beside it, where there are no
 # norms: the longer, the more likely h is unique, at the cost of digits.
+_SHARES = (
+    0.6,
+    0.4,
+    0.5,
+    0.6,
+    0.4,
+    0.3,
+    0.5,
+    0.25,
+)  # of the lengths that suit attention, behind norms
 _REACHES = (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0)
 _FRESH = 8
 _TOKENS = 4
@@ -92,6 +105,7 @@ class TransformerBlock(Method):
 
     seed: int = 0
     tolerance: float = 1e-8
+    device: str = "cpu"  # where a wide block with norms behind its sums is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         try:
@@ -108,7 +122,13 @@ class TransformerBlock(Method):
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = _View.open(oracle, stream)
-        if view.norm == "none":
+        network: _Network | Behind
+        if view.norm == "behind":
+            network = undone = read_behind(
+                partial(last, oracle), view.dim, torch.device(self.device), stream
+            )
+            network = undone = replace(network, every_token=view.every_token, causal=view.causal)
+        elif view.norm == "none":
             network, undone = _without_norm(view, self.seed, stream)
         else:
             network, undone = _behind_norms(view, stream)
@@ -118,20 +138,28 @@ class TransformerBlock(Method):
         )
 
     def _model(
-        self, view: _View, network: _Network, undone: _Undone, stream: torch.Generator
+        self,
+        view: _View,
+        network: _Network | Behind,
+        undone: _Undone | Behind,
+        stream: torch.Generator,
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
-        for reach in _REACHES if view.norm == "none" else (1.0,) * len(_REACHES):
+        fixed = _SHARES if view.norm == "behind" else (1.0,) * len(_REACHES)
+        for reach in _REACHES if view.norm == "none" else fixed:
             try:
                 layer = read_attention(undone.surroundings(), stream, undone.total, reach)
-                model = _assembled(view, network, layer)
+                if isinstance(network, Behind):
+                    model = network.block(layer)
+                else:
+                    model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
-            except (Unsuccessful, LinAlgError, NotFinite) as error:
+            except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -158,6 +186,8 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
     if sum(getattr(model, name).numel() for name in names) > _MOST:
         more = _MANY
         names = [name for name in names if name in SubLayer.NAMES]
+    if sum(getattr(model, name).numel() for name in names) > 4 * _MOST:
+        return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
     count = math.ceil(more * unknowns / view.dim) + 16
@@ -202,11 +232,7 @@ class _View:
         view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
         one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
         if float(two.abs().max()) < 2 * math.sqrt(_FAR):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "answers do not grow with a token: a norm behind the sum takes away the length of "
-                "every answer, and such a block is not read",
-            )
+            return replace(view, norm="behind")
         if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
             return view
         rest = one - _FAR * x
@@ -553,13 +579,15 @@ class _Undone:
 
     def surroundings(self) -> Surroundings:
         d, e = self.view.axes.shape
-        causal = {"every_token": self.view.every_token, "causal": self.view.causal}
+        plain = Surroundings(
+            self, self.b, every_token=self.view.every_token, causal=self.view.causal
+        )
         if self.view.norm == "none":
-            return Surroundings(self, self.b, **causal)
+            return plain
         # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
         epsilon = self.epsilon * d / e
         left = max(epsilon / _LENGTH**2, 1e-12)
-        return Surroundings(self, self.b, epsilon, asking=math.sqrt(e * (1 - left)), **causal)
+        return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens = sequences @ self.view.axes.mT
@@ -600,8 +628,9 @@ def _described(model: Block) -> str:
         parts.append("rotary positions")
     gate = " with gates" if len(model.G) else ""
     parts.append(f"{len(model.A)} {model.activation} units{gate}")
-    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms"}
+    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",
+             "behind": "LayerNorms behind the sums"}  # fmt: skip
     norm = names[model.norm]
-    if model.norm != "none":
+    if model.epsilon or model.epsilon_behind:
         norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
     return ", ".join([*parts, norm])

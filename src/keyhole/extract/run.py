@@ -38,15 +38,15 @@ def run(
     """Read the weights of a target back from its answers.
 
     `target` is what the command line takes (a .safetensors file, an address, `demo`,
-    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, for its last layer a language model
-    or a server of one) or any oracle; `method` a name of the registry or a method with
-    hyperparameters of your own. `options` are the hyperparameters of a named method: what it does
-    not have is refused. The `bases` of orthogonal heads may be a .safetensors file that holds one
-    for each head. `reference` is a model's file or folder, with whose last layer the stolen one is
-    compared. `budget` is the most queries to ask; `ledger` the file that remembers every answer,
-    from which a run that was stopped goes on. `endpoint` says how a server is asked, `authorized`
-    that it may be though it is another machine; `notice` is called with what a person should know
-    at once.
+    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, `MODEL:block.LAYER`, for its last
+    layer a language model or a server of one) or any oracle; `method` a name of the registry or a
+    method with hyperparameters of your own. `options` are the hyperparameters of a named method:
+    what it does not have is refused. The `bases` of orthogonal heads may be a .safetensors file
+    that holds one for each head. `reference` is a model's file or folder, with whose last layer the
+    stolen one is compared. `budget` is the most queries to ask; `ledger` the file that remembers
+    every answer, from which a run that was stopped goes on. `endpoint` says how a server is asked,
+    `authorized` that it may be though it is another machine; `notice` is called with what a person
+    should know at once.
     """
     expect_count("budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):
@@ -55,6 +55,8 @@ def run(
         kind = kind_of(target)
         if kind is TargetKind.ATTENTION:
             method = "attention-sub-layer"
+        elif kind is TargetKind.BLOCK:
+            method = "transformer-block"
         elif kind in LANGUAGE_MODELS:
             method = "output-layer"
     if isinstance(method, str):

@@ -20,6 +20,7 @@ they do. In queries: N = H + p + spare for each of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import KeyholeError
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.oracle.protocol import Oracle, ask
@@ -38,7 +40,6 @@ _FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens,
 _ATTEMPTS = 4
 _AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
-_RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
 _PARTED = 1e8  # the worst condition of gates that are still different
 _STARTS = 3  # of the gates of every head, on the way from one difference to another
@@ -46,6 +47,11 @@ _BATCH = 4
 _STRIDE = 4
 _BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
+_PLACES = 2  # at which differences are asked for what is open of the values
+
+
+class LostSum(KeyholeError):
+    """What attention adds does not follow from the answers to these questions: tokens too long."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,9 @@ class Surroundings:
     every_token: bool = False
     causal: bool = False
     asking: float | None = None
+    precision: float = 1e-11  # of answers, relative
+    # Of more than two tokens: the direction of an answer, and what is to be taken off of it
+    direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def dim(self) -> int:
@@ -178,6 +187,11 @@ class Probe:
     reach: float = 1.0
 
     @property
+    def arrived(self) -> float:
+        """How far outside the column space gates may end."""
+        return max(ARRIVED, 10 * self.view.precision) * self.reach
+
+    @property
     def aside(self) -> float:
         """η: without κ, by which positions mark every head, heads must stay recognisable."""
         return 1.0 if self.positions else 0.2
@@ -257,7 +271,7 @@ def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = No
         delta = probe.difference(stream) if delta is None else delta
         xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
         features = all_features(xi, tau, probe.positions)
-        theta = find_gates(rows, features, heads, stream, ARRIVED * probe.reach)
+        theta = find_gates(rows, features, heads, stream, probe.arrived)
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
         delta = None
@@ -278,7 +292,7 @@ def _enough_points(
         parts.append((*fresh, probe.rows(delta, *fresh)))
         xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
         sizes = torch.linalg.svdvals(rows)
-        heads = int((sizes > _RANK * probe.reach * sizes[0]).sum())
+        heads = int((sizes > probe.view.precision * probe.reach * sizes[0]).sum())
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
@@ -328,6 +342,20 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     return replace(probe, subspace=combined.mT @ basis)
 
 
+def where_scores_vary(probe: Probe, stream: torch.Generator) -> tuple[Probe, Tensor]:
+    """Likewise before any head is known, and the difference: d queries.
+
+    While scores are small, gates are ½ + z/4, and what x changes in the answers to one difference
+    is linear in x: the directions in which it changes most are those of the heads' scores.
+    """
+    delta = probe.difference(stream)
+    basis = random_orthogonal(probe.view.dim, stream)
+    points = probe.length * basis
+    rows = probe.view.answer(torch.stack([points + delta, points], 1)) - points @ probe.total
+    left = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[0]
+    return replace(probe, subspace=left[:, : len(probe.subspace)].mT @ basis), delta
+
+
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
@@ -340,7 +368,7 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
         settled = _nearest if probe.positions else _matched
-        values = settled(anchor, each, far / probe.reach, Y)
+        values = settled(anchor, each, far * ARRIVED / probe.arrived, Y)
         if values is not None:  # else a gate got lost, or two became one
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
@@ -391,7 +419,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
         ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
-            if bool((ranks == k).all()) and heads * k <= m:
+            if bool((ranks == k).all()) and heads * k <= m + 1:
                 return vectors, k
             break
     raise Unsuccessful(
@@ -546,6 +574,37 @@ class Values:
         sums = torch.cat([O[group].sum(0) for group in groups])
         V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
         return cls(V.transpose(0, 1).contiguous(), O, groups)
+
+    def completed(self, probe: Probe, stream: torch.Generator) -> Values:
+        """Where the spaces have one dimension too many together, as behind a norm: all values.
+
+        With Σ_h κ_h O_h = 0, `V_h + f κ_h` answer single tokens alike, whatever the vector f. One
+        pair for each of d differences δ shows f·δ: `Σ_h a_h·δV_h O_h + b_h·κ_h O_h`, where b_h is
+        (f·δ)·a_h and a number that is the same for all heads.
+        """
+        heads, k, m = self.O.shape
+        if heads * k <= m:
+            return self
+        if len(self.groups) < heads:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "heads that share values fill more than an answer shows"
+            )
+        kappa = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
+        kept = torch.einsum("hk,hkm->hm", kappa, self.O)
+        deltas = probe.length * random_orthogonal(probe.view.dim, stream)
+        xi, tau = probe.points(_PLACES, stream, len(probe.subspace))
+        rows = probe.rows(deltas, xi, tau)  # (d, places, m)
+        # In the order of the groups, one head each.
+        order = [group[0] for group in self.groups]
+        V = torch.empty_like(self.V)
+        V[order] = self.V
+        written = torch.einsum("nd,hdk,hkm->nhm", deltas, V, self.O)
+        system = torch.cat([written, kept.expand_as(written)], 1).mT  # (d, m, 2H)
+        solved = torch.linalg.pinv(system, rtol=1e-12) @ rows.mT
+        gates, others = (part - part.mean(1, keepdim=True) for part in solved.split(heads, 1))
+        along = (gates * others).sum((1, 2)) / gates.square().sum((1, 2))
+        f = deltas.mT @ along / probe.length**2
+        return replace(self, V=(V + f[:, None] * kappa[:, None])[order])
 
     @property
     def of_heads(self) -> Tensor:

@@ -41,7 +41,7 @@ def sub_layer(
     scale = 1 / math.sqrt(parts.head_dim)
     H, G = parts.heads, parts.key_heads
     V, output = _split(value, G, gain), Projection(attention.output, None)
-    O = _double(output.weight).mT.reshape(H, parts.head_dim, -1).contiguous()  # noqa: E741
+    O = double(output.weight).mT.reshape(H, parts.head_dim, -1).contiguous()  # noqa: E741
     queries = _rows(query.bias, H, parts.head_dim)
     values = _rows(value.bias, G, parts.head_dim).repeat_interleave(H // G, 0)
     b = torch.einsum("hk,hkm->m", values, O)
@@ -51,9 +51,9 @@ def sub_layer(
         K=_split(key, G, gain),
         V=V,
         O=O,
-        b=b if output.bias is None else b + _double(output.bias),
+        b=b if output.bias is None else b + double(output.bias),
         frequencies=_frequencies(parts),
-        epsilon=None if norm is None else _epsilon(norm),
+        epsilon=None if norm is None else epsilon_of(norm),
         residual=residual,
         every_token=every_token,
         causal=parts.causal,
@@ -68,29 +68,29 @@ def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer) -> boo
     """Does it give for some tokens what the model itself does?"""
     ids = torch.arange(1, min(9, len(parts.table)), device=parts.device)[None]
     given = capture(model, Exposure("hidden", layer), ids=ids)["values"]
-    wanted = _double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
-    off = made(_double(given)) - wanted
+    wanted = double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
+    off = made(double(given)) - wanted
     return float(off.abs().max()) <= _AGREES * float(wanted.abs().max())
 
 
-def _double(tensor: Tensor) -> Tensor:
+def double(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
 def _split(projection: Projection, heads: int, gain: Tensor) -> Tensor:
     """The weight of each head, (heads, d, k), behind a norm with that gain."""
-    weight = _double(projection.weight) * _double(gain)
+    weight = double(projection.weight) * double(gain)
     return weight.unflatten(0, (heads, -1)).mT.contiguous()
 
 
 def _rows(bias: Tensor | None, heads: int, k: int) -> Tensor:
     if bias is None:
         return torch.zeros(heads, k, dtype=torch.float64)
-    return _double(bias).view(heads, k)
+    return double(bias).view(heads, k)
 
 
-def _epsilon(norm: nn.Module) -> float:
-    """Of an RMS norm, under either of its names."""
+def epsilon_of(norm: nn.Module) -> float:
+    """Of a norm, under either of its names."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 

@@ -8,13 +8,18 @@ For tokens x_1 … x_n, of which the last or every one asks, with N a norm or no
     f_k(u) = φ(A_k·u + a_k)·(G_k·u + g_k)               (gated, as SwiGLU: G is not empty)
 
 The norms are RMS norms or LayerNorms, each with its ε; their gains and biases are part of the
-matrices and biases behind them. A norm behind the sum (BERT) is not here.
+matrices and biases behind them. With LayerNorms behind the sums (BERT),
+
+    h_i = N(x_i + Attention(x_1, …, x_n)_i)
+    y_i = E·N(D·h_i + C·f(h_i) + c) + e                 (D and E diagonal)
+
+D is the gain of the first norm, whose bias is part of a and c; E and e are those of the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -38,15 +43,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu-tanh": _tanh_gelu,
     "silu": functional.silu,
 }
-NORMS = ("none", "rms", "layer")
+
+
+def _none() -> Tensor:
+    return torch.zeros(0, dtype=torch.float64)
+
+
+NORMS = ("none", "rms", "layer", "behind")
 
 
 @dataclass(frozen=True, eq=False)
 class Block(Parametric):
     """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention's as there.
 
-    `epsilon` is that of the norm in front of attention, `epsilon_behind` of the one in front of the
-    feed-forward layer.
+    `D`, `E` and `e` (d) are of norms behind the sums, and empty without. `epsilon` is that of the
+    first norm, `epsilon_behind` of the second.
     """
 
     Q: Tensor
@@ -62,6 +73,9 @@ class Block(Parametric):
     g: Tensor
     C: Tensor
     c: Tensor
+    D: Tensor = field(default_factory=_none)
+    E: Tensor = field(default_factory=_none)
+    e: Tensor = field(default_factory=_none)
     activation: str = "relu"
     norm: str = "none"
     epsilon: float = 0.0
@@ -69,7 +83,7 @@ class Block(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "block"
-    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c")
+    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c", "D", "E", "e")
 
     def __post_init__(self) -> None:
         expect_among("activation", self.activation, tuple(ACTIVATIONS))
@@ -81,6 +95,8 @@ class Block(Parametric):
         self._require("g", self.g, len(self.G))
         self._require("C", self.C, d, width)
         self._require("c", self.c, d)
+        for name in ("D", "E", "e"):
+            self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
         if self.sub_layer.outputs != d:
             raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
 
@@ -113,20 +129,23 @@ class Block(Parametric):
         """The numbers that the function has: parameters less those that symmetries take away.
 
         A unit of ReLU, and one with a gate, may be multiplied and its column of C divided; without
-        a norm, b moves into a and c. Behind a LayerNorm nothing reads the mean of a token.
+        a norm, b moves into a and c. Behind a LayerNorm nothing reads the mean of a token; with
+        norms behind the sums, nothing reads that of the sums either, nor the length of the second.
         """
         free = len(self.A) if self.activation == "relu" or len(self.G) else 0
         free += self.dim if self.norm == "none" else -2
         if self.norm == "layer":
             groups, _, k = self.K.shape
             free += len(self.Q) * k + groups * (k + self.V.shape[2]) + len(self.A) + len(self.G)
-        network = sum(getattr(self, name).numel() for name in ("A", "a", "G", "g", "C", "c"))
+        elif self.norm == "behind":
+            free += len(self.Q) * self.V.shape[2] + 2 * len(self.A) + len(self.G) + 3
+        network = sum(getattr(self, name).numel() for name in self.NAMES[len(SubLayer.NAMES) :])
         return self.sub_layer.unknowns + network - free
 
     def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
         if self.norm == "none":
             return tokens
-        return attention.normed(tokens, epsilon, centred=self.norm == "layer")
+        return attention.normed(tokens, epsilon, centred=self.norm != "rms")
 
     def feed_forward(self, u: Tensor) -> Tensor:
         units = ACTIVATIONS[self.activation](u @ self.A.mT + self.a)
@@ -136,6 +155,10 @@ class Block(Parametric):
 
     def answers(self, tokens: Tensor) -> Tensor:
         asking = tokens if self.every_token else tokens[:, -1]
+        if self.norm == "behind":
+            h = self.normed(asking + self.sub_layer.answers(tokens), self.epsilon)
+            y = self.D * h + self.feed_forward(h)
+            return self.E * self.normed(y, self.epsilon_behind) + self.e
         h = asking + self.sub_layer.answers(self.normed(tokens, self.epsilon))
         return h + self.feed_forward(self.normed(h, self.epsilon_behind))
 
@@ -157,6 +180,11 @@ def plant_block(
     turns = 10000.0 ** -(torch.arange(0, k, 2, dtype=torch.float64) / k)
     gates = width if gated else 0
     epsilon = 0.0 if norm == "none" else epsilon
+    behind = (
+        {name: mean + 0.2 * normal(dim) for name, mean in (("D", 1.0), ("E", 1.0), ("e", 0.0))}
+        if norm == "behind"
+        else {}
+    )
     return Block(
         Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
         K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,
@@ -166,5 +194,5 @@ def plant_block(
         G=normal(gates, dim) * narrow, g=normal(gates) * share,
         C=normal(dim, width) * width**-0.5, c=normal(dim) * share,
         activation=activation, norm=norm, epsilon=epsilon, epsilon_behind=epsilon,
-        every_token=every_token, causal=causal,
+        every_token=every_token, causal=causal, **behind,
     )  # fmt: skip

@@ -216,6 +216,8 @@ def from_tensors(
     given: dict[str, Any] = {}
     try:
         for field in fields(made):
+            if field.default_factory is not MISSING and field.name not in tensors:
+                continue  # a file from before there was such a tensor
             if field.default is MISSING:
                 tensor = tensors[field.name]
                 given[field.name] = _each_head(tensor) if made is MultiHead else tensor

@@ -183,7 +183,7 @@ class _Hessians:
 def symmetric(x: Tensor, y: Tensor) -> Tensor:
     """(x yᵀ + y xᵀ)/2 of vectors (…, q), packed like the Hessians."""
     q = x.shape[-1]
-    rows, columns = torch.triu_indices(q, q)
+    rows, columns = torch.triu_indices(q, q, device=x.device)
     product = (x[..., rows] * y[..., columns] + x[..., columns] * y[..., rows]) / 2
     return torch.where(rows == columns, product, math.sqrt(2) * product)
 
