@@ -53,8 +53,7 @@ _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
-_ORDERS = 8  # times as many exchanges, of which some are kept
-_FEW = 4
+_ORDERS = 8  # times as many exchanges
 _SELDOM = 32  # of them to one in a gap
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
@@ -159,11 +158,7 @@ class SumSearch:
             parents = found.parents(rows, by_turn=False)
             orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
             texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
-            if len(texts):
-                cosines = found.encoder.vectors(texts, fast=True).float() @ found.goals[vector]
-                found.passes[vector] += len(texts)
-                best = cosines.topk(min(_FEW, len(texts))).indices  # all would crowd out the others
-                found.take(texts[best], rows.expand(len(best)))
+            found.take(texts, rows.expand(len(texts)))
             left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
             count = min(tokens, len(found.encoder.table))
             if tokens > count:  # the last time: as many as passes allow
