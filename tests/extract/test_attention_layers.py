@@ -145,7 +145,7 @@ def test_float32_is_read_to_its_own_precision():
 
 def test_what_is_not_read_is_refused():
     for target, why in {
-        plant("head", dim=4): "expected vectors",
+        plant("head", dim=4): "are not vectors of 4 numbers",
         plant_block(4, heads=2, width=4): "not linear",
         planted([2, 2], 4): "4 heads or more",
     }.items():

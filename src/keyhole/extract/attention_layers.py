@@ -45,7 +45,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.block import last
+from keyhole.extract.block import expect_vectors, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import levenberg, refined
 from keyhole.extract.judge import Method
@@ -116,12 +116,7 @@ class _Far:
         basis = random_orthogonal(d, stream)
         tokens = torch.cat([basis, basis.sum(0, keepdim=True)]).unsqueeze(1)
         answers = ask(oracle, tokens)
-        if answers.ndim not in (2, 3) or answers.shape[-1] != d:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                f"expected vectors of {d} numbers, as long as a token, got answers of shape "
-                f"{tuple(answers.shape[1:])}",
-            )
+        expect_vectors(answers, d)
         every_token = answers.ndim == 3
         y = answers[:, -1] if every_token else answers
         off = float((y[:-1].sum(0) - y[-1]).abs().max() / y.abs().max())

@@ -219,12 +219,7 @@ class _View:
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
         pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
-        if pairs.ndim not in (2, 3) or pairs.shape[-1] != d:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                f"expected vectors of {d} numbers, as long as a token, got answers of shape "
-                f"{tuple(pairs.shape[1:])}",
-            )
+        expect_vectors(pairs, d)
         every = pairs.ndim == 3
         causal = every and bool(
             (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
@@ -257,6 +252,16 @@ class _View:
         """Random ones, of so many times the length √d."""
         xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
         return length * xi @ self.axes.mT
+
+
+def expect_vectors(answers: Tensor, dim: int) -> None:
+    """Are answers as long as a token?"""
+    if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
+            "a layer that is added to its tokens gives vectors as long as they are",
+        )
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:

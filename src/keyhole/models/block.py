@@ -44,7 +44,10 @@ def block(model: nn.Module, layer: int, *, every_token: bool = False) -> Block:
             return Block(**kept, activation=activation, norm=made.norm, epsilon=made.epsilon,
                          epsilon_behind=made.epsilon_behind, every_token=every_token,
                          causal=made.causal)  # fmt: skip
-    raise InputError(f"block {layer} of {parts.family} has something that is not read here")
+    raise InputError(
+        f"block {layer} of {parts.family} is more than attention, a feed-forward layer and two "
+        "norms: it cannot be read"
+    )
 
 
 def _norms(parts: Anatomy, layer: int) -> tuple[nn.Module, nn.Module]:
@@ -55,7 +58,9 @@ def _norms(parts: Anatomy, layer: int) -> tuple[nn.Module, nn.Module]:
         and cast("Tensor", module.weight).shape == (parts.width,)
     ]  # fmt: skip
     if len(norms) != 2:
-        raise InputError(f"expected two norms in block {layer} of {parts.family}, got {len(norms)}")
+        raise InputError(
+            f"block {layer} of {parts.family} has {len(norms)} norms: only blocks with two are read"
+        )
     return norms[0], norms[1]
 
 

@@ -48,19 +48,8 @@ _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _SPARE = 16
 _MORE = 1.5  # answers for each unknown of the fit
 _TURNS = 40
-_PATH = (
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.68,
-    0.76,
-    0.84,
-    0.92,
-    1.0,
-)  # shares of tokens on the way to them
+# Shares of tokens on the way to them.
+_PATH = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)
 _ARRIVED = 1e-9
 _AGREES = 1e-7
 _PRECISE = 1e-8  # of what attention adds

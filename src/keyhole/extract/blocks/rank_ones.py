@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.extract.blocks.units import symmetric
+from keyhole.extract.blocks.units import distinct, symmetric, unpacked
 
 _POWERS = 80
 _NEWTON = 8
@@ -36,23 +36,13 @@ def rank_ones(basis: Tensor, q: int, most: int, stream: torch.Generator, starts:
         if left is not outside:
             a = _powers(a, outside)
         a, off = _newton(a, forms)
-        found = torch.cat([found, a[off < _FOUND]])
-        found = _distinct(found) if len(found) else found
+        found = distinct(torch.cat([found, a[off < _FOUND]]), _SAME)
         if len(found) >= most:
             break
         if len(found) > most // 2:
             inside = torch.cat([outside, symmetric(found, found)])
             left = torch.linalg.qr(inside.mT)[0].mT.contiguous()
     return found
-
-
-def unpacked(packed: Tensor, q: int) -> Tensor:
-    rows, columns = torch.triu_indices(q, q, device=packed.device)
-    full = packed.new_zeros(*packed.shape[:-1], q, q)
-    values = torch.where(rows == columns, packed, packed / 2**0.5)
-    full[..., rows, columns] = values
-    full[..., columns, rows] = values
-    return full
 
 
 def _powers(a: Tensor, outside: Tensor) -> Tensor:
@@ -89,10 +79,3 @@ def _newton(a: Tensor, forms: Tensor) -> tuple[Tensor, Tensor]:
         [((at @ flat.mT).unflatten(1, (-1, q)) * at[:, None]).sum(2) for at in a.split(256)]
     )
     return a, rests.square().sum(1).sqrt()
-
-
-def _distinct(vectors: Tensor) -> Tensor:
-    """One of those that are alike up to a sign."""
-    alike = (vectors @ vectors.mT).abs() > 1 - _SAME
-    first = alike.to(torch.int8).argmax(1)
-    return vectors[first == torch.arange(len(vectors), device=vectors.device)]

@@ -21,8 +21,8 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import rank_ones, unpacked
-from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric
+from keyhole.extract.blocks.rank_ones import rank_ones
+from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric, unpacked
 from keyhole.extract.gauss_newton import levenberg
 
 Value = Callable[[Tensor], Tensor]

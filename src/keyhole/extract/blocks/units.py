@@ -189,8 +189,8 @@ def symmetric(x: Tensor, y: Tensor) -> Tensor:
 
 
 def unpacked(packed: Tensor, q: int) -> Tensor:
-    rows, columns = torch.triu_indices(q, q)
-    full = torch.zeros(*packed.shape[:-1], q, q, dtype=torch.float64)
+    rows, columns = torch.triu_indices(q, q, device=packed.device)
+    full = packed.new_zeros(*packed.shape[:-1], q, q)
     values = torch.where(rows == columns, packed, packed / math.sqrt(2))
     full[..., rows, columns] = values
     full[..., columns, rows] = values
@@ -217,7 +217,7 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
                 break
         plain, gated = _settled(basis, a, before)
         count = len(found)
-        found = _distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
+        found = distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
         quiet = quiet + 1 if len(found) == count else 0
         if len(found) == most:
             return found, None
@@ -307,12 +307,12 @@ def _partners(basis: Tensor, units: Tensor) -> Tensor:
     return torch.linalg.eigh(form)[1][..., 0]
 
 
-def _distinct(vectors: Tensor) -> Tensor:
-    kept = vectors[:0]
-    for vector in vectors:
-        if not len(kept) or float((kept @ vector).abs().max()) < 1 - _SAME:
-            kept = torch.cat([kept, vector[None]])
-    return kept
+def distinct(vectors: Tensor, same: float = _SAME) -> Tensor:
+    """One of those unit vectors that are alike up to a sign."""
+    if not len(vectors):
+        return vectors
+    first = ((vectors @ vectors.mT).abs() > 1 - same).to(torch.int8).argmax(1)
+    return vectors[first == torch.arange(len(vectors), device=vectors.device)]
 
 
 def _identity(field: Field, q: int) -> Tensor:
