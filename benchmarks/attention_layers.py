@@ -1,8 +1,9 @@
-"""Layers of attention on top of each other, taken by queries.
+"""Layers of attention and whole blocks on top of each other, taken by queries.
 
 Planted layers, each added to what it reads, without a mask or causal, 20 seeds each. `error` is the
-largest on fresh queries, relative to the answers; the lower bound is the number of unknowns over
-the numbers in one vector.
+largest on fresh queries, relative to the answers; of blocks `parts` is that of every weight, next
+to the largest of its matrix. The lower bound is the number of unknowns over the numbers in one
+vector.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 import show
-from keyhole.extract import AttentionLayers, Status, judge
-from keyhole.oracle import Oracle, plant
+from keyhole.extract import AttentionLayers, Extraction, Status, TransformerBlocks, judge
+from keyhole.extract.blocks.canonical import compared
+from keyhole.oracle import Blocks, Oracle, Planted, plant
+from keyhole.oracle.block import plant_block
 from show import Row
 
 LEAST = 0.9  # of the seeds
@@ -40,6 +43,25 @@ KINDS: dict[str, dict[str, Any]] = {
     for layers, heads, d, every, causal in TARGETS
 }  # fmt: skip
 KINDS |= {name + FLOAT32: KINDS[name] for name in ["2 layers of 1 head, d = 8, last token"]}
+GELU, SWIGLU = {"activation": "gelu"}, {"activation": "silu", "gated": True}
+RMS, LAYER = ("RMSNorm", "rms"), ("LayerNorm", "layer")
+SEEN = {"every_token": True, "causal": True}
+WHOLE: list[tuple[int, int, int, tuple[str, str], dict[str, Any], dict[str, bool]]] = [
+    *((2, 8, 4, norm, GELU, {}) for norm in (LAYER, RMS)),
+    *((2, 8, 2, norm, SWIGLU, {}) for norm in (LAYER, RMS)),
+    (2, 8, 4, RMS, GELU, SEEN),
+    (2, 8, 2, LAYER, SWIGLU, SEEN),
+    (3, 10, 4, LAYER, GELU, {}),
+    *((2, 16, 16, norm, act, {}) for norm in (LAYER, RMS) for act in (GELU, SWIGLU)),
+    (2, 16, 32, RMS, GELU, {}),
+]  # blocks of 2 heads, d, units of each
+for _blocks, _d, _width, (_norm, _short), _act, _seen in WHOLE:
+    _name = (
+        f"{_blocks} blocks, {_norm}, {_width} {'SwiGLU' if _act is SWIGLU else 'GELU'} units each, "
+        f"d = {_d}{', causal, every token' if _seen else ''}"
+    )
+    KINDS[_name] = {"blocks": _blocks, "dim": _d, "heads": 2, "width": _width, "norm": _short,
+                    **_act, **_seen}  # fmt: skip
 
 
 class Float32:
@@ -70,9 +92,23 @@ def run(quick: bool, seeds: int = 20, workers: int = 2, kinds: str = "") -> Iter
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
+    if "blocks" in KINDS[name]:
+        return measure_blocks(seed, **KINDS[name])
     target = plant("attention-layers", **KINDS[name], seed=seed)
     asked = Float32(target) if name.endswith(FLOAT32) else target
-    result = AttentionLayers(seed=seed)(asked)
+    return compare(target, AttentionLayers(seed=seed)(asked), seed)
+
+
+def measure_blocks(seed: int, blocks: int, **kind: Any) -> dict[str, Any]:
+    each = [plant_block(**kind, seed=seed * blocks + place) for place in range(blocks)]
+    target, item = Blocks.of(each), {}
+    result = TransformerBlocks(seed=seed)(target)
+    if isinstance(result.model, Blocks):
+        item = {"parts": max(compared(target, result.model).values())}
+    return {**compare(target, result, seed), **item}
+
+
+def compare(target: Planted, result: Extraction, seed: int) -> dict[str, Any]:
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
             "queries": result.queries, "seconds": result.seconds,
@@ -95,6 +131,8 @@ def summary(name: str, items: list[dict[str, Any]]) -> Row:
             f"{middle['queries']:,} queries, lower bound {middle['bound']:,}, "
             f"{middle['queries'] / middle['bound']:.0f} times; {middle['seconds']:.1f} s"
         )
+        if "parts" in right[0]:
+            details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
     row = Row(
         name, f"{len(right)} of {len(items)} recovered, {false} false",
         f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,

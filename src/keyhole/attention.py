@@ -55,7 +55,7 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
     return torch.softmax(scores, dim=-1)
 
 
-def normed(tokens: Tensor, epsilon: float, *, centred: bool) -> Tensor:
+def normed(tokens: Tensor, epsilon: float | Tensor, *, centred: bool) -> Tensor:
     """A LayerNorm (`centred`) or an RMSNorm without weights."""
     if centred:
         tokens = tokens - tokens.mean(-1, keepdim=True)

@@ -216,10 +216,10 @@ def same(
     """Tell whether two sets of heads, or two blocks, are one function: exit code 0, or 1 if not."""
     from keyhole.extract.blocks.canonical import difference as difference_of_blocks
     from keyhole.extract.canonical import difference
-    from keyhole.oracle import Block, load_plain
+    from keyhole.oracle import Block, Blocks, load_plain
 
     one, two = (load_plain(file)[0] for file in (first, second))
-    if isinstance(one, Block) and isinstance(two, Block):
+    if isinstance(one, Block | Blocks) and isinstance(two, Block | Blocks):
         apart = difference_of_blocks(one, two, tolerance)
     else:
         apart = difference(_read_heads(first), _read_heads(second), tolerance)

@@ -33,6 +33,7 @@ from keyhole.extract.single_head import SingleHead
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
+from keyhole.extract.transformer_blocks import TransformerBlocks
 
 __all__ = [
     "Adapted",
@@ -64,6 +65,7 @@ __all__ = [
     "Tolerant",
     "TolerantAsPublished",
     "TransformerBlock",
+    "TransformerBlocks",
     "Tried",
     "against_defences",
     "canonical",

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -169,7 +169,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
         basis = random_orthogonal(d, stream)
         length = longer * _fitting_length(far, x[:8], basis[0])
         x, first = length * x, length * basis[0]
-        found = _network(far, x, far(x, first), stream)
+        found = find_network(far.gates, x, far(x, first), stream)
         if found is not None:
             break
     else:
@@ -198,7 +198,7 @@ def _followed(
     first, g, u = known
     W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
     for step in steps:
-        near, value, explained = _fitted(far, x, far(x, first + step), g)
+        near, value, explained = fit_network(far.gates, x, far(x, first + step), g)
         if not explained:
             return None
         W += (near - g)[:, :, None] * step / step.square().sum()
@@ -225,8 +225,11 @@ def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
     raise Unsuccessful(Status.SATURATED, "attention does not bend at any scale that was tried")
 
 
-def _network(
-    far: _Far, x: Tensor, wanted: Tensor, stream: torch.Generator
+Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
+
+
+def find_network(
+    gates: Gates, x: Tensor, wanted: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor] | None:
     """g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H."""
     sizes = torch.linalg.svdvals(wanted)
@@ -235,18 +238,18 @@ def _network(
     if not float(ratios.max()) > _CLEAR:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"the layers have {far.dim} heads or more in all: an answer has too few numbers",
+            f"the layers have {len(sizes)} heads or more in all: an answer has too few numbers",
         )
     for _ in range(_STARTS):
-        shape = heads, far.dim
+        shape = heads, x.shape[1]
         g = torch.randn(shape, generator=stream, dtype=torch.float64) / float(x.norm(dim=1).mean())
-        g, u, explained = _fitted(far, x, wanted, g)
+        g, u, explained = fit_network(gates, x, wanted, g)
         if explained:
             return g, u
     return None
 
 
-def _fitted(far: _Far, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
+def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
     """g and u by least squares from g on, in the H directions of the answers; is little left?"""
     heads, d = g.shape
     _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
@@ -258,12 +261,12 @@ def _fitted(far: _Far, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Te
     def misses(point: Tensor) -> tuple[Tensor, Tensor]:
         g, u = point.split([heads * d, heads * heads])
         u = u.view(heads, heads)
-        gates, slopes = far.gates(x @ g.view(heads, d).mT)
+        value, slopes = gates(x @ g.view(heads, d).mT)
         by_g = torch.einsum("nh,hm,nd->nmhd", slopes, u, x).flatten(2).flatten(0, 1)
-        by_u = torch.einsum("nh,mk->nmhk", gates, identity).flatten(2).flatten(0, 1)
-        return (gates @ u - inside).flatten(), torch.cat([by_g, by_u], 1)
+        by_u = torch.einsum("nh,mk->nmhk", value, identity).flatten(2).flatten(0, 1)
+        return (value @ u - inside).flatten(), torch.cat([by_g, by_u], 1)
 
-    start = torch.cat([g.flatten(), least_squares(far.gates(x @ g.mT)[0], inside).flatten()])
+    start = torch.cat([g.flatten(), least_squares(gates(x @ g.mT)[0], inside).flatten()])
     point, left = levenberg(misses, start)
     g, u = point.split([heads * d, heads * heads])
     return g.view(heads, d), size * u.view(heads, heads) @ frame, left <= allowed

@@ -48,6 +48,7 @@ from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
+from keyhole.extract.transformer_blocks import TransformerBlocks
 from keyhole.oracle.links import Link, Linked, Undone, uncertain, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
@@ -287,7 +288,8 @@ def _choice(
         # layer behind it a block, whose answers are as long as a token.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
         if arithmetic.exact and pairs.shape[-1] == view.dim:
-            others = (*others, TransformerBlock(seed=seed, tolerance=accepted))
+            whole = (TransformerBlock, TransformerBlocks)
+            others = (*others, *(each(seed=seed, tolerance=accepted) for each in whole))
         method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
         if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
             method = AttentionLayers(seed=seed, tolerance=accepted)

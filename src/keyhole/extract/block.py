@@ -121,7 +121,7 @@ class TransformerBlock(Method):
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        view = _View.open(oracle, stream)
+        view = View.open(oracle, stream)
         network: _Network | Behind
         if view.norm == "behind":
             network = undone = read_behind(
@@ -139,7 +139,7 @@ class TransformerBlock(Method):
 
     def _model(
         self,
-        view: _View,
+        view: View,
         network: _Network | Behind,
         undone: _Undone | Behind,
         stream: torch.Generator,
@@ -177,7 +177,7 @@ def _coarse(oracle: Oracle) -> float:
     return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
-def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
@@ -197,7 +197,7 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
 
     `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
@@ -214,7 +214,7 @@ class _View:
         return self.oracle.dim
 
     @classmethod
-    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
         """Which norms there are: how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
@@ -275,7 +275,7 @@ def last(oracle: Oracle, sequences: Tensor) -> Tensor:
 class _Network:
     """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
 
-    view: _View
+    view: View
     units: Units
     c: Tensor
     epsilon: float = 0.0
@@ -324,13 +324,13 @@ def _inner_slopes(units: Units, u: Tensor) -> Tensor:
     return (slope * gates)[..., None] * units.A + inside[..., None] * units.G
 
 
-def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+def _slopes(view: View, units: Units, h: Tensor, epsilon: float) -> Tensor:
     """d(C·f(N(h)))/dh, (n, d, d)."""
     outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
     return _in_front(view, outer, h, epsilon)
 
 
-def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
+def _in_front(view: View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     """Derivatives by h, from those (n, m, e) by N(h)."""
     if view.norm == "none":
         return outer
@@ -342,7 +342,7 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units, more: float = _MORE) -> int:
+def _count(view: View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
@@ -350,14 +350,14 @@ def _count(view: _View, units: Units, more: float = _MORE) -> int:
 
 
 def _of_lengths(
-    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
+    view: View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
 ) -> Tensor:
     """So many tokens, of several lengths."""
     count = math.ceil(_count(view, units, more) / len(lengths)) + 8
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     if straight(view.ask, d, stream):
         units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
@@ -378,13 +378,13 @@ def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Net
         shrunk = least_squares(basis, forth - back)  # M(1 + M)⁻¹
         R = torch.eye(d, dtype=torch.float64) - shrunk  # (1 + M)⁻¹
         placed = replace(units, A=units.A @ R.mT)
-        turned = _signs(placed, R @ linear[:-1] - torch.eye(d, dtype=torch.float64))
+        turned = unit_signs(placed, R @ linear[:-1] - torch.eye(d, dtype=torch.float64))
         if turned is None:
             continue
         # Once the signs are known, 1 + M stands beside the units of single tokens.
         through = linear[:-1] + (turned[:, None] * units.A).mT @ units.C.mT
         A, G = (torch.linalg.solve(through, part.mT).mT for part in (units.A, units.G))
-        placed = _turned(replace(units, A=A, G=G), turned)
+        placed = turned_units(replace(units, A=A, G=G), turned)
         network = _Network(view, placed, linear[-1] + units.C @ (turned * units.a))
         M = through - torch.eye(d, dtype=torch.float64)
         return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
@@ -425,7 +425,7 @@ class _Single:
         return v
 
 
-def _signs(units: Units, beside: Tensor) -> Tensor | None:
+def unit_signs(units: Units, beside: Tensor) -> Tensor | None:
     """Which units to turn, 1 or 0, so that nothing linear (e, d) stands beside them."""
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
@@ -440,23 +440,14 @@ def _signs(units: Units, beside: Tensor) -> Tensor | None:
     return turned
 
 
-def _turned(units: Units, turned: Tensor) -> Units:
+def turned_units(units: Units, turned: Tensor) -> Units:
     """Of φ(z) = φ(−z) + z the other one: `(A_k·u + a_k)·c_k` goes to what stands beside."""
     sign = 1 - 2 * turned
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
-    d, e = view.axes.shape
-    shrink = math.sqrt(d / e)
-
-    def far(xi: Tensor) -> Tensor:
-        x = _FAR * xi @ view.axes.mT
-        return view.ask(x) - x
-
-    units = find_units(Field(far, e, sphere=True), stream)
-    units = replace(units, A=units.A / shrink, G=units.G / shrink)
-    units, start = _rough(view, units, stream)
+def _behind_norms(view: View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+    units, start = _rough(view, *far_units(view, stream), stream)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
     _expect_fitted(left)
@@ -468,7 +459,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 class _Shifted:
     """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
 
-    view: _View
+    view: View
     x: Tensor
     M: Tensor
     b: Tensor
@@ -511,25 +502,41 @@ class _Shifted:
         )  # fmt: skip
 
 
-def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
-    """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
+def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
+    """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x): the units, Λ and κ in rows."""
     d, e = view.axes.shape
+    shrink = math.sqrt(d / e)
+
+    def far(xi: Tensor) -> Tensor:
+        x = _FAR * xi @ view.axes.mT
+        return view.ask(x) - x
+
+    units = find_units(Field(far, e, sphere=True), stream)
+    units = replace(units, A=units.A / shrink, G=units.G / shrink)
     x = view.tokens(_count(view, units), _LONG, stream)
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
     _expect_fitted(left / 1e3)
+    return units, linear
+
+
+def _rough(
+    view: View, units: Units, linear: Tensor, stream: torch.Generator
+) -> tuple[Units, _Shifted]:
+    """M, b and the signs, from shorter and shorter tokens."""
+    d, e = view.axes.shape
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    turned = _signs(units, linear[:-1] - M)
+    turned = unit_signs(units, linear[:-1] - M)
     if turned is None:
         raise _not_a_block()
-    return _turned(units, turned), _Shifted(view, x, M, b)
+    return turned_units(units, turned), _Shifted(view, torch.empty(0, d), M, b)
 
 
 def _attention_sum(
-    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    view: View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
@@ -566,7 +573,7 @@ class _Undone:
     its direction are one to attention.
     """
 
-    view: _View
+    view: View
     network: _Network
     M: Tensor
     b: Tensor
@@ -602,7 +609,7 @@ class _Undone:
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
 
-def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
+def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d

@@ -36,6 +36,7 @@ from keyhole.extract.single_head import SingleHead
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
+from keyhole.extract.transformer_blocks import TransformerBlocks
 from keyhole.oracle import Clipped, Oracle, Rounded
 from keyhole.oracle import SignOnly as Thresholded
 
@@ -135,5 +136,6 @@ METHODS: Registry[Method, Row] = Registry(
     )),
     Entry("attention-sub-layer", AttentionSubLayer),
     Entry("transformer-block", TransformerBlock),
+    Entry("transformer-blocks", TransformerBlocks),
     Entry("attention-layers", AttentionLayers),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
 
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.oracle.block import Block
+from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.completions import VectorPrompts
 from keyhole.oracle.defences import (
     Clipped,
@@ -28,6 +28,7 @@ __all__ = [
     "Attention",
     "AttentionLayers",
     "Block",
+    "Blocks",
     "BudgetExhausted",
     "Clipped",
     "Counted",

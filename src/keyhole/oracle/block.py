@@ -18,7 +18,7 @@ D is the gain of the first norm, whose bias is part of a and c; E and e are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -142,7 +142,7 @@ class Block(Parametric):
         network = sum(getattr(self, name).numel() for name in self.NAMES[len(SubLayer.NAMES) :])
         return self.sub_layer.unknowns + network - free
 
-    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
+    def normed(self, tokens: Tensor, epsilon: float | Tensor) -> Tensor:
         if self.norm == "none":
             return tokens
         return attention.normed(tokens, epsilon, centred=self.norm != "rms")
@@ -154,13 +154,126 @@ class Block(Parametric):
         return units @ self.C.mT + self.c
 
     def answers(self, tokens: Tensor) -> Tensor:
+        if self.norm != "behind":
+            return self.added(tokens, self.epsilon, self.epsilon_behind)
         asking = tokens if self.every_token else tokens[:, -1]
-        if self.norm == "behind":
-            h = self.normed(asking + self.sub_layer.answers(tokens), self.epsilon)
-            y = self.D * h + self.feed_forward(h)
-            return self.E * self.normed(y, self.epsilon_behind) + self.e
-        h = asking + self.sub_layer.answers(self.normed(tokens, self.epsilon))
-        return h + self.feed_forward(self.normed(h, self.epsilon_behind))
+        h = self.normed(asking + self.sub_layer.answers(tokens), self.epsilon)
+        y = self.D * h + self.feed_forward(h)
+        return self.E * self.normed(y, self.epsilon_behind) + self.e
+
+    def added(self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor) -> Tensor:
+        """The answers without norms behind the sums, for any ε of those in front."""
+        asking = tokens if self.every_token else tokens[:, -1]
+        h = asking + self.sub_layer.answers(self.normed(tokens, epsilon))
+        return h + self.feed_forward(self.normed(h, behind))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Parametric):
+    """Blocks of one kind on top of each other, norms in front of their parts, without positions.
+
+    The heads and the units of all blocks are in a row; `heads` (H,) and `units` (width,) hold the
+    block of each, 0, 1, …, in order. `b` and `c` are (blocks, d), `epsilon` is (blocks, 2).
+    """
+
+    Q: Tensor
+    q: Tensor
+    K: Tensor
+    V: Tensor
+    O: Tensor  # noqa: E741
+    A: Tensor
+    a: Tensor
+    G: Tensor
+    g: Tensor
+    C: Tensor
+    b: Tensor
+    c: Tensor
+    epsilon: Tensor
+    heads: Tensor
+    units: Tensor
+    activation: str = "gelu"
+    norm: str = "rms"
+    every_token: bool = False
+    causal: bool = False
+    kind = "blocks"
+    NUMBERS: ClassVar = ("Q", "q", "K", "V", "O", "A", "a", "G", "g", "C", "b", "c", "epsilon")
+
+    def __post_init__(self) -> None:
+        expect_among("norm", self.norm, ("rms", "layer"))
+        self._require("epsilon", self.epsilon, None, 2)
+        for name in ("b", "c"):
+            self._require(name, getattr(self, name), len(self.epsilon), self.dim)
+        for name, count in (("heads", len(self.Q)), ("units", len(self.A))):
+            places = getattr(self, name)
+            self._require(name, places, count)
+            if places.unique_consecutive().tolist() != list(range(len(self.epsilon))):
+                raise InputError(f"{name} must be 0, 1, … in order, and some in every block")
+        _ = self.blocks
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Blocks:
+        """These blocks, one after the other; the last one says which tokens answer."""
+        last = blocks[-1]
+        if any((each.norm, each.activation) != (last.norm, last.activation) for each in blocks):
+            raise InputError("blocks on top of each other must have one norm and one activation")
+        if any(each.sub_layer.rotary or len(each.K) < len(each.Q) for each in blocks):
+            raise InputError("blocks on top of each other are without positions and shared keys")
+
+        def joined(name: str, dim: int = 0) -> Tensor:
+            return torch.cat([getattr(each, name) for each in blocks], dim)
+
+        def places(name: str) -> Tensor:
+            counts = torch.tensor([len(getattr(each, name)) for each in blocks])
+            return torch.arange(len(blocks), dtype=torch.float64).repeat_interleave(counts)
+
+        epsilon = [(each.epsilon, each.epsilon_behind) for each in blocks]
+        return cls(
+            **{name: joined(name) for name in cls.NUMBERS[:9]}, C=joined("C", 1),
+            b=torch.stack([each.b for each in blocks]), c=torch.stack([each.c for each in blocks]),
+            epsilon=torch.tensor(epsilon, dtype=torch.float64),
+            heads=places("Q"), units=places("A"), activation=last.activation, norm=last.norm,
+            every_token=last.every_token, causal=last.causal,
+        )  # fmt: skip
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in (*self.NUMBERS, "heads", "units")}
+
+    def flags(self) -> dict[str, str]:
+        return {
+            "activation": self.activation, "norm": self.norm,
+            "every_token": str(self.every_token), "causal": str(self.causal),
+        }  # fmt: skip
+
+    @property
+    def unknowns(self) -> int:
+        """Behind LayerNorms the mean of c is seen in the answers alone, one number for all."""
+        free = len(self.epsilon) - 1 if self.norm == "layer" else 0
+        return sum(block.unknowns for block in self.blocks) - free
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        found: list[Block] = []
+        for place, (first, second) in enumerate(self.epsilon.tolist()):
+            h, k = self.heads == place, self.units == place
+            top = place == len(self.epsilon) - 1
+            found.append(Block(
+                self.Q[h], self.q[h], self.K[h], self.V[h], self.O[h], self.b[place],
+                torch.zeros(int(h.sum()), 0, dtype=torch.float64), self.A[k], self.a[k],
+                self.G[k] if len(self.G) else self.G, self.g[k] if len(self.G) else self.g,
+                self.C[:, k], self.c[place], activation=self.activation, norm=self.norm,
+                epsilon=first, epsilon_behind=second,
+                every_token=self.every_token or not top, causal=self.causal,
+            ))  # fmt: skip
+        return tuple(found)
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        for block, (first, second) in zip(self.blocks, self.epsilon, strict=True):
+            tokens = block.added(tokens, first, second)
+        return tokens
 
 
 def plant_block(

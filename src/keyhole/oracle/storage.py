@@ -20,7 +20,7 @@ from keyhole.core.errors import (
 )
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
-from keyhole.oracle.block import Block
+from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import (
@@ -47,6 +47,7 @@ Planted = (
     | OutputMatrix
     | SubLayer
     | Block
+    | Blocks
 )
 KINDS = (
     "head", "multi-head", "one-layer", "relu", "attention", "attention-layers", "orthogonal-heads",
@@ -65,6 +66,7 @@ _CLASSES: dict[str, type[Planted]] = {
         OutputMatrix,
         SubLayer,
         Block,
+        Blocks,
     )
 }
 

@@ -9,6 +9,9 @@ all of them share is compared instead, number by number:
     b and biases     without norms b is moved into a and c, before LayerNorms its mean into c
     means            what a norm takes away is left out: of rows behind a LayerNorm, of O, b, C and
                      c where norms are behind the sums, and there D has the mean square 1
+
+Of blocks on top of each other each is compared with its own; before LayerNorms, means of biases are
+moved into the c of the last.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.block import Block
+from keyhole.oracle.block import Block, Blocks
 
 _PLACES = (0, 1, 5)  # at which rotary positions are compared
 
@@ -60,8 +63,27 @@ def canonical_block(block: Block) -> Block:
     return replace(block, **parts, C=block.C[:, order].contiguous())
 
 
-def compared(first: Block, second: Block) -> dict[str, float]:
+def _each(blocks: Block | Blocks) -> list[Block]:
+    if isinstance(blocks, Block):
+        return [blocks]
+    *lower, top = (canonical_block(block) for block in blocks.blocks)
+    if blocks.norm != "layer":
+        return [*lower, top]
+    shift = torch.stack([block.c.mean() for block in lower]).sum() if lower else 0.0
+    lower = [replace(block, c=_centred(block.c)) for block in lower]
+    return [*lower, replace(top, c=top.c + shift)]
+
+
+def compared(one: Block | Blocks, two: Block | Blocks) -> dict[str, float]:
     """The largest difference of each part of two blocks, relative to its largest number."""
+    ours, theirs = _each(one), _each(two)
+    if len(ours) != len(theirs):
+        raise InputError(f"there are {len(ours)} blocks in one, and {len(theirs)} in the other")
+    parts = [_compared(*pair) for pair in zip(ours, theirs, strict=True)]
+    return {name: max(part[name] for part in parts) for name in parts[0]}
+
+
+def _compared(first: Block, second: Block) -> dict[str, float]:
     for name in ("dim", "norm", "activation"):
         ours, theirs = getattr(first, name), getattr(second, name)
         if ours != theirs:
@@ -95,7 +117,7 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     }
 
 
-def difference(first: Block, second: Block, tolerance: float = 1e-9) -> str:
+def difference(first: Block | Blocks, second: Block | Blocks, tolerance: float = 1e-9) -> str:
     """In what two blocks differ as functions; empty if they are the same."""
     try:
         errors = compared(first, second)

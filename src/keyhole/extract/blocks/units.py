@@ -56,6 +56,7 @@ _RANK_ONE = 1e-5  # 1 − ‖P_S(aaᵀ)‖² below this
 _NEARLY = 1e-2
 _TURNS = 4
 _NEWTON = 20
+_TANGENTS = 8  # steps in which plain units are reached; at gated ones they halve only
 _SAME = 1e-4  # of cosines
 _TRIES = 48  # starts of the fit of one unit's numbers
 _DRAWS, _MORE_DRAWS = 64, 8192  # of which each start is the best; for units that miss
@@ -215,7 +216,7 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
             a, before = normalize(step + 0.1 * a, dim=1), a
             if float((a - before).abs().max()) < _STEADY:
                 break
-        plain, gated = _settled(basis, a, before)
+        plain, gated = _settled(basis, a)
         count = len(found)
         found = distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
         quiet = quiet + 1 if len(found) == count else 0
@@ -242,20 +243,20 @@ def _outside(basis: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return own - at_x.mT @ at_y
 
 
-def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _settled(basis: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """The iterates that are solutions, taken as plain units and as gated ones.
 
+    Where S is nearly full, iterates come near plain units only slowly: Newton's method ends it.
     At a gated unit the maximum is flat: from a towards w, aaᵀ leaves S with the fourth power only.
     But the plane of a and w is known, and in it S has two of the three symmetric matrices, a∘a and
     a∘w. The third, orthogonal to them, is nnᵀ with n orthogonal to a. Newton's method on both
     conditions, a∘a and a∘w in S, does the rest.
     """
     own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
-    steady = (a - before).abs().amax(1) < 1e4 * _STEADY
-    plain = a[(own < _RANK_ONE) & steady]
     a = a[own < _NEARLY]
     if not len(a):
-        return plain, a
+        return a, a
+    plain = _newton(basis, a)
     packed = symmetric_basis(basis)
     for _ in range(_TURNS):
         plane = torch.linalg.eigh(_outside(basis, a, a))[1][..., :2].mT  # (n, 2, q)
@@ -292,6 +293,21 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         [torch.einsum("ni,nij,nj->n", x, _outside(basis, a, a), x) for x in (a, w)]
     ).amax(0)
     return plain, a[both < _RANK_ONE / 100]
+
+
+def _newton(basis: Tensor, a: Tensor) -> Tensor:
+    """Those of a from which Newton's method for aaᵀ in the span ends at a unit, and it."""
+    identity = torch.eye(a.shape[1], dtype=torch.float64)
+    step, ridge = a, 1e-12 * identity
+    for _ in range(_TANGENTS):
+        outside, along = _outside(basis, a, a), a[:, :, None] * a[:, None]
+        across = identity - along
+        slope = across @ outside @ a[..., None]
+        square = across @ outside @ across + along + ridge
+        step = torch.linalg.solve(square, slope / 2)[..., 0]
+        a = normalize(a - step, dim=1)
+    own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
+    return a[(own < _RANK_ONE) & (step.abs().amax(1) < 1e4 * _STEADY)]
 
 
 def symmetric_basis(basis: Tensor) -> Tensor:

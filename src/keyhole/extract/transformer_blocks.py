@@ -1,0 +1,315 @@
+"""Transformer blocks on top of each other, with norms in front of their parts (ours).
+
+For blocks l = 1 … L of oracle/block.py, each with heads, units and biases b_l and c_l of its own,
+
+    h = x + b_l + Attention_l(N(x)),    x ← h + F_l(N(h)),    F_l(u) = C_l·f(u) + c_l
+
+let u be tokens that N leaves as they are but for its ε.
+
+**Theorem (depth is invisible from afar).** The last of the tokens Λu_1, …, Λu_n answers
+
+    Λu_n + Σ_h Σ_j a_hj·u_j M_h + Σ_l b_l + Σ_l F_l(u_n) + O(1/Λ),    M_h = V_h O_h
+
+with the weights a_h that heads have for u_1, …, u_n: one block with the heads and units of all.
+*Proof.* What a block adds to Λu_j is bounded, so every norm sees u_j + O(1/Λ), masked or not.
+
+So units.py and fit.py read the units of all blocks, and pairs of tokens show the heads of all:
+
+    y([Λ(u+δ) ; Λu]) − y([Λu]) → Σ_h σ(u·g_h)·δM_h,    g_h = B_h δ − 2(r_h·δ)/|δ|²·δ
+
+with B_h = Q_h K_hᵀ and r_h = K_h q_h, since the two are equally long and u·δ = −|δ|²/2. For each δ
+this is a network of H units; its g_h are linear in B_h and r_h. Σ_h M_h tells the units' signs.
+
+**Theorem (blocks are identifiable).** In general position the term of order 1/Λ of single tokens
+shows the block of every unit and head, and all biases (docs/mathematics.md): a unit of block l has
+N(h) moved by u·Σ M_h over the heads up to block l, by biases, and by the units of earlier blocks.
+
+By least squares: every unit and head is in all blocks at once, with shares that add up to 1 and are
+sought, on tokens of ordinary length. They end at 0 or 1; then all numbers are fitted together. One
+block more is tried as long as fewer leave something unexplained.
+
+Limits. The units of all blocks together are as many as block.py reads: about d²/2, half as many
+with gates. Fewer than d heads in all, whose number a rank shows. No positions. Norms behind sums
+and blocks without norms are refused: nothing there takes a token through a block as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
+from keyhole.extract.attention_layers import find_network, fit_network
+from keyhole.extract.block import View, far_units, last, turned_units, unit_signs
+from keyhole.extract.blocks.fit import values
+from keyhole.extract.blocks.units import Units
+from keyhole.extract.extraction import Step
+from keyhole.extract.gauss_newton import refined
+from keyhole.extract.judge import Method
+from keyhole.oracle.block import Blocks
+from keyhole.oracle.planted import Parametric
+from keyhole.oracle.protocol import Oracle, ask
+
+_FAR = 2.0**20
+_LENGTHS = (1.0, 0.7, 1.3, 0.5)  # of δ next to tokens, where heads were not found
+_NEAR = (0.3, 0.1)  # how far other δ are, where heads are followed
+_RANK = 1e-3  # of the largest singular value
+_SHORTER = (64.0, 16.0, 4.0)  # tokens that show blocks
+_DEEPEST = 3  # blocks
+_CLOSE = 1e-2  # what may be left of y − x, before all numbers are fitted
+_WHOLE = 0.1  # how far from 0 or 1 a share may be
+_MORE = 1.5  # answers for each unknown
+_TOKENS = 4
+_EXACT = 1e-7  # of the answers, that may be left in the end
+
+
+@dataclass(frozen=True)
+class TransformerBlocks(Method):
+    """Exact extraction of blocks on top of each other that return vectors."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        view = View.open(oracle, stream)
+        if view.norm not in ("rms", "layer"):
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "blocks on top of each other are read with norms in front of their parts only",
+            )
+        units, linear = far_units(view, stream)
+        heads = _heads(view, stream)
+        turned = unit_signs(units, linear[:-1] - heads.M.sum(0))
+        if turned is None:
+            raise _unread("heads and units do not add up to what single tokens answer")
+        units = turned_units(units, turned)
+        model = _polished(view, _dealt(view, units, heads, stream), stream)
+        yield Step(
+            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+        )
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """`B` (H, e, e), `r` (H, e) and `M` (H, e, d), of tokens as the norm leaves them."""
+
+    B: Tensor
+    r: Tensor
+    M: Tensor
+
+    def seen(self, delta: Tensor) -> Tensor:
+        """g of all heads."""
+        return self.B @ delta - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
+
+    @classmethod
+    def of(cls, deltas: Tensor, g: Tensor, u: Tensor) -> _Heads:
+        """From g (n, H, e) and u (n, H, d) of several δ (n, e) of one length."""
+        n, e = deltas.shape
+        identity = torch.eye(e, dtype=torch.float64)
+        of_B = torch.einsum("ab,nc->nabc", identity, deltas).reshape(n * e, e * e)
+        of_r = -2 * torch.einsum("na,nb->nab", deltas, deltas) / deltas[0].square().sum()
+        solved = least_squares(
+            torch.cat([of_B, of_r.reshape(n * e, e)], 1), g.transpose(1, 2).reshape(n * e, -1)
+        )
+        M = least_squares(deltas, u.flatten(1)).unflatten(1, u.shape[1:]).transpose(0, 1)
+        return cls(solved[: e * e].mT.unflatten(1, (e, e)), solved[e * e :].mT, M)
+
+
+def _gates(z: Tensor) -> tuple[Tensor, Tensor]:
+    value = torch.sigmoid(z)
+    return value, value * (1 - value)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Asks [Λ(u+δ) ; Λu] for many u, with δ of one length."""
+
+    view: View
+    directions: Tensor  # (N, e)
+
+    def points(self, delta: Tensor) -> Tensor:
+        """Tokens u as long as u + δ."""
+        along = normalize(delta, dim=0)
+        across = self.directions - (self.directions @ along)[:, None] * along
+        rest = math.sqrt(self.view.dim - float(delta.square().sum()) / 4)
+        return rest * normalize(across, dim=1) - delta / 2
+
+    def answers(self, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The points, and Σ_h σ(u·g_h)·δM_h."""
+        u = self.points(delta)
+        far, other = (_FAR * each @ self.view.axes.mT for each in (u, u + delta))
+        y = last(self.view.oracle, torch.stack([other, far], 1)) - self.view.ask(far)
+        return u, y
+
+
+def _heads(view: View, stream: torch.Generator) -> _Heads:
+    e = view.axes.shape[1]
+
+    def drawn(count: int) -> Tensor:
+        return normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
+
+    for share in _LENGTHS:
+        length = share * math.sqrt(view.dim)
+        pairs, first = _Pairs(view, drawn(3 * e + 16)), length * drawn(1)[0]
+        found = find_network(_gates, *pairs.answers(first), stream)
+        if found is None:
+            continue
+        g, u = found
+        fewer = replace(pairs, directions=pairs.directions[: e + 2 * len(u) + 8])
+        for near in _NEAR:
+            deltas = length * normalize(first / length + near * drawn(e + 3), dim=1)
+            followed = _followed(fewer, deltas, g.expand(len(deltas), -1, -1))
+            if followed is None:
+                continue
+            deltas = length * drawn(e + 6)
+            again = _followed(fewer, deltas, torch.stack([followed.seen(each) for each in deltas]))
+            if again is not None:
+                return again
+    raise _unread("no network of as many heads as there seem to be explains the answers")
+
+
+def _followed(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
+    g, u = list[Tensor](), list[Tensor]()
+    for delta, start in zip(deltas, starts, strict=True):
+        near, value, explained = fit_network(_gates, *pairs.answers(delta), start)
+        if not explained:
+            return None
+        g.append(near)
+        u.append(value)
+    return _Heads.of(deltas, torch.stack(g), torch.stack(u))
+
+
+def _halves(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors (H, n, k) and (H, k, m) of matrices, with k the largest rank of one."""
+    left, sizes, right = torch.linalg.svd(matrices, full_matrices=False)
+    k = int((sizes > _RANK * sizes[:, :1]).sum(1).max())
+    roots = sizes[:, :k].sqrt()
+    return left[..., :k] * roots[:, None], roots[..., None] * right[:, :k]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares(Parametric):
+    """Single tokens, each unit and head in all blocks with a share; those of the last are left."""
+
+    view: View
+    known: Units
+    M: Tensor
+    of_heads: Tensor  # (L − 1, H)
+    of_units: Tensor  # (L − 1, width)
+    b: Tensor  # (L, d)
+    c: Tensor
+    kind = "shares"
+
+    @property
+    def dim(self) -> int:
+        return self.view.dim
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("of_heads", "of_units", "b", "c")}
+
+    @property
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Of the heads (L, H) and of the units (L, width)."""
+        heads, units = (
+            torch.cat([part, 1 - part.sum(0, keepdim=True)])
+            for part in (self.of_heads, self.of_units)
+        )
+        return heads, units
+
+    @property
+    def whole(self) -> bool:
+        """Is each in one block?"""
+        return all(float((each - each.round()).abs().max()) <= _WHOLE for each in self.shares)
+
+    def blocks(self, heads: _Heads) -> Blocks:
+        """Each in its block; the widths of heads are ranks."""
+        (of_heads, by_head), (of_units, by_unit) = (
+            each.argmax(0).sort(stable=True) for each in self.shares
+        )
+        view, units = self.view, self.known
+        scores = _halves(torch.cat([heads.B, heads.r[:, None]], 1)[by_head])
+        values = _halves(heads.M[by_head])
+        lift = view.axes
+        gated = len(units.G) > 0
+        parts = {
+            "Q": lift @ scores[0][:, :-1], "q": scores[0][:, -1], "K": lift @ scores[1].mT,
+            "V": lift @ values[0], "O": values[1],
+            "A": units.A[by_unit] @ lift.mT, "a": units.a[by_unit],
+            "G": (units.G[by_unit] if gated else units.G) @ lift.mT,
+            "g": units.g[by_unit] if gated else units.g, "C": units.C[:, by_unit],
+            "b": self.b, "c": self.c, "epsilon": torch.zeros(len(self.b), 2, dtype=torch.float64),
+            "heads": of_heads.double(), "units": of_units.double(),
+        }  # fmt: skip
+        return Blocks(
+            **{name: part.contiguous() for name, part in parts.items()},
+            activation=units.activation, norm=view.norm,
+            every_token=view.every_token, causal=view.causal,
+        )  # fmt: skip
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        x = tokens[:, -1]
+        for heads, units, b, c in zip(*self.shares, self.b, self.c, strict=True):
+            M = torch.einsum("h,hed->ed", heads, self.M)
+            x = x + self.view.normed(x, 0.0) @ M + b
+            x = x + (units * values(self.known, self.view.normed(x, 0.0))) @ self.known.C.mT + c
+        return x
+
+
+def _dealt(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> Blocks:
+    """Heads and units in those blocks, as few as can be, that answer single tokens alike."""
+    width, count = len(units.A), len(heads.M)
+    unknowns = (_DEEPEST - 1) * (count + width) + 2 * _DEEPEST * view.dim
+    asked: list[tuple[Tensor, Tensor]] = []
+    for length in _SHORTER:
+        tokens = view.tokens(math.ceil(_MORE * unknowns / view.dim) + 8, length, stream)
+        asked.append((tokens.unsqueeze(1), view.ask(tokens)))
+    left = math.inf
+    for depth in range(1, _DEEPEST + 1):
+        zeros = torch.zeros(depth, view.dim, dtype=torch.float64)
+        even = torch.full((depth - 1, count + width), 1 / depth, dtype=torch.float64)
+        model = _Shares(view, units, heads.M, even[:, :count], even[:, count:], zeros, zeros)
+        for tokens, y in asked:
+            model = refined(model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))])
+            left = float((model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm())
+        if left <= _CLOSE and model.whole:
+            return model.blocks(heads)
+    raise _unread(
+        f"{count} heads and {width} units in up to {_DEEPEST} blocks leave {left:.0e} of what "
+        "ordinary tokens answer"
+    )
+
+
+def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
+    """All numbers at once, by least squares: far tokens lost half of the digits."""
+    free = [name for name in model.NUMBERS if getattr(model, name).numel()]
+    unknowns, d = sum(getattr(model, name).numel() for name in free), view.dim
+    count = math.ceil(_MORE * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
+    tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
+    tokens[::2] /= 4  # short ones show every ε
+    y = ask(view.oracle, tokens)
+    model = refined(model, free, [(tokens, y, torch.ones_like(y))])
+    left = float((model(tokens) - y).norm() / y.norm())
+    if not left <= _EXACT:
+        raise _unread(f"{_described(model)} leave {left:.0e} of the answers unexplained")
+    return replace(model, epsilon=model.epsilon.clamp(min=0.0))
+
+
+def _described(model: Blocks) -> str:
+    sizes = [
+        "{} heads and {} {}{} units".format(
+            len(block.Q), len(block.A), block.activation, " gated" * bool(len(block.G))
+        )
+        for block in model.blocks
+    ]
+    return f"{len(sizes)} blocks of " + ", of ".join(sizes)
+
+
+def _unread(why: str) -> Unsuccessful:
+    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as blocks on top of each other: {why}")
