@@ -80,10 +80,7 @@ class TransformerBlocks(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "blocks on top of each other are read with norms in front of their parts only",
-            )
+            raise _unread("there are no norms in front of attention and feed-forward layers")
         units, linear = far_units(view, stream)
         heads = _heads(view, stream)
         turned = unit_signs(units, linear[:-1] - heads.M.sum(0))
