@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 import reference
 from keyhole import extract
 from keyhole.core import Status
-from keyhole.extract.blocks import behind
+from keyhole.extract.blocks import behind, units
 from keyhole.extract.blocks.canonical import canonical_block, difference
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.units import Units, symmetric
@@ -135,6 +135,17 @@ def test_matrices_of_rank_one_are_found_in_their_span():
     found = rank_ones(span, 8, 20, stream, 64)
     assert len(found) == 20
     assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-10
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_units_are_found_where_they_nearly_fill_the_matrices(seed):
+    stream = torch.Generator().manual_seed(seed)
+    a = normalize(torch.randn(8, 5, generator=stream, dtype=torch.float64), dim=1)
+    one = torch.eye(5, dtype=torch.float64)
+    span = torch.cat([symmetric(a, a), symmetric(one, one).sum(0, keepdim=True)])
+    found, partners = units.rank_ones(units.unpacked(torch.linalg.qr(span.mT)[0].mT, 5), 8, stream)
+    assert partners is None
+    assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-12
 
 
 def test_attention_is_read_through_norms_behind_the_sums():
