@@ -13,7 +13,7 @@ from keyhole import extract
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract.blocks.canonical import compared, difference
-from keyhole.oracle import Block, Blocks, load, save
+from keyhole.oracle import Block, Blocks, Rounded, load, save
 from keyhole.oracle.block import plant_block
 
 GELU = {"dim": 6, "heads": 1, "head_dim": 2, "width": 2, "activation": "gelu", "norm": "rms"}
@@ -126,6 +126,12 @@ def test_blocks_are_compared_in_what_answers_show():
     assert not difference(target, same, 1e-12)
     assert "differs" in difference(target, replace(target, c=2 * target.c), 1e-6)
     assert "2 blocks in one, and 3" in difference(target, planted(CENTRED, 3))
+
+
+def test_rounded_answers_are_not_called_another_kind():
+    result = extract.TransformerBlocks()(Rounded(planted(GELU), 5))
+    assert result.status is Status.UNVERIFIED
+    assert "float64 would do" in result.reason
 
 
 def test_what_is_not_read_is_refused():

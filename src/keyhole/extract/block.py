@@ -108,16 +108,7 @@ class TransformerBlock(Method):
     device: str = "cpu"  # where a wide block with norms behind its sums is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        try:
-            yield from self._steps(oracle)
-        except (Unsuccessful, LinAlgError, NotFinite) as end:
-            if (error := _coarse(oracle)) > EXACT:
-                raise Unsuccessful(
-                    Status.UNVERIFIED,
-                    f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
-                    "differences of answers exact to 1e-12: float64 would do",
-                ) from end
-            raise
+        yield from if_exact(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
@@ -166,6 +157,20 @@ class TransformerBlock(Method):
             f"{len(network.units.A)} {network.units.activation} units were read, but not the "
             f"attention in front of them: {why}",
         )
+
+
+def if_exact(oracle: Oracle, steps: Iterator[Step]) -> Iterator[Step]:
+    """The steps; where they fail and the answers are coarse, nothing could be checked."""
+    try:
+        yield from steps
+    except (Unsuccessful, LinAlgError, NotFinite) as end:
+        if (error := _coarse(oracle)) > EXACT:
+            raise Unsuccessful(
+                Status.UNVERIFIED,
+                f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
+                "differences of answers exact to 1e-12: float64 would do",
+            ) from end
+        raise
 
 
 def _coarse(oracle: Oracle) -> float:

@@ -46,7 +46,14 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.block import View, far_units, last, turned_units, unit_signs
+from keyhole.extract.block import (
+    View,
+    far_units,
+    if_exact,
+    last,
+    turned_units,
+    unit_signs,
+)
 from keyhole.extract.blocks.fit import values
 from keyhole.extract.blocks.units import Units
 from keyhole.extract.extraction import Step
@@ -77,6 +84,9 @@ class TransformerBlocks(Method):
     tolerance: float = 1e-8
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
+        yield from if_exact(oracle, self._steps(oracle))
+
+    def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
@@ -299,13 +309,15 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
 
 
 def _described(model: Blocks) -> str:
-    sizes = [
-        "{} heads and {} {}{} units".format(
-            len(block.Q), len(block.A), block.activation, " gated" * bool(len(block.G))
-        )
+    def counted(count: int, what: str) -> str:
+        return f"{count} {what}{'s' * (count != 1)}"
+
+    unit = f"{model.activation} unit" if not len(model.G) else f"gated {model.activation} unit"
+    each = [
+        f"{counted(len(block.Q), 'head')} and {counted(len(block.A), unit)}"
         for block in model.blocks
     ]
-    return f"{len(sizes)} blocks of " + ", of ".join(sizes)
+    return f"{counted(len(each), 'block')}: " + ", then ".join(each)
 
 
 def _unread(why: str) -> Unsuccessful:
