@@ -69,7 +69,8 @@ _NEAR = (0.3, 0.1)  # how far other δ are, where heads are followed
 _RANK = 1e-3  # of the largest singular value
 _SHORTER = (64.0, 16.0, 4.0)  # tokens that show blocks
 _DEEPEST = 3  # blocks
-_CLOSE = 1e-2  # what may be left of y − x, before all numbers are fitted
+_STARTS = 3  # of shares: equal ones, then random ones
+_CLOSE = 1e-3  # what may be left of y − x, before all numbers are fitted
 _WHOLE = 0.1  # how far from 0 or 1 a share may be
 _MORE = 1.5  # answers for each unknown
 _TOKENS = 4
@@ -232,8 +233,11 @@ class _Shares(Parametric):
 
     @property
     def whole(self) -> bool:
-        """Is each in one block?"""
-        return all(float((each - each.round()).abs().max()) <= _WHOLE for each in self.shares)
+        """Is each in one block, and some in every block?"""
+        return all(
+            float((each - each.round()).abs().max()) <= _WHOLE and bool(each.round().any(1).all())
+            for each in self.shares
+        )
 
     def blocks(self, heads: _Heads) -> Blocks:
         """Each in its block; the widths of heads are ranks."""
@@ -280,13 +284,16 @@ def _dealt(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> 
     left = math.inf
     for depth in range(1, _DEEPEST + 1):
         zeros = torch.zeros(depth, view.dim, dtype=torch.float64)
-        even = torch.full((depth - 1, count + width), 1 / depth, dtype=torch.float64)
-        model = _Shares(view, units, heads.M, even[:, :count], even[:, count:], zeros, zeros)
-        for tokens, y in asked:
-            model = refined(model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))])
-            left = float((model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm())
-        if left <= _CLOSE and model.whole:
-            return model.blocks(heads)
+        for start in range(_STARTS if depth > 1 else 1):
+            some = torch.rand(depth, count + width, generator=stream, dtype=torch.float64)
+            some = torch.ones_like(some) if not start else some
+            some = (some / some.sum(0))[:-1]
+            model = _Shares(view, units, heads.M, some[:, :count], some[:, count:], zeros, zeros)
+            for tokens, y in asked:
+                model = refined(model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))])
+                left = float((model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm())
+            if left <= _CLOSE and model.whole:
+                return model.blocks(heads)
     raise _unread(
         f"{count} heads and {width} units in up to {_DEEPEST} blocks leave {left:.0e} of what "
         "ordinary tokens answer"
