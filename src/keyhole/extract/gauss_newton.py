@@ -17,16 +17,15 @@ from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, cast
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor
 
 from keyhole.core.numerics import least_squares
 from keyhole.oracle.planted import Parametric
 
 _STEPS = 8
-_INNER = 100  # products with the Jacobian for a step
+_INNER = 100  # conjugate gradients for a step,
+_TINY = 1e-12  # of the squared slope: where they end
 _EXACT = 1e-30  # of the squared answers: misses that are only rounding
 _HALVINGS = 8
 _GAIN = 1e-4  # relative gain of a step below which it is the last
@@ -95,16 +94,8 @@ def fitted_head(v: Tensor, W: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, T
 
     flat = torch.cat([v, W.flatten()])
     for _ in range(_STEPS):
-        predicted, pull = torch.func.vjp(model, flat)
-        push = torch.func.vjp(lambda r, pull=pull: pull(r)[0], predicted)[1]
-        J = LinearOperator(
-            (len(answers), len(flat)), dtype=np.float64,
-            matvec=lambda x, push=push: push(torch.from_numpy(x))[0].numpy(),
-            rmatvec=lambda y, pull=pull: pull(torch.from_numpy(y))[0].numpy(),
-        )  # fmt: skip
-        miss = answers - predicted
-        step = torch.from_numpy(lsmr(J, miss.numpy(), atol=1e-6, btol=1e-8, maxiter=_INNER)[0])
-        cost = float(miss @ miss)
+        miss = answers - model(flat)
+        cost, step = float(miss @ miss), _gauss_newton(model, flat, miss)
         if cost <= _EXACT * float(answers @ answers):
             break
         for halving in range(_HALVINGS):
@@ -118,6 +109,30 @@ def fitted_head(v: Tensor, W: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, T
         if cost - left <= _GAIN * left:
             break
     return flat[:d], flat[d:].view(d, d)
+
+
+def _gauss_newton(model: Callable[[Tensor], Tensor], at: Tensor, miss: Tensor) -> Tensor:
+    """The step that minimises ‖J·step − miss‖, by conjugate gradients on the normal equations."""
+    x, r = at.clone().requires_grad_(), torch.zeros_like(miss, requires_grad=True)
+    answers = model(x)
+    (linear,) = torch.autograd.grad(answers, x, r, create_graph=True)  # Jᵀr, whose slope is J
+
+    def pulled(r: Tensor) -> Tensor:
+        return torch.autograd.grad(answers, x, r, retain_graph=True)[0]
+
+    step, slope = torch.zeros_like(at), pulled(miss)
+    direction, size = slope, float(slope @ slope)
+    enough = _TINY * size
+    for _ in range(_INNER):
+        (moved,) = torch.autograd.grad(linear, r, direction, retain_graph=True)
+        curvature = float(moved @ moved)
+        if size <= enough or not curvature > 0:
+            break
+        step, miss = step + size / curvature * direction, miss - size / curvature * moved
+        slope = pulled(miss)
+        size, before = float(slope @ slope), size
+        direction = slope + size / before * direction
+    return step
 
 
 def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
