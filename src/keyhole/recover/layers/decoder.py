@@ -40,7 +40,6 @@ from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
 from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
-from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
 _COARSE = 0.01  # of the leak's spread: with stated noise above it several tokens may pass
@@ -79,7 +78,6 @@ class DecoderStates:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         if not target.parts.causal:
             raise Unsuccessful(Status.NOT_APPLICABLE, "only a causal model is read left to right")
-        leaks = whole_rows(target, leaks)
         texts, orders = begun(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         batch = self.batch or (1 if target.parts.device.type == "cpu" else 16)

@@ -47,7 +47,6 @@ from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.layers.ordering import Orderings
 from keyhole.recover.layers.precision import compare, precision_of
-from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import HiddenStates, Leak
 
 _RIDGE = 1e-5
@@ -77,7 +76,7 @@ class UnorderedStates:
         expect_count("orders", self.orders)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        rows = [cast("HiddenStates", leak) for leak in whole_rows(target, leaks)]
+        rows = [cast("HiddenStates", leak) for leak in leaks]
         samples = self.samples or max(4000, 128 * target.parts.width)
         max_length = max(len(leak.values) for leak in rows)
         positions = fit_positions(target, rows[0].exposure, max_length, samples, self.seed)
@@ -303,7 +302,6 @@ class UnorderedPrefixes:
             raise InputError(f"fans must be positive: got {self.fans}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        leaks = whole_rows(target, leaks)
         texts, orderings = begun(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
