@@ -97,9 +97,9 @@ class TextRecovery(Recovery):
     leaked one, where one vector leaked. `passes` counts forward–backward passes plus `forwards`,
     those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
     the forward passes that were spent once for the model and layer, on no text in particular,
-    `tested` the tokens that a left-to-right search tried. `seconds` are those of this text: of what
-    was done for several at once, its share. `pieces` are the tokens as they are written: one for
-    each mark, joined they are the text.
+    `tested` the tokens that a left-to-right search tried. `seconds` passed since the text before
+    this one came, or since the start. `pieces` are the tokens as they are written: one for each
+    mark, joined they are the text.
     """
 
     status: Status

@@ -344,7 +344,7 @@ def _recovering(
                 yield rest[place], recovery
         if read:
             return
-    count = TokenCount(texts, progress, started)
+    count, since = TokenCount(texts, progress), started or time.perf_counter()
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -354,18 +354,15 @@ def _recovering(
         name = type(attack).__name__
         with solvable(target.model):
             for number, proposal in attack(target, texts):
-                count.share(number)
                 recovery = _judged(judge, target, texts[number], proposal, name)
                 left.discard(number)
                 count.set(number, len(recovery.ids))
-                yield number, replace(recovery, seconds=count.seconds(number))
-                count.go_on()
+                yield number, replace(recovery, seconds=time.perf_counter() - since)
+                since = time.perf_counter()
     except Unsuccessful as end:
-        count.share(*left)
+        seconds = (time.perf_counter() - since) / max(1, len(left))
         for number in sorted(left):
-            seconds = count.seconds(number)
             yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
-            count.go_on()
 
 
 def _unmixed(

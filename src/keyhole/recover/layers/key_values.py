@@ -87,7 +87,6 @@ def _stacked(target: Target, number: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _look_up(target: Target, inputs: Sequence[Tensor]) -> Iterator[tuple[int, Proposal]]:
     """The token at each position whose own input of the first attention is nearest."""
-    target.count.begin(range(len(inputs)))
     max_length = max(len(x) for x in inputs)
     padded = nn.utils.rnn.pad_sequence(list(inputs), batch_first=True).nan_to_num(0.0)
 

@@ -83,7 +83,6 @@ class UnorderedStates:
         texts = [_Text(number, leak, positions) for number, leak in enumerate(rows)]
         forward_only = EncoderStates(rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
-            target.count.begin(text.number for text in texts)
             _try(target, forward_only, texts)
             yield from ((text.number, text.proposal(positions)) for text in texts if text.fits)
             texts = [text for text in texts if not text.fits]
@@ -305,7 +304,6 @@ class UnorderedPrefixes:
         texts, orderings = begun(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
-            target.count.begin([text.number])
             self._read(target, leaks[0].exposure, orderings, text)
             yield text.number, text.proposal(target, fitting)
             fitting = 0  # spent once for all texts
