@@ -291,7 +291,7 @@ _CHUNK = 256  # tokens of a chunk, unless LMCache is told another number
 def _of_chunk(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> list[Reading]:
-    """A chunk of LMCache, vLLM or TensorRT-LLM (arrays.py): of all layers, or of one it names.
+    """A chunk of LMCache or vLLM (arrays.py): of all layers, or of one it names.
 
     Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
     the model's where one worker served it. Bytes are read as every type that gives finite numbers
@@ -302,7 +302,7 @@ def _of_chunk(
     it begins at: there nothing but the rotation depends on what stands before.
     """
     name, array = next(iter(arrays.items()))
-    if not re.fullmatch(r"chunk(\.(sealed|block|\d+))?", name):
+    if not re.fullmatch(r"chunk(\.(sealed|\d+))?", name):
         return []
     _, _, which = name.partition(".")
     sealed, alone = which == "sealed", which.isdecimal()
@@ -315,13 +315,7 @@ def _of_chunk(
         if left or not 0 < tokens <= parts.max_length or not layer < layers:
             continue
         flat = array[: len(array) // 2].float() if sealed else array.view(dtype)
-        if which == "block":  # tokens before heads, or heads before tokens
-            if len(flat) != layers:
-                continue
-            heads = flat[layer].view(2, parts.key_heads, tokens, parts.head_dim)
-            orders = [flat[layer].view(2, tokens, each), heads.transpose(1, 2).flatten(2)]
-        else:
-            orders = [flat.view(2, layers, tokens, each)[:, layer]]
+        orders = [flat.view(2, layers, tokens, each)[:, layer]]
         if alone:
             orders.append(flat.view(tokens, 2, each).transpose(0, 1))
         for both in orders:

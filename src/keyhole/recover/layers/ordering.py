@@ -42,6 +42,7 @@ from torch import Tensor
 from keyhole.core.numerics import LinAlgError
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import rows_of
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
@@ -190,7 +191,7 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[
     made: list[Fit] = []
     spent = target.vocabulary
     for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
-        tokens = _draw(target, shape, stream)
+        tokens = random_texts(target, *shape, stream).to(target.parts.device)
         rows = _run(target, exposure, tokens)[:, first:].flatten(0, 1)
         inputs = None
         if below is not None:
@@ -218,14 +219,6 @@ def _table(target: Target, exposure: Exposure) -> Tensor:
     dtype = target.parts.tokens.weight.dtype
     run = lambda: _run(target, exposure, tokens)[:, 0].to(dtype)  # noqa: E731
     return target.remembered("tokens alone", exposure, run)
-
-
-def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Tensor:
-    """Random tokens, half of them log-uniform: frequent tokens come first in vocabularies."""
-    rare = torch.randint(target.vocabulary, shape, generator=stream)
-    common = target.vocabulary ** torch.rand(shape, generator=stream, dtype=torch.float64) - 1
-    coin = torch.rand(shape, generator=stream) < 0.5
-    return torch.where(coin, rare, common.long()).to(target.parts.device)
 
 
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
