@@ -33,7 +33,7 @@ kept for the next leak of the same exposure, which may be the same text in anoth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -202,15 +202,22 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
-    """The matrix that turns a last hidden state into scores of the next token; else None."""
-    parts = target.parts
-    if exposure != Exposure("hidden", parts.layers):
+    """The matrix that turns a last hidden state into scores of the next token; else None.
+
+    Rows of length one are taken to have been as long as those of random tokens usually are.
+    """
+    parts, last = target.parts, Exposure("hidden", target.parts.layers)
+    if exposure not in (last, replace(last, unit=True)):
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        return head.weight.detach().float()
     tied = getattr(parts.base.config, "tie_word_embeddings", False)
-    return parts.table.float() if tied else None
+    if head is None and not tied:
+        return None
+    weight = parts.table.float() if head is None else head.weight.detach().float()
+    if not exposure.unit:
+        return weight
+    tokens = random_texts(target, 4, _LENGTH, torch.Generator().manual_seed(0))
+    return weight * _run(target, last, tokens.to(parts.device)).norm(dim=-1).median()
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
