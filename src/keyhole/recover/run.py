@@ -64,23 +64,6 @@ class LeakRead:
     exact: bool | None = None
     shared: Shared | None = None
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        file: Opened,
-        recovery: TextRecovery,
-        tokenizer: Any,
-        original: Original | None,
-        before: bool,
-    ) -> LeakRead:
-        exact = shared = None
-        if original is not None:
-            exact = original.is_exactly(tokenizer, recovery.ids)
-            shared = original.shared(tokenizer, recovery.ids)
-        padding = getattr(tokenizer, "pad_token_id", None)
-        return cls(number, file.name, file.leak.digest, recovery, before, padding, exact, shared)
-
     def to_dict(self) -> dict[str, Any]:
         known = {}
         if self.shared is not None:
@@ -129,9 +112,14 @@ def run(
 
     def finish(number: int, recovery: TextRecovery, before: bool = False) -> None:
         done[number] = recovery
-        if notify is not None:
-            file, original = opened[number], originals[number]
-            notify(LeakRead.of(number, file, recovery, loaded.tokenizer, original, before))
+        if notify is None:
+            return
+        file, original, words, known = opened[number], originals[number], loaded.tokenizer, ()
+        if original is not None:
+            ids = recovery.ids
+            known = (original.is_exactly(words, ids), original.shared(words, ids))
+        about = (number, file.name, file.leak.digest, recovery, before)
+        notify(LeakRead(*about, getattr(words, "pad_token_id", None), *known))
 
     with (
         Journal(out, _identity(loaded, method, corpus)) as journal,
