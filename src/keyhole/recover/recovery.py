@@ -8,10 +8,10 @@ Verdict, and every recovery is one type, judged token by token and saved like al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from keyhole.core import Status, environment
 from keyhole.core.result import Result
@@ -55,10 +55,8 @@ class Verdict:
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
 
-class Judge(Protocol):
-    """Runs the model of `target` on a proposal and compares with `leak`."""
-
-    def __call__(self, target: Any, leak: Any, ids: list[int], /) -> Verdict: ...
+# Runs the model of a target on proposed ids and compares with the leak.
+Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):

@@ -114,12 +114,14 @@ def run(
         done[number] = recovery
         if notify is None:
             return
-        file, original, words, known = opened[number], originals[number], loaded.tokenizer, ()
+        file, original, words = opened[number], originals[number], loaded.tokenizer
+        padding = getattr(words, "pad_token_id", None)
+        read = LeakRead(number, file.name, file.leak.digest, recovery, before, padding)
         if original is not None:
             ids = recovery.ids
-            known = (original.is_exactly(words, ids), original.shared(words, ids))
-        about = (number, file.name, file.leak.digest, recovery, before)
-        notify(LeakRead(*about, getattr(words, "pad_token_id", None), *known))
+            exact, shared = original.is_exactly(words, ids), original.shared(words, ids)
+            read = replace(read, exact=exact, shared=shared)
+        notify(read)
 
     with (
         Journal(out, _identity(loaded, method, corpus)) as journal,

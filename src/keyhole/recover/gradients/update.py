@@ -115,12 +115,20 @@ def epsilon_of(noise: float) -> float:
         return math.inf
     if spent(0.0, noise) <= DELTA:
         return 0.0
-    return brentq(lambda epsilon: spent(epsilon, noise) - DELTA, 0, 0.5 / noise**2 + 9 / noise)
+
+    def over(epsilon: float) -> float:
+        return spent(epsilon, noise) - DELTA
+
+    return cast("float", brentq(over, 0.0, 0.5 / noise**2 + 9 / noise))
 
 
 def noise_for(epsilon: float) -> float:
     """The noise that gives this ε in one release, at δ = 1e-5."""
-    return math.exp(brentq(lambda log: spent(epsilon, math.exp(log)) - DELTA, -27, 27))
+
+    def over(log: float) -> float:
+        return spent(epsilon, math.exp(log)) - DELTA
+
+    return math.exp(cast("float", brentq(over, -27.0, 27.0)))
 
 
 @dataclass(frozen=True, eq=False)
