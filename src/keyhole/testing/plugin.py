@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from keyhole.testing.sessions import notify, sessions
+from keyhole.testing import notify, sessions
 
 if TYPE_CHECKING:
     from keyhole.core import Audit
