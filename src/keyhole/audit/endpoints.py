@@ -130,9 +130,6 @@ def _unanswered(part: str, reason: str) -> Finding:
         status=Status.ORACLE_FAILED,
         reason=reason,
         remedy=Status.ORACLE_FAILED.advice,
-        error=None,
-        queries=0,
-        seconds=0.0,
     )
 
 

@@ -101,7 +101,6 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         status=status,
         reason=f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried",
         remedy=REMEDY,
-        error=None,
         queries=1,
         seconds=time.perf_counter() - started,
         known=results[0].known if results else 0.0,

@@ -451,7 +451,6 @@ def finding(
         status=status,
         reason=reason,
         remedy=_REMEDY,
-        error=None,
         queries=0 if result is None else len(result.readings),
         seconds=seconds,
         known=0.0 if result is None else result.known,
