@@ -112,9 +112,7 @@ def test_flips(classifier):
 
 
 def test_the_gradient_of_a_batch(classifier):
-    with pytest.raises(
-        AssertionError, match=r"gradient of a batch .*: recovered, 1 update"
-    ):
+    with pytest.raises(AssertionError, match=r"gradient of a batch .*: recovered, 1 update"):
         assert_withstands(classifier, "gradient", TEXTS, tokenizer=WORDS)
 
 

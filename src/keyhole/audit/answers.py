@@ -58,10 +58,7 @@ class AnswersTarget(Part):
     loaded: Loaded | None
     texts: Sequence[str]
     name: str = ""
-
-    @property
-    def observed(self) -> bool:
-        return True
+    observed = True
 
     @property
     def identity(self) -> str:

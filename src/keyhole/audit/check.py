@@ -71,6 +71,7 @@ class Part(ABC):
 
     name: str
     loaded: Any
+    observed: bool = False  # does it give by itself what is checked, or is its model run for that?
 
     @property
     @abstractmethod
@@ -81,11 +82,6 @@ class Part(ABC):
     def size(self) -> int:
         """How many numbers its largest matrix has: threads follow from it."""
         return 0 if self.loaded is None else largest_matrix(self.loaded.model)
-
-    @property
-    def observed(self) -> bool:
-        """Does it give by itself what is checked, or does the auditor run its model?"""
-        return False
 
     @property
     def settings(self) -> dict[str, Any]:

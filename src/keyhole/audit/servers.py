@@ -75,14 +75,11 @@ class ServerTarget(Part):
     budget: int | None = None
     only: tuple[str, ...] = ()
     ledger: str | Path | None = None
+    observed = True
 
     @property
     def settings(self) -> dict[str, Any]:
         return {"texts": digest(list(self.texts)), "queries": self._allowed()}
-
-    @property
-    def observed(self) -> bool:
-        return True
 
     @property
     def identity(self) -> str:

@@ -128,6 +128,7 @@ class StoreTarget(Vectors, Part):
     note: str = ""
     encoder: str | None = None
     others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
+    observed = True
 
     @classmethod
     def of(
@@ -155,10 +156,6 @@ class StoreTarget(Vectors, Part):
             rounding=store.rounding, note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
         )  # fmt: skip
-
-    @property
-    def observed(self) -> bool:
-        return True
 
     @property
     def identity(self) -> str:

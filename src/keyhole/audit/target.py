@@ -385,7 +385,7 @@ class _Opener:
             part = AnswersTarget(base, model, options.endpoint, self._weights(), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
         refuse(options, what, "model", "known", "corpus", "data")
-        return Target(describe(self.name, oracle), (EndpointPart("", oracle, served=True),))
+        return Target(describe(self.name, oracle), (EndpointPart("", oracle, observed=True),))
 
     def _weights(self) -> Loaded | None:
         """The model of --model, with its head; None where none is given."""

@@ -504,10 +504,7 @@ class LeakTarget(Part):
     name: str
     loaded: Loaded
     leaks: Sequence[Opened]
-
-    @property
-    def observed(self) -> bool:
-        return True
+    observed = True
 
     @property
     def identity(self) -> str:

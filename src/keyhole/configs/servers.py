@@ -494,11 +494,11 @@ TGI_LOGPROBS = Rule(
 )  # fmt: skip
 
 
-def _look_at_tei(options: Options) -> Iterator[Hit]:
+def _look_at_tei(options: Options, rule: Rule = TEI_OPEN) -> Iterator[Hit]:
     if not options.option("--api-key", env="API_KEY"):
         host = options.option("--hostname", env="HOSTNAME")
         yield from _without_key(
-            options, TEI_OPEN, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
+            options, rule, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
         )
 
 
@@ -506,11 +506,7 @@ def _look_at_tgi(options: Options) -> Iterator[Hit]:
     most = options.option("--max-top-n-tokens", env="MAX_TOP_N_TOKENS")
     if most and most.text.isdecimal() and int(most.text[:9]) > _CAP:
         yield Hit(TGI_LOGPROBS, most.line, f"--max-top-n-tokens {most.text}")
-    if not options.option("--api-key", env="API_KEY"):
-        host = options.option("--hostname", env="HOSTNAME")
-        yield from _without_key(
-            options, TGI_OPEN, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
-        )
+    yield from _look_at_tei(options, TGI_OPEN)
 
 
 TEI = Program(

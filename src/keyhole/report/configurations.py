@@ -31,16 +31,6 @@ _ENDS = {
 }
 
 
-def verdict(checked: Checked) -> str:
-    """One line: how much is open, then what nobody looked at."""
-    count, files = len(checked.findings), number(checked.files, "file", "files")
-    words = f"{number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
-    if not count:
-        words = f"No setting opens what attacks need, in {files}"
-    unread = number(len(checked.unread), "file", "files")
-    return f"{words}; {unread} could not be read." if checked.unread else f"{words}."
-
-
 _SHOWN = 20  # files of a kind that a terminal lists; the JSON has all
 
 
@@ -132,10 +122,9 @@ def as_sarif(checked: Checked, least: Level) -> str:
         "invocations": [sarif.invocation(code, _ENDS, unread, None)],
         "results": results,
         "properties": {
-            "verdict": verdict(checked),
+            "verdict": f"{summary(checked)}; {_findings(checked)}",
             "fail_on": str(least),
             "files": checked.files,
-            "read": summary(checked),
             "notRecognised": [file.path for file in checked.skipped],
         },
     }
