@@ -1,7 +1,7 @@
 """What servers do to questions and answers: wrappers that can be put around any oracle.
 
 They refuse questions, clip tokens, round answers or add noise to them, give signs alone, limit what
-each client may ask, or fail. A refusal is an `http.Refused` with the status that a server would
+each client may ask. A refusal is an `http.Refused` with the status that a server would
 answer with; a batch with one such question in it is refused as a whole.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.oracle.http import Refused
-from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
+from keyhole.oracle.protocol import Oracle, ask, identity_of
 
 
 class Wrapper:
@@ -180,20 +180,6 @@ class Clipped(Wrapper):
         norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
         factor = torch.where(norms > self.max_norm, self.max_norm / norms, torch.ones_like(norms))
         return ask(self.inner, sequences * factor)
-
-
-class Failing(Wrapper):
-    """An endpoint that goes down after `after` answers."""
-
-    def __init__(self, inner: Oracle, after: int) -> None:
-        super().__init__(inner)
-        self.after = after
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        if len(sequences) > self.after:
-            raise OracleError("no answer: the endpoint is down")
-        self.after -= len(sequences)
-        return ask(self.inner, sequences)
 
 
 @dataclass(frozen=True)
