@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from keyhole.audit.check import Check, Checked, Part, nothing_to_try
+from keyhole.audit.check import Check, Checked, Part, found, nothing_to_try
 from keyhole.audit.texts import reading_of, seconds_of
-from keyhole.core import Finding, Skip, Status, Unsuccessful
+from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY
 from keyhole.core.exposure import Exposure, is_chosen
 from keyhole.core.finding import Readings
@@ -150,7 +150,7 @@ def _probe(
     if status is None:
         return _not_given(exposure, "probe", answered, reason)
     command = _command(server, route, loaded) if status is Status.EXPOSED else ""
-    return _checked(
+    return found(
         exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
         command=command, queries=answered.requests,
     )  # fmt: skip
@@ -202,18 +202,6 @@ def _requests(count: int) -> str:
 def _needed(loaded: Loaded | None) -> int:
     """Log-probabilities that a state takes."""
     return _MANY if loaded is None else anatomy(loaded.model).width + 1
-
-
-def _checked(
-    exposure: Exposure, attack: str, status: Status, reason: str, remedy: str, started: float, *,
-    error: float | None = None, queries: int = 1, **more: Any,
-) -> Checked:  # fmt: skip
-    """One finding about a route, which took from `started` until now."""
-    finding = Finding(
-        exposure=exposure, attack=attack, status=status, reason=reason, remedy=remedy, error=error,
-        queries=queries, seconds=time.perf_counter() - started, **more,
-    )  # fmt: skip
-    return Checked((finding,))
 
 
 def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
@@ -289,7 +277,7 @@ def _texts(
     if status is Status.RECOVERED and result.exact < len(readings):
         status = Status.INEXACT
     reason = f"{result.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
-    return _checked(
+    return found(
         exposure, recoveries[0].method, status, reason, route.remedy, started,
         queries=len(readings), known=result.known, sought="text", texts=(result,),
     )  # fmt: skip
@@ -312,7 +300,7 @@ def _state(
     if not answered.open:
         return _not_given(exposure, "none", answered)
     status, reason, error = _compared(loaded, text, answered.content, route)
-    return _checked(
+    return found(
         exposure, "final_states", status, reason, route.remedy, started, error=error,
         sought="last state", queries=answered.requests,
     )  # fmt: skip
@@ -395,7 +383,7 @@ def last_layer(
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
-    return _checked(
+    return found(
         exposure, "OutputLayer", result.status, reason, REMEDY, started,
         error=None if result.check is None else result.check.worst, queries=counted.queries,
         lower_bound=result.lower_bound, known=result.known, sought="last layer",
@@ -456,7 +444,7 @@ def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Tra
         f"{off:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
     )
     status = Status.EXPOSED if same else Status.MISMATCH
-    return _checked(
+    return found(
         exposure, "probe", status, reason, form.remedy, started, error=off,
         sought="vectors as prompts",
     )  # fmt: skip
