@@ -3,14 +3,13 @@
 Its weights cannot be asked for with questions of one's own choice, so every kind of answer is named
 and judged by what is known to be read of it: a vector for each token is as good as the text, a
 vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack,
-which the reason states and is no proof of safety. With the model's weights the answers are compared
-with the model's own.
+which the reason states and is no proof of safety.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,12 +22,10 @@ from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
-from keyhole.models.anatomy import anatomy
-from keyhole.models.loading import Loaded, class_names, head_of
+from keyhole.models.loading import Loaded
 from keyhole.oracle.open_inference import FLOATS, Output, TextEndpoint
 from keyhole.oracle.protocol import OracleError
 
-_CLOSE = 1e-3  # of the largest number: what float32 and printing leave
 _SUM = 1e-3  # how far rounded probabilities may add up to other than 1
 _IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # where no vocabulary is known
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
@@ -50,7 +47,7 @@ _COMMANDS = {  # what reads texts from such answers, saved to a file
 
 @dataclass(frozen=True, eq=False)
 class AnswersTarget(Part):
-    """An endpoint of texts, how it is asked, and the weights of its model where they are known."""
+    """An endpoint of texts, how it is asked, and its model, if that is known: whose tokens it takes."""
 
     url: str = field(repr=False)  # as it was given, maybe with a password
     model: str
@@ -76,24 +73,18 @@ def _check(exposure: Exposure, target: AnswersTarget, track: Track) -> Checked:
     started = time.perf_counter()
     progress = track("answers to texts", len(target.texts))
     given: dict[str, list[Output]] = {}
-    own: list[dict[str, Tensor]] = []
     try:
         with closing(TextEndpoint(target.url, target.model, target.options)) as endpoint:
             for number, question in enumerate(_questions(endpoint, target)):
                 for output in endpoint.ask(question):
                     given.setdefault(output.name, []).append(output)
-                if target.loaded is not None:
-                    own.append(_own(target.loaded, target.texts[number]))
                 progress(number + 1)
     except OracleError as error:
         return Checked(skips=(Skip(exposure, "asked", str(error), unchecked=True),))
     findings = [
-        _finding(exposure, name, outputs, target.loaded, own, time.perf_counter() - started)
+        _finding(exposure, name, outputs, time.perf_counter() - started)
         for name, outputs in given.items()
     ]
-    if target.loaded is None:
-        why = "give --model to compare the answers with those of its weights"
-        return Checked(tuple(findings), (Skip(replace(exposure, variant="whose"), "none", why),))
     return Checked(tuple(findings))
 
 
@@ -107,21 +98,15 @@ def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequ
     return [target.loaded.tokenizer(text)["input_ids"][:max_length] for text in target.texts]
 
 
-def _finding(
-    exposure: Exposure, name: str, outputs: Sequence[Output], loaded: Loaded | None,
-    own: Sequence[Mapping[str, Tensor]], seconds: float,
-) -> Finding:  # fmt: skip
+def _finding(exposure: Exposure, name: str, outputs: Sequence[Output], seconds: float) -> Finding:
     kind, words = _kind(name, outputs)
-    reason, error = f"answers {len(outputs)} texts with {words}", None
-    if loaded is not None:
-        compared, error = _compared(outputs, loaded, own)
-        reason = f"{reason}; {compared}"
+    reason = f"answers {len(outputs)} texts with {words}"
     status = Status.EXPOSED if kind in _COMMANDS else Status.NOT_APPLICABLE
     if kind not in _COMMANDS:
         reason = f"{reason}; no attack reads weights or texts from that"
     return Finding(
         exposure=replace(exposure, variant=kind, name=name), attack="asked",
-        status=status, reason=reason, remedy=_REMEDIES[kind], error=error, queries=len(outputs),
+        status=status, reason=reason, remedy=_REMEDIES[kind], queries=len(outputs),
         seconds=seconds, sought="token states" if kind == _STATES else "answers",
         command=_COMMANDS.get(kind, ""),
     )  # fmt: skip
@@ -157,77 +142,3 @@ def _numbers(name: str, rows: Tensor) -> str:
     if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM).all()):
         return "of length one"
     return "logits" if "logit" in name.lower() else "of any size"
-
-
-def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
-    """What the model itself says to a text, in the forms that servers give."""
-    parts = anatomy(loaded.model)
-    inputs = loaded.tokenizer(
-        text, return_tensors="pt", truncation=True, max_length=parts.max_length
-    )
-    with torch.no_grad():
-        output = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
-    states = output.hidden_states[-1][0].double().cpu()
-    base = getattr(output, "last_hidden_state", None)
-    states = states if base is None else base[0].double().cpu()
-    pooled = {"mean of the last states": states.mean(0), "first of the last states": states[0]}
-    forms = {"last states": states, **pooled}
-    forms |= {f"{form}, of length one": value / value.norm() for form, value in pooled.items()}
-    logits = getattr(output, "logits", None)
-    if logits is not None:
-        numbers = logits[0].double().cpu()
-        several = {"logits": numbers} | (
-            {"logits of the last token": numbers[-1]} if head_of(loaded.model) == "causal" else {}
-        )
-        for form, value in several.items():
-            forms |= {form: value, f"softmax of the {form}": value.softmax(-1)}
-            forms[f"log-softmax of the {form}"] = value.log_softmax(-1)
-        forms["class"] = numbers.argmax(-1)
-        if numbers.shape == (2,):
-            forms["probability of the second class"] = numbers.softmax(-1)[1]
-    return forms
-
-
-def _compared(
-    outputs: Sequence[Output], loaded: Loaded, own: Sequence[Mapping[str, Tensor]]
-) -> tuple[str, float | None]:
-    """Whether the answers are the model's own, and in which form; how far they are off."""
-    name = loaded.name
-    if outputs[0].values is None:
-        names = class_names(loaded.model.config)
-        if "class" not in own[0] or own[0]["class"].ndim:
-            return f"{name} has no labels to compare with", None
-        right = sum(
-            names[int(forms["class"])].lower() == output.labels[0].lower()
-            for output, forms in zip(outputs, own, strict=True)
-            if output.labels and int(forms["class"]) < len(names)
-        )
-        return f"{right} of {len(outputs)} are what {name} says", None
-    errors = {form: _worst(outputs, own, form) for form in own[0]}
-    known = {form: error for form, error in errors.items() if error is not None}
-    if not known:
-        return (
-            f"{name} gives nothing of that shape: it is another model's, or another layer's",
-            None,
-        )
-    form = min(known, key=lambda form: known[form])
-    if known[form] <= _CLOSE:
-        return f"they are the {form} of {name} within {known[form]:.0e}", known[form]
-    return f"they are not those of {name}: {known[form]:.1e} from its {form}", known[form]
-
-
-def _worst(
-    outputs: Sequence[Output], own: Sequence[Mapping[str, Tensor]], form: str
-) -> float | None:
-    """The largest difference, relative to the largest number; None where shapes differ."""
-    worst = 0.0
-    for output, forms in zip(outputs, own, strict=True):
-        mine, theirs = forms[form].double(), output.values
-        if theirs is None or mine.ndim != theirs.ndim:
-            return None
-        if mine.ndim == 2:  # without what a fixed length was filled up with
-            theirs = theirs[: len(mine)]
-        if mine.shape != theirs.shape:
-            return None
-        worst = max(worst, float((mine - theirs).abs().max() / mine.abs().max().clamp_min(1e-30)))
-    return worst
