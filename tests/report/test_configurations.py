@@ -19,16 +19,16 @@ LOW = next(rule for rule in RULES.values() if rule.level is Level.LOW)
 CHECKED = {
     "open": Checked(
         (
-            Finding(RULE, "deploy/a b.yml", 12, "--slots"),
-            Finding(RULE, "deploy/a b.yml", 14, "--slots"),
-            Finding(LOW, "run.sh", 3, "--metrics"),
+            Finding(RULE, 12, "--slots", "deploy/a b.yml"),
+            Finding(RULE, 14, "--slots", "deploy/a b.yml"),
+            Finding(LOW, 3, "--metrics", "run.sh"),
         ),
         (Unread("broken.json", "no JSON"),), 4, ("KH-CONFIG-VLLM-OPEN",),
     ),
-    "low": Checked((Finding(LOW, "run.sh", 3, "--metrics"),), (), 2),
+    "low": Checked((Finding(LOW, 3, "--metrics", "run.sh"),), (), 2),
     "unread": Checked((), (Unread("broken.json", "no JSON"),), 1),
     "clean": Checked((), (), 3),
-    "hostile": Checked((Finding(RULE, HOSTILE, 1, HOSTILE),), (Unread(HOSTILE, HOSTILE),), 2),
+    "hostile": Checked((Finding(RULE, 1, HOSTILE, HOSTILE),), (Unread(HOSTILE, HOSTILE),), 2),
 }  # fmt: skip
 CODES = {"open": 1, "low": 0, "unread": 3, "clean": 0, "hostile": 1}
 
@@ -77,7 +77,7 @@ def test_a_result_stands_at_its_line():
 
 
 def test_fingerprints_stay_where_lines_move():
-    moved = Checked((Finding(LOW, "run.sh", 33, "--metrics"),), (), 2)
+    moved = Checked((Finding(LOW, 33, "--metrics", "run.sh"),), (), 2)
     logs = [json.loads(rendered("sarif", made)) for made in (CHECKED["low"], moved)]
     first, second = (log["runs"][0]["results"][0]["partialFingerprints"] for log in logs)
     assert first == second

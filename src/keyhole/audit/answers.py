@@ -47,7 +47,7 @@ _COMMANDS = {  # what reads texts from such answers, saved to a file
 
 @dataclass(frozen=True, eq=False)
 class AnswersTarget(Part):
-    """An endpoint of texts, how it is asked, and its model, if that is known: whose tokens it takes."""
+    """An endpoint of texts, how it is asked, and its model, whose tokens it takes, if known."""
 
     url: str = field(repr=False)  # as it was given, maybe with a password
     model: str
