@@ -22,7 +22,8 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
-from keyhole.testing import CouldNotCheck, assert_withstands, sessions
+from keyhole.testing import CouldNotCheck, assert_withstands
+from keyhole.testing.sessions import sessions
 from keyhole.testing.withstands import lines
 
 TEXTS = ["w1 w2 w3 w4 w5", "w9 w8 w7"]

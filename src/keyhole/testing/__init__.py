@@ -10,22 +10,12 @@ here loads torch before it is used.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keyhole.core import Audit
     from keyhole.testing.withstands import CouldNotCheck, assert_withstands
 
 __all__ = ["CouldNotCheck", "assert_withstands"]
-
-sessions: list[Callable[["Audit"], None]] = []  # of pytest, that run; the inner of two comes last
-
-
-def notify(audit: "Audit") -> None:
-    """A test audited something."""
-    if sessions:
-        sessions[-1](audit)
 
 
 def __getattr__(name: str) -> Any:

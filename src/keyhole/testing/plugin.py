@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keyhole.testing import notify, sessions
+from keyhole.testing.sessions import notify, sessions
 
 if TYPE_CHECKING:
     from keyhole.core import Audit

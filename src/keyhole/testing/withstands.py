@@ -28,7 +28,7 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
 from keyhole.report import words as wording
-from keyhole.testing import notify
+from keyhole.testing.sessions import notify
 
 Texts = str | Path | Sequence[str]
 Labelled = Example | str | tuple[str, int]
