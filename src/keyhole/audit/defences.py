@@ -115,7 +115,6 @@ def _text(tried: LeakTried, exposure: Exposure) -> Finding:
         status=tried.status,
         reason=f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}",
         remedy=_GIVEN if broken else _CLOSED,
-        error=None,
         queries=tried.texts + tried.own,
         seconds=tried.seconds,
         known=tried.tokens,
