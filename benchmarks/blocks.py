@@ -44,9 +44,12 @@ for _size in ({}, WIDE):
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
-    """`kinds` are those whose name contains it, or one of several with semicolons between."""
-    parts = kinds.split(";")
-    chosen = {name: each for name, each in KINDS.items() if any(part in name for part in parts)}
+    """`kinds` are names, or parts of several, with semicolons between."""
+    chosen = {
+        name: each
+        for name, each in KINDS.items()
+        if any(part == name or (part not in KINDS and part in name) for part in kinds.split(";"))
+    }
     if quick:
         chosen, seeds = dict(list(KINDS.items())[:1]), 1
         yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)
