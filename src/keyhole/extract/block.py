@@ -54,6 +54,7 @@ from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
@@ -67,12 +68,17 @@ from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
+_FARTHEST = 2.0**60  # where w alone shows of a block that gives scores
 _LONG = 2.0**16
+_MIDDLE = 2.0**12  # at which heads of a block that gives scores are read
+_HEADS = {16.0: ["O"], 1.0: ["Q", "q", "O"]}  # lengths of the last token, and what it shows
+_RANK = 1e-6  # of the largest singular value of a head's matrix
 _MORE = 1.5  # answers for each unknown of a fit
 _MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
+_ATTEMPTS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
@@ -145,6 +151,8 @@ class TransformerBlock(Method):
         stream: torch.Generator,
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
+        if view.scores and isinstance(undone, _Undone):
+            return _polished(view, _with_heads(undone, stream), stream)
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
@@ -190,7 +198,7 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
-    count = math.ceil(more * unknowns / view.dim) + 16
+    count = math.ceil(more * unknowns / view.numbers) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     y = ask(view.oracle, tokens)
     return refined(model, names, [(tokens, y, torch.ones_like(y))])
@@ -206,6 +214,7 @@ class _View:
     oracle: Oracle
     norm: str
     axes: Tensor
+    residual: Tensor  # (d, m): what of h is in an answer, everything or w alone
     every_token: bool
     causal: bool
 
@@ -213,18 +222,29 @@ class _View:
     def dim(self) -> int:
         return self.oracle.dim
 
+    @property
+    def numbers(self) -> int:
+        return self.residual.shape[1]
+
+    @property
+    def scores(self) -> bool:
+        return self.numbers == 1
+
     @classmethod
     def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
         """Which norms there are: how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
         pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+        if pairs.ndim == 1:
+            return cls._of_scores(oracle, x, stream)
         expect_vectors(pairs, d)
         every = pairs.ndim == 3
         causal = every and bool(
             (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
         )
-        view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
+        identity = torch.eye(d, dtype=torch.float64)
+        view = cls(oracle, "none", identity, identity, every, causal)
         one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
         if float(two.abs().max()) < 2 * math.sqrt(_FAR):
             return replace(view, norm="behind")
@@ -234,9 +254,28 @@ class _View:
         moved = shifted - _FAR * (x + x.mean().sign()) - rest
         if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
             return replace(view, norm="rms")
-        ones = torch.ones(d, 1, dtype=torch.float64)
-        rows = torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1)
-        return replace(view, norm="layer", axes=torch.linalg.qr(rows)[0][:, 1:].contiguous())
+        return replace(view, norm="layer", axes=_without_mean(d, stream))
+
+    @classmethod
+    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> _View:
+        """Behind norms what is even in a token stays as it is, whatever its length."""
+        d = oracle.dim
+        identity = torch.eye(d, dtype=torch.float64)
+        far = _FARTHEST * torch.cat([identity, -identity])
+        forth, back = last(oracle, far.unsqueeze(1)).chunk(2)
+        view = cls(oracle, "rms", identity, (forth - back) / (2 * _FARTHEST), False, False)
+        tokens = _FAR * torch.stack([x, 2 * x, x + x.mean().sign()])
+        forth, back = view.ask(torch.cat([tokens, -tokens])).chunk(2)
+        one, two, shifted = ((forth + back)[:, 0]).tolist()
+        if abs(two - one) > 1e-3 * math.sqrt(_FAR):
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "the answers are numbers, and no norm stands in front of a feed-forward layer: "
+                "of such blocks vectors are read",
+            )
+        if abs(shifted - one) > 1e-5 * abs(one):
+            return view
+        return replace(view, norm="layer", axes=_without_mean(d, stream))
 
     def ask(self, tokens: Tensor) -> Tensor:
         """Answers to single tokens (n, d)."""
@@ -254,6 +293,11 @@ class _View:
         return length * xi @ self.axes.mT
 
 
+def _without_mean(d: int, stream: torch.Generator) -> Tensor:
+    rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
+    return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()
+
+
 def expect_vectors(answers: Tensor, dim: int) -> None:
     """Are answers as long as a token?"""
     if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
@@ -265,15 +309,17 @@ def expect_vectors(answers: Tensor, dim: int) -> None:
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """The last token's vectors."""
+    """The last token's vectors; of one number where answers are numbers."""
     parts = sequences.split(batch_rows(*sequences.shape[1:]))
     answers = torch.cat([ask(oracle, part) for part in parts])
+    if answers.ndim == 1:
+        return answers.unsqueeze(1)
     return answers[:, -1] if answers.ndim == 3 else answers
 
 
 @dataclass(frozen=True)
 class _Network:
-    """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
+    """`h ↦ h·R + C·f(N(h)) + c`, in the coordinates of the view, R its residual."""
 
     view: _View
     units: Units
@@ -281,12 +327,12 @@ class _Network:
     epsilon: float = 0.0
 
     def __call__(self, h: Tensor) -> Tensor:
-        return h + values(self.units, self.view.normed(h, self.epsilon)) @ self.units.C.mT + self.c
+        inside = values(self.units, self.view.normed(h, self.epsilon))
+        return h @ self.view.residual + inside @ self.units.C.mT + self.c
 
     def slopes(self, h: Tensor) -> Tensor:
-        """dy/dh, (n, d, d) with h last."""
-        identity = torch.eye(h.shape[1], dtype=torch.float64)
-        return identity + _slopes(self.view, self.units, h, self.epsilon)
+        """dy/dh, (n, m, d) with h last."""
+        return self.view.residual.mT + _slopes(self.view, self.units, h, self.epsilon)
 
     def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """An h that answers with y, by Newton's method; what is left, relative to y."""
@@ -325,7 +371,7 @@ def _inner_slopes(units: Units, u: Tensor) -> Tensor:
 
 
 def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
-    """d(C·f(N(h)))/dh, (n, d, d)."""
+    """d(C·f(N(h)))/dh, (n, m, d)."""
     outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
     return _in_front(view, outer, h, epsilon)
 
@@ -345,8 +391,8 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
 def _count(view: _View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
-    numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
-    return math.ceil(more * numbers / view.dim) + 16
+    numbers = width * (e + 1) * (2 if len(units.G) else 1) + width * view.numbers
+    return math.ceil(more * (numbers + (e + 1) * view.dim) / view.numbers) + 16
 
 
 def _of_lengths(
@@ -430,6 +476,8 @@ def _signs(units: Units, beside: Tensor) -> Tensor | None:
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
         shares = torch.zeros(len(units.A), dtype=torch.float64)
+    elif products.shape[1] < len(products):
+        shares = chosen(products, -beside.flatten())
     else:
         shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
     turned = (shares > 0.5).to(torch.float64)
@@ -452,13 +500,17 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 
     def far(xi: Tensor) -> Tensor:
         x = _FAR * xi @ view.axes.mT
-        return view.ask(x) - x
+        return view.ask(x) - x @ view.residual
 
-    units = find_units(Field(far, e, sphere=True), stream)
-    units = replace(units, A=units.A / shrink, G=units.G / shrink)
-    units, start = _rough(view, units, stream)
+    def start() -> tuple[Units, _Shifted]:
+        units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
+        return _rough(
+            view, replace(units, A=units.A / shrink, G=units.G / shrink), stream
+        )
+
+    units, inputs = attempted(start, _ATTEMPTS if view.scores else 1)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
-    units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
+    units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
     _expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
     return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
@@ -485,15 +537,15 @@ class _Shifted:
 
     @property
     def added(self) -> Tensor:
-        return self.h
+        return self.h @ self.view.residual
 
     @property
     def beside(self) -> Tensor:
         return torch.ones(len(self.x), 1, dtype=torch.float64)
 
     def jacobian(self, units: Units) -> Tensor:
-        view, d = self.view, self.view.dim
-        outer = torch.eye(d, dtype=torch.float64) + _slopes(view, units, self.h, self.behind)
+        view = self.view
+        outer = view.residual.mT + _slopes(view, units, self.h, self.behind)
         t = view.normed(self.x, self.epsilon)
         of_M = torch.einsum("ne,nmj->nmej", t, outer).flatten(2)
         front = (view.normed(self.x, self.epsilon + _TINY) - t) / _TINY @ self.M
@@ -517,12 +569,12 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
     x = view.tokens(_count(view, units), _LONG, stream)
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
+    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x @ view.residual)
     _expect_fitted(left / 1e3)
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    turned = _signs(units, linear[:-1] - M)
+    turned = _signs(units, linear[:-1] - M @ view.residual)
     if turned is None:
         raise _not_a_block()
     return _turned(units, turned), _Shifted(view, x, M, b)
@@ -534,22 +586,22 @@ def _attention_sum(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
 
-    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b.
+    With h = x + tM + b, t = N(x) and u = N(h), y = hR + u(Λ − MR) + C·f(u) + κ − bR.
     """
     M, b = start
     e, d = M.shape
-    identity = torch.eye(d, dtype=torch.float64)
-    x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
+    R = view.residual
+    x = view.tokens(math.ceil(_MORE * (e + 1) * d / view.numbers) + 8, length, stream)
     y, t = view.ask(x), view.normed(x, 0.0)
     for _ in range(_STEPS):
         h = x + t @ M + b
         u = view.normed(h, 0.0)
-        beside = linear[:-1] - M
-        rest = y - (h + u @ beside + values(units, u) @ units.C.mT + linear[-1] - b)
+        beside = linear[:-1] - M @ R
+        rest = y - ((h - b) @ R + u @ beside + values(units, u) @ units.C.mT + linear[-1])
         outer = units.C @ _inner_slopes(units, u) + beside.mT
         outer = _in_front(view, outer, h, 0.0)
-        of_M = torch.einsum("ne,nmj->nmej", t, outer + identity)
-        of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
+        of_M = torch.einsum("ne,nmj->nmej", t, outer + R.mT)
+        of_M = of_M - torch.einsum("ne,mj->nmej", u, R.mT)
         step = least_squares(
             torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
         )[:, 0]
@@ -602,6 +654,50 @@ class _Undone:
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
 
+def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
+    """Of a block that gives scores: W_h and what w shows of M_h, then M_h from shorter tokens."""
+    view, M = undone.view, undone.M
+    (d, e), w = view.axes.shape, view.residual
+
+    def value(t: Tensor, asking: Tensor) -> Tensor:
+        left = 1 - t.square().sum(1, keepdim=True) / d
+        tokens = torch.stack([(undone.epsilon / left).sqrt() * t, _MIDDLE * asking], 1)
+        x = tokens[:, -1] @ view.axes.mT
+        y = last(view.oracle, tokens @ view.axes.mT)
+        return y - undone.network(x + view.normed(x, undone.epsilon) @ M + undone.b)
+
+    heads = read_heads(value, e, math.sqrt(d), stream)
+    count = len(heads.v)
+    own = heads.v - (M @ w)[:, 0] / count  # of what w shows, beyond an even share
+    O = M / count + own[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
+    grow = math.sqrt(d / e)  # to tokens behind an RMS norm of the coordinates
+    identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
+    layer = SubLayer(
+        Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=undone.b,
+        frequencies=heads.c[:, :0], epsilon=undone.epsilon * d / e,
+    )  # fmt: skip
+    model = _assembled(view, undone.network, layer)
+    for length, names in _HEADS.items():
+        unknowns = sum(getattr(model, name).numel() for name in names)
+        tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
+        tokens = tokens.unflatten(0, (-1, 2))
+        tokens[:, -1] *= length
+        y = ask(view.oracle, tokens)
+        model = refined(model, names, [(tokens, y, torch.ones_like(y))])
+    Q, K = _factored(model.Q @ model.K.mT)
+    V, O = _factored(model.V @ model.O)  # noqa: E741
+    q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
+    return replace(model, Q=Q, K=K, q=q, V=V, O=O.mT.contiguous())
+
+
+def _factored(products: Tensor) -> tuple[Tensor, Tensor]:
+    """X and Y with products XYᵀ (heads, n, m), of the rank that they have."""
+    left, sizes, right = torch.linalg.svd(products, full_matrices=False)
+    rank = int((sizes > _RANK * sizes[:, :1]).sum(1).max())
+    root = sizes[:, None, :rank].sqrt()
+    return left[..., :rank] * root, right.mT[..., :rank] * root
+
+
 def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
@@ -618,7 +714,8 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
         V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
         frequencies=layer.frequencies,
         A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
-        c=network.c, activation=units.activation, norm=view.norm,
+        c=network.c, w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]),
+        activation=units.activation, norm=view.norm,
         epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
         every_token=view.every_token, causal=view.causal,
     )  # fmt: skip

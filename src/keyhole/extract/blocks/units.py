@@ -29,7 +29,7 @@ part of L. Precision is what finite differences leave, about 1e-6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ from keyhole.oracle.block import ACTIVATIONS
 SMOOTH = ("gelu", "gelu-tanh", "silu")
 _STEP = 0.03  # of the radius, for differences of the fourth order
 _POINTS = 12
+_BEYOND = 1.2  # Hessians for each of their numbers, at least
 _AXES, _FEWEST = 3, 2  # of Π
 _ERRORS = 1e-6  # singular values of the Hessians below this, relative, are errors of differences
 _CLIFF = 10.0  # how far these stay below those that count, at least
@@ -54,6 +55,7 @@ _POWERS = 400
 _STEADY = 1e-11
 _RANK_ONE = 1e-5  # 1 − ‖P_S(aaᵀ)‖² below this
 _NEARLY = 1e-2
+_ALONE = 1e-5  # how far from S a plain unit's product with any other vector is
 _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
@@ -71,6 +73,9 @@ class Field:
     value: Callable[[Tensor], Tensor]
     dim: int
     sphere: bool
+    numbers: int = _POINTS  # in an answer; where they are few, more points are asked
+    step: float = _STEP
+    activations: Sequence[str] = SMOOTH
 
     @property
     def radius(self) -> float:
@@ -81,7 +86,7 @@ class Field:
 
         On a sphere the second includes −DF_p(p)/radius².
         """
-        steps = _STEP * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+        steps = self.step * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
         along, back = (steps.sin(), steps.cos()) if self.sphere else (steps, torch.ones_like(steps))
         at = torch.cat([steps[:2], steps[3:]])
         moves = (along[steps != 0, None, None] * self.radius * e)[None]
@@ -89,7 +94,7 @@ class Field:
         y = self.value(points.flatten(0, 2)).unflatten(0, (len(p), len(at), len(e)))
         middle = self.value(p).unsqueeze(1)
         far, near, near_, far_ = y.unbind(1)
-        h = _STEP * self.radius
+        h = self.step * self.radius
         first = (8 * (near_ - near) - (far_ - far)) / (12 * h)
         second = (16 * (near_ + near) - (far_ + far) - 30 * middle) / (12 * h * h)
         return first, second
@@ -156,7 +161,8 @@ class _Hessians:
     @classmethod
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
         q = len(frame.U)
-        xi = torch.randn(_POINTS, len(frame.Pi), generator=stream, dtype=torch.float64)
+        count = max(_POINTS, math.ceil(_BEYOND * q * (q + 1) / 2 / field.numbers))
+        xi = torch.randn(count, len(frame.Pi), generator=stream, dtype=torch.float64)
         points = field.radius * normalize(xi, dim=1) @ frame.Pi
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(frame.U[rows] + frame.U[columns], dim=1)
@@ -252,7 +258,7 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """
     own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
     steady = (a - before).abs().amax(1) < 1e4 * _STEADY
-    plain = a[(own < _RANK_ONE) & steady]
+    plain = torch.cat([a[(own < _RANK_ONE) & steady], _hastened(basis, a[~steady])])
     a = a[own < _NEARLY]
     if not len(a):
         return plain, a
@@ -294,6 +300,18 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     return plain, a[both < _RANK_ONE / 100]
 
 
+def _hastened(basis: Tensor, a: Tensor) -> Tensor:
+    """Plain units that iterates are on their way to, by Newton's method; no gated ones."""
+    ridge = 1e-12 * torch.eye(a.shape[1], dtype=torch.float64)
+    for _ in range(_NEWTON):
+        form = _outside(basis, a, a)
+        square = 4 * form + a[:, :, None] * a[:, None] + ridge
+        a = normalize(a - torch.linalg.solve(square, 2 * form @ a[..., None])[..., 0], dim=1)
+    form = _outside(basis, a, a)
+    own, alone = (a[:, None] @ form @ a[..., None])[:, 0, 0], torch.linalg.eigvalsh(form)[:, 1]
+    return a[(own < _RANK_ONE) & (alone > _ALONE)]
+
+
 def symmetric_basis(basis: Tensor) -> Tensor:
     q = basis.shape[-1]
     rows, columns = torch.triu_indices(q, q)
@@ -332,7 +350,7 @@ def _plain(field: Field, frame: _Frame, bent: _Hessians, units: Tensor) -> Units
     products = torch.cat([symmetric(units, units), _identity(field, q)])
     numbers, directions = _rank_one_parts(bent.coefficients(products)[..., : len(units)])
     places = bent.points @ frame.Pi.mT
-    activation, theta, sizes = _fitted(numbers, places, 2)
+    activation, theta, sizes = _fitted(field, numbers, places, 2)
     alpha, beta = theta[:, :-1], theta[:, -1]
     z = places @ alpha.mT + beta  # (P, r)
     slopes = derivative(activation, 1)(z)
@@ -392,7 +410,7 @@ def _gated(field: Field, frame: _Frame, bent: _Hessians, units: Tensor, gates: T
     both = bent.coefficients(products)
     numbers, directions = _rank_one_parts(both[..., r : 2 * r])
     places = bent.points @ frame.Pi.mT
-    activation, theta, sizes = _fitted(numbers, places, 1)
+    activation, theta, sizes = _fitted(field, numbers, places, 1)
     alpha, beta = theta[:, :-1], theta[:, -1]
     z = places @ alpha.mT + beta
     value, slope, bend = (derivative(activation, order)(z) for order in (0, 1, 2))
@@ -443,13 +461,15 @@ def derivative(activation: str, order: int) -> Callable[[Tensor], Tensor]:
     return differentiated
 
 
-def _fitted(numbers: Tensor, places: Tensor, order: int) -> tuple[str, Tensor, Tensor]:
+def _fitted(
+    field: Field, numbers: Tensor, places: Tensor, order: int
+) -> tuple[str, Tensor, Tensor]:
     """The activation whose derivative gives every unit's numbers (r, P); θ (r, π + 1) and sizes."""
 
     def off(activation: str) -> float:
         return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
 
-    activation = min(SMOOTH, key=off)
+    activation = min(field.activations, key=off)
     theta, sizes, misses = fit_numbers(numbers, places, activation, order)
     bad = misses > _MISSED
     if bool(bad.any()):
