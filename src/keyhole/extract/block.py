@@ -58,7 +58,7 @@ from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
-from keyhole.extract.gauss_newton import refined
+from keyhole.extract.gauss_newton import levenberg, refined
 from keyhole.extract.judge import Method
 from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import read_attention
@@ -69,7 +69,7 @@ from keyhole.oracle.sub_layer import SubLayer
 
 _FAR = 2.0**20  # lengths at which a norm sees the token alone
 _FARTHEST = 2.0**60  # where w alone shows of a block that gives scores
-_LONG = 2.0**16
+_LONG = 2.0**24
 _MIDDLE = 2.0**12  # at which heads of a block that gives scores are read
 _HEADS = {16.0: ["O"], 1.0: ["Q", "q", "O"]}  # lengths of the last token, and what it shows
 _RANK = 1e-6  # of the largest singular value of a head's matrix
@@ -593,20 +593,27 @@ def _attention_sum(
     R = view.residual
     x = view.tokens(math.ceil(_MORE * (e + 1) * d / view.numbers) + 8, length, stream)
     y, t = view.ask(x), view.normed(x, 0.0)
-    for _ in range(_STEPS):
+
+    def look(both: Tensor) -> tuple[Tensor, Tensor]:
+        M, b = both[: e * d].view(e, d), both[e * d :]
         h = x + t @ M + b
         u = view.normed(h, 0.0)
         beside = linear[:-1] - M @ R
-        rest = y - ((h - b) @ R + u @ beside + values(units, u) @ units.C.mT + linear[-1])
+        miss = (h - b) @ R + u @ beside + values(units, u) @ units.C.mT + linear[-1] - y
         outer = units.C @ _inner_slopes(units, u) + beside.mT
         outer = _in_front(view, outer, h, 0.0)
         of_M = torch.einsum("ne,nmj->nmej", t, outer + R.mT)
         of_M = of_M - torch.einsum("ne,mj->nmej", u, R.mT)
-        step = least_squares(
-            torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
-        )[:, 0]
-        M, b = M + step[: e * d].view(e, d), b + step[e * d :]
-    return M, b
+        return miss.flatten(), torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1)
+
+    both = torch.cat([M.flatten(), b])
+    if view.scores:  # from M = 0 one number shows too little of it for whole steps
+        both = levenberg(look, both)[0]
+    else:
+        for _ in range(_STEPS):
+            miss, J = look(both)
+            both = both - least_squares(J, miss[:, None])[:, 0]
+    return both[: e * d].view(e, d), both[e * d :]
 
 
 @dataclass(frozen=True)
