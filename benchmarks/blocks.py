@@ -1,8 +1,8 @@
 """Whole Transformer blocks taken by queries: attention, feed-forward layer, biases, norms.
 
 Planted blocks of every kind, ten seeds each; `error` is the largest on fresh queries, relative to
-the answers, of sequences of 1 to 8 tokens. The lower bound is the number of unknowns, with what
-symmetries take away, over the numbers in an answer.
+the answers, of sequences of 1 to 8 tokens. `scores` are answers of one number. The lower bound is
+the number of unknowns, with what symmetries take away, over the numbers in an answer.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ for _size in ({}, WIDE):
         KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
     KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
+NARROW = {"dim": 8, "heads": 2, "score": True}
+for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 32)):
+    _dim = f"d = {_size.get('dim', 16)}"
+    for _norm, _name in list(NORMS.items())[1:]:
+        KINDS[f"scores, {_name}GELU, {_dim}"] = (
+            {**_size, "width": _units, "norm": _norm}, TOLERANCE,
+        )  # fmt: skip
+        KINDS[f"scores, {_name}SwiGLU, {_dim}"] = (
+            {**_size, **SWIGLU, "width": _gated, "norm": _norm}, TOLERANCE,
+        )  # fmt: skip
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
@@ -72,7 +82,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
             "queries": result.queries, "seconds": result.seconds,
-            "bound": -(-target.unknowns // target.dim)}  # fmt: skip
+            "bound": -(-target.unknowns // target.outputs)}  # fmt: skip
 
 
 def summary(

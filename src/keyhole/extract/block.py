@@ -140,7 +140,7 @@ class TransformerBlock(Method):
             network, undone = _behind_norms(view, stream)
         model = self._model(view, network, undone, stream)
         yield Step(
-            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+            model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
         )
 
     def _model(
@@ -504,9 +504,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 
     def start() -> tuple[Units, _Shifted]:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
-        return _rough(
-            view, replace(units, A=units.A / shrink, G=units.G / shrink), stream
-        )
+        return _rough(view, replace(units, A=units.A / shrink, G=units.G / shrink), stream)
 
     units, inputs = attempted(start, _ATTEMPTS if view.scores else 1)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)

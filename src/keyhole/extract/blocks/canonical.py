@@ -86,7 +86,9 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     of_units = ("A", "a", "G", "g") if len(one.G) else ("A", "a")
     parts |= {name: (getattr(two, name)[units], getattr(one, name)) for name in of_units}
     parts["C"] = two.C[:, units], one.C
-    parts |= {name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")}
+    parts |= {
+        name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")
+    }
     sizes = {name: _size(*both) for name, both in parts.items() if both[1].numel()}
     # A bias may be 0: its errors are those of the matrix beside it.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}

@@ -8,7 +8,7 @@ for λ⁻²: next to one other token t, as its norm leaves it, the score is
 beside numbers that do not depend on t. That is a feed-forward layer whose gated units are the heads
 and whose activation is σ: units.py finds κ_h and M_h·w. The norm lets through every t shorter than
 √d. σ(−z) = 1 − σ(z) leaves the signs open, and a sum of some of the M_h·w beside the units tells
-them. κ_h is linear in t_x: from x on, W_h and c_h follow by least squares on x near by, then on all.
+them. κ_h is linear in t_x: W_h and c_h follow by least squares, from x near by, then from all.
 """
 
 from __future__ import annotations
