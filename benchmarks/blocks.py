@@ -42,7 +42,7 @@ for _size in ({}, WIDE):
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
     KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
 NARROW = {"dim": 8, "heads": 2, "score": True}
-for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 32)):
+for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
     _dim = f"d = {_size.get('dim', 16)}"
     for _norm, _name in list(NORMS.items())[1:]:
         KINDS[f"scores, {_name}GELU, {_dim}"] = (

@@ -32,7 +32,6 @@ from keyhole.oracle.planted import BiasedHeads
 
 T = TypeVar("T")
 _SHARE = 0.6  # of the radius, for points around which answers bend
-_STEP = 0.1
 _WIDEST = 0.9  # of the radius, for other tokens
 _ATTEMPTS = 6
 _MORE = 1.5  # answers for each unknown
@@ -78,9 +77,8 @@ def _at_one(
     x = radius * normalize(torch.randn(dim, generator=stream, dtype=torch.float64), dim=0)
     scale = _SHARE * radius / math.sqrt(dim)
     field = Field(
-        lambda at: value(scale * at, x.expand_as(at)), dim, sphere=False, numbers=1, step=_STEP,
-        activations=("sigmoid",),
-    )  # fmt: skip
+        lambda at: value(scale * at, x.expand_as(at)), dim, sphere=False, numbers=1, heads=True
+    )
     units = find_units(field, stream)
     heads = len(units.A)
     if not len(units.G):

@@ -29,7 +29,7 @@ part of L. Precision is what finite differences leave, about 1e-6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +74,15 @@ class Field:
     dim: int
     sphere: bool
     numbers: int = _POINTS  # in an answer; where they are few, more points are asked
-    step: float = _STEP
-    activations: Sequence[str] = SMOOTH
+    heads: bool = False  # of attention (heads.py): gated units of σ, few and far from bent
 
     @property
     def radius(self) -> float:
         return math.sqrt(self.dim)
+
+    @property
+    def step(self) -> float:
+        return 3 * _STEP if self.heads else _STEP
 
     def derivatives(self, p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         """First and second ones at points (P, d) along units (n, d) orthogonal to them: (P, n, m).
@@ -125,7 +128,8 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
     """All units, or Unsuccessful: no curvature, too many of them, or of another kind."""
     d = field.dim
     axes = random_orthogonal(d, stream)
-    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * 2 * d))), d - _AXES)
+    likely = 0 if field.heads else 2 * d
+    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * likely))), d - _AXES)
     while True:
         frame = _Frame(axes[:q], axes[q : q + _AXES], axes[q + _AXES :])
         bent = _Hessians.measured(field, frame, stream)
@@ -139,7 +143,7 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
             )
         q = min(math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
-    units, partners = rank_ones(unpacked(bent.basis, q), count, stream)
+    units, partners = rank_ones(unpacked(bent.basis, q), count, stream, field.heads)
     if partners is None:
         return _plain(field, frame, bent, units)
     return _gated(field, frame, bent, units, partners)
@@ -203,7 +207,9 @@ def unpacked(packed: Tensor, q: int) -> Tensor:
     return full
 
 
-def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def rank_ones(
+    basis: Tensor, most: int, stream: torch.Generator, only_gated: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Unit vectors a with aaᵀ in the span of matrices (dim S, q, q): `most` of them, or half.
 
     Of half as many each has a partner w, orthogonal to it, for which awᵀ + waᵀ is in the span too.
@@ -221,9 +227,9 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
             a, before = normalize(step + 0.1 * a, dim=1), a
             if float((a - before).abs().max()) < _STEADY:
                 break
-        plain, gated = _settled(basis, a, before)
-        count = len(found)
-        found = distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
+        plain, gated = _settled(basis, a, before, _RANK_ONE / (1 if only_gated else 100))
+        count, many = len(found), only_gated or len(gated) > len(plain)
+        found = distinct(torch.cat([found, gated if many else plain]))
         quiet = quiet + 1 if len(found) == count else 0
         if len(found) == most:
             return found, None
@@ -248,7 +254,7 @@ def _outside(basis: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return own - at_x.mT @ at_y
 
 
-def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _settled(basis: Tensor, a: Tensor, before: Tensor, allowed: float) -> tuple[Tensor, Tensor]:
     """The iterates that are solutions, taken as plain units and as gated ones.
 
     At a gated unit the maximum is flat: from a towards w, aaᵀ leaves S with the fourth power only.
@@ -297,7 +303,7 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.stack(
         [torch.einsum("ni,nij,nj->n", x, _outside(basis, a, a), x) for x in (a, w)]
     ).amax(0)
-    return plain, a[both < _RANK_ONE / 100]
+    return plain, a[both < allowed]
 
 
 def _hastened(basis: Tensor, a: Tensor) -> Tensor:
@@ -469,7 +475,7 @@ def _fitted(
     def off(activation: str) -> float:
         return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
 
-    activation = min(field.activations, key=off)
+    activation = "sigmoid" if field.heads else min(SMOOTH, key=off)
     theta, sizes, misses = fit_numbers(numbers, places, activation, order)
     bad = misses > _MISSED
     if bool(bad.any()):
