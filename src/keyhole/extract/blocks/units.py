@@ -143,7 +143,8 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
             )
         q = min(math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
-    units, partners = rank_ones(unpacked(bent.basis, q), count, stream, field.heads)
+    allowed = _RANK_ONE / (1 if field.numbers == 1 else 100)  # by what Hessians are off
+    units, partners = rank_ones(unpacked(bent.basis, q), count, stream, allowed)
     if partners is None:
         return _plain(field, frame, bent, units)
     return _gated(field, frame, bent, units, partners)
@@ -208,14 +209,15 @@ def unpacked(packed: Tensor, q: int) -> Tensor:
 
 
 def rank_ones(
-    basis: Tensor, most: int, stream: torch.Generator, only_gated: bool = False
+    basis: Tensor, most: int, stream: torch.Generator, allowed: float = _RANK_ONE / 100
 ) -> tuple[Tensor, Tensor | None]:
     """Unit vectors a with aaᵀ in the span of matrices (dim S, q, q): `most` of them, or half.
 
-    Of half as many each has a partner w, orthogonal to it, for which awᵀ + waᵀ is in the span too.
+    Of half as many each has a partner w, orthogonal to it, for which awᵀ + waᵀ is in the span too,
+    but for `allowed`.
     """
     q = basis.shape[-1]
-    found = torch.empty(0, q, dtype=torch.float64)
+    plains = gates = torch.empty(0, q, dtype=torch.float64)
     quiet = 0
     for _ in range(_ROUNDS):
         a = normalize(torch.randn(_STARTS, q, generator=stream, dtype=torch.float64), dim=1)
@@ -227,22 +229,21 @@ def rank_ones(
             a, before = normalize(step + 0.1 * a, dim=1), a
             if float((a - before).abs().max()) < _STEADY:
                 break
-        plain, gated = _settled(basis, a, before, _RANK_ONE / (1 if only_gated else 100))
-        count, many = len(found), only_gated or len(gated) > len(plain)
-        found = distinct(torch.cat([found, gated if many else plain]))
-        quiet = quiet + 1 if len(found) == count else 0
-        if len(found) == most:
-            return found, None
-        if quiet >= 2 and 2 * len(found) == most:
-            return found, _partners(basis, found)
-        if len(found) > most:
+        plain, gated = _settled(basis, a, before, allowed)
+        count = len(gates)
+        plains, gates = distinct(torch.cat([plains, plain])), distinct(torch.cat([gates, gated]))
+        quiet = quiet + 1 if len(gates) == count else 0
+        if len(plains) == most and 2 * len(gates) < most:
+            return plains, None
+        if quiet >= 2 and 2 * len(gates) >= most:
             break
-    if 2 * len(found) == most:
-        return found, _partners(basis, found)
+    if 2 * len(gates) == most:
+        return gates, _partners(basis, gates)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"curvature spans {most} dimensions, but {len(found)} units were found in it; a plain "
-        f"layer has {most} and a gated one {most // 2}: try another seed",
+        f"curvature spans {most} dimensions, but {len(plains)} units were found in it, "
+        f"{len(gates)} with gates; a plain layer has {most} and a gated one {most // 2}: try "
+        "another seed",
     )
 
 
