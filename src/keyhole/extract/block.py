@@ -405,15 +405,20 @@ def _of_lengths(
 
 def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
-    if straight(view.ask, d, stream):
-        units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
-    else:
-        units, lengths = find_units(Field(view.ask, d, sphere=False), stream), (1.0,)
-    # Of long tokens, half are on either side of every kink, whatever the bias.
-    x = _of_lengths(view, units, lengths, _MANY, stream)
-    ones = torch.ones(len(x), 1, dtype=torch.float64)
-    units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
-    _expect_fitted(left)
+    bent = not straight(view.ask, d, stream)
+
+    def start() -> tuple[Units, Tensor]:
+        if bent:
+            units, lengths = find_units(Field(view.ask, d, sphere=False, numbers=d), stream), (1.0,)
+        else:  # of long tokens, half are on either side of every kink, whatever the bias
+            units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
+        x = _of_lengths(view, units, lengths, _MANY, stream)
+        beside = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        units, _, linear, left = fit(units, Known(x, beside), view.ask(x))
+        _expect_fitted(left)
+        return units, linear
+
+    units, linear = attempted(start, _ATTEMPTS if bent else 1)
     single = _Single(units, linear[:-1], linear[-1])
     for long, short in _PAIRS:
         p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
@@ -506,7 +511,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         return _rough(view, replace(units, A=units.A / shrink, G=units.G / shrink), stream)
 
-    units, inputs = attempted(start, _ATTEMPTS if view.scores else 1)
+    units, inputs = attempted(start, _ATTEMPTS)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
     _expect_fitted(left)

@@ -73,7 +73,7 @@ class Field:
     value: Callable[[Tensor], Tensor]
     dim: int
     sphere: bool
-    numbers: int = _POINTS  # in an answer; where they are few, more points are asked
+    numbers: int  # in an answer; where they are few, more points are asked
     heads: bool = False  # of attention (heads.py): gated units of σ, few and far from bent
 
     @property
