@@ -694,7 +694,8 @@ def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
         tokens[:, -1] *= length
         y = ask(view.oracle, tokens)
         model = refined(model, names, [(tokens, y, torch.ones_like(y))])
-    Q, K = _factored(model.Q @ model.K.mT)
+    seen = view.axes @ view.axes.mT  # steps may leave what no token has in Q
+    Q, K = _factored(seen @ model.Q @ model.K.mT)
     V, O = _factored(model.V @ model.O)  # noqa: E741
     q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
     return replace(model, Q=Q, K=K, q=q, V=V, O=O.mT.contiguous())
