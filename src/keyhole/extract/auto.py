@@ -300,7 +300,8 @@ def _choice(
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
             return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
-        fallbacks = () if arithmetic.exact else (fit,)
+        block = TransformerBlock(seed=seed, tolerance=accepted)
+        fallbacks = (block,) if arithmetic.exact else (fit,)
         return Choice(
             Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallbacks=fallbacks
         )

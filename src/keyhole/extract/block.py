@@ -1,8 +1,8 @@
 """A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
 
 The target is `y` of oracle/block.py. Nothing of this is assumed: whether there are norms and which,
-the activation, gates, widths, heads and every ε show in the answers. Vectors of the last token are
-asked for.
+the activation, gates, widths, heads and every ε show in the answers, the last token's vectors or
+scores.
 
     single tokens        the softmax of one token is 1: y is a function of one vector
     blocks/units.py      the units of the feed-forward layer from how it bends
@@ -32,8 +32,12 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's. Answers of one
-number are refused.
+are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's.
+
+Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
+w is what s grows with, units and M follow as above with more questions for one number in an answer,
+and heads are gated units themselves (blocks/heads.py). Without norms, and with positions, they are
+refused.
 """
 
 from __future__ import annotations
@@ -107,7 +111,7 @@ _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
 @dataclass(frozen=True)
 class TransformerBlock(Method):
-    """Exact extraction of a whole block that returns vectors."""
+    """Exact extraction of a whole block that returns vectors, or behind norms scores."""
 
     seed: int = 0
     tolerance: float = 1e-8
