@@ -131,7 +131,7 @@ class TransformerBlock(Method):
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        view = _View.open(oracle, stream)
+        view = View.open(oracle, stream)
         network: _Network | Behind
         if view.norm == "behind":
             network = undone = read_behind(
@@ -149,7 +149,7 @@ class TransformerBlock(Method):
 
     def _model(
         self,
-        view: _View,
+        view: View,
         network: _Network | Behind,
         undone: _Undone | Behind,
         stream: torch.Generator,
@@ -189,7 +189,7 @@ def _coarse(oracle: Oracle) -> float:
     return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
-def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
@@ -209,7 +209,7 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
 
     `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
@@ -235,7 +235,7 @@ class _View:
         return self.numbers == 1
 
     @classmethod
-    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
         """Which norms there are: how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
@@ -261,7 +261,7 @@ class _View:
         return replace(view, norm="layer", axes=_without_mean(d, stream))
 
     @classmethod
-    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> _View:
+    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
         """Behind norms what is even in a token stays as it is, whatever its length."""
         d = oracle.dim
         identity = torch.eye(d, dtype=torch.float64)
@@ -325,7 +325,7 @@ def last(oracle: Oracle, sequences: Tensor) -> Tensor:
 class _Network:
     """`h ↦ h·R + C·f(N(h)) + c`, in the coordinates of the view, R its residual."""
 
-    view: _View
+    view: View
     units: Units
     c: Tensor
     epsilon: float = 0.0
@@ -374,13 +374,13 @@ def _inner_slopes(units: Units, u: Tensor) -> Tensor:
     return (slope * gates)[..., None] * units.A + inside[..., None] * units.G
 
 
-def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+def _slopes(view: View, units: Units, h: Tensor, epsilon: float) -> Tensor:
     """d(C·f(N(h)))/dh, (n, m, d)."""
     outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
     return _in_front(view, outer, h, epsilon)
 
 
-def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
+def _in_front(view: View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     """Derivatives by h, from those (n, m, e) by N(h)."""
     if view.norm == "none":
         return outer
@@ -392,7 +392,7 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units, more: float = _MORE) -> int:
+def _count(view: View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + width * view.numbers
@@ -400,14 +400,14 @@ def _count(view: _View, units: Units, more: float = _MORE) -> int:
 
 
 def _of_lengths(
-    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
+    view: View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
 ) -> Tensor:
     """So many tokens, of several lengths."""
     count = math.ceil(_count(view, units, more) / len(lengths)) + 8
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     bent = not straight(view.ask, d, stream)
 
@@ -503,7 +503,7 @@ def _turned(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _behind_norms(view: View, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
@@ -527,7 +527,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 class _Shifted:
     """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
 
-    view: _View
+    view: View
     x: Tensor
     M: Tensor
     b: Tensor
@@ -570,7 +570,7 @@ class _Shifted:
         )  # fmt: skip
 
 
-def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
+def _rough(view: View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
     """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
     d, e = view.axes.shape
     x = view.tokens(_count(view, units), _LONG, stream)
@@ -588,7 +588,7 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
 
 
 def _attention_sum(
-    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    view: View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
@@ -632,7 +632,7 @@ class _Undone:
     its direction are one to attention.
     """
 
-    view: _View
+    view: View
     network: _Network
     M: Tensor
     b: Tensor
@@ -713,7 +713,7 @@ def _factored(products: Tensor) -> tuple[Tensor, Tensor]:
     return left[..., :rank] * root, right.mT[..., :rank] * root
 
 
-def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
+def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
