@@ -155,19 +155,20 @@ class TransformerBlock(Method):
         stream: torch.Generator,
     ) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
-        if view.scores and isinstance(undone, _Undone):
-            return _polished(view, _with_heads(undone, stream), stream)
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
         fixed = _SHARES if view.norm == "behind" else (1.0,) * len(_REACHES)
         for reach in _REACHES if view.norm == "none" else fixed:
             try:
-                layer = read_attention(undone.surroundings(), stream, undone.total, reach)
-                if isinstance(network, Behind):
-                    model = network.block(layer)
+                if view.scores and isinstance(undone, _Undone):
+                    model = _with_heads(undone, stream)
                 else:
-                    model = _assembled(view, network, layer)
+                    layer = read_attention(undone.surroundings(), stream, undone.total, reach)
+                    if isinstance(network, Behind):
+                        model = network.block(layer)
+                    else:
+                        model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)

@@ -33,7 +33,7 @@ from keyhole.oracle.planted import BiasedHeads
 T = TypeVar("T")
 _SHARE = 0.6  # of the radius, for points around which answers bend
 _WIDEST = 0.9  # of the radius, for other tokens
-_ATTEMPTS = 6
+_ATTEMPTS = 3
 _MORE = 1.5  # answers for each unknown
 _AROUND = (0.4, math.inf)  # how far from the first x others are, next to its length
 _FITTED = 1e-3  # of answers: what N(h) is off N(x)
