@@ -51,6 +51,31 @@ for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
         KINDS[f"scores, {_name}SwiGLU, {_dim}"] = (
             {**_size, **SWIGLU, "width": _gated, "norm": _norm}, TOLERANCE,
         )  # fmt: skip
+for _norm in ("layer", "rms"):
+    KINDS[f"{NORMS[_norm]}ReLU, d = 16"] = {"activation": "relu", "norm": _norm}, TOLERANCE
+for _activation in ("relu", "gelu"):
+    KINDS[f"PyTorch's layer, {_activation}, norm_first, d = 16"] = (
+        {"pytorch": _activation},
+        TOLERANCE,
+    )
+
+
+class PyTorch:
+    """torch.nn.TransformerEncoderLayer with norm_first, as it is initialised."""
+
+    dim = outputs = 16
+
+    def __init__(self, activation: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.layer = torch.nn.TransformerEncoderLayer(
+            self.dim, 4, 2 * self.dim, 0.0, activation, norm_first=True, batch_first=True,
+            dtype=torch.float64,
+        ).eval()  # fmt: skip
+        self.unknowns = sum(part.numel() for part in self.layer.parameters())
+
+    def __call__(self, sequences: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.layer(sequences)[:, -1]
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
@@ -77,7 +102,8 @@ def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iter
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
-    target = plant_block(**KINDS[name][0], seed=seed)
+    kind = KINDS[name][0]
+    target = PyTorch(kind["pytorch"], seed) if "pytorch" in kind else plant_block(**kind, seed=seed)
     result = TransformerBlock(seed=seed)(target)
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,

@@ -33,7 +33,8 @@ from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_errors, own_error, smallest
 from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.block import TransformerBlock, last
+from keyhole.extract.block import TransformerBlock
+from keyhole.extract.blocks.view import last
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm

@@ -31,8 +31,8 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's.
+about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
+behind the sums (BERT) are blocks/behind.py's.
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -50,17 +50,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
-from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.heads import attempted, chosen, read_heads
-from keyhole.extract.blocks.kinks import find_relu_units, straight
+from keyhole.extract.blocks.kinks import (
+    find_relu_units,
+    find_relu_units_on_sphere,
+    straight,
+    straight_on_sphere,
+)
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
+from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import levenberg, refined
 from keyhole.extract.judge import Method
@@ -71,9 +76,7 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
-_FAR = 2.0**20  # lengths at which a norm sees the token alone
-_FARTHEST = 2.0**60  # where w alone shows of a block that gives scores
-_LONG = 2.0**24
+_LONG, _LONGER = 2.0**16, 2.0**24  # of vectors, and of scores
 _MIDDLE = 2.0**12  # at which heads of a block that gives scores are read
 _HEADS = {16.0: ["O"], 1.0: ["Q", "q", "O"]}  # lengths of the last token, and what it shows
 _RANK = 1e-6  # of the largest singular value of a head's matrix
@@ -81,7 +84,8 @@ _MORE = 1.5  # answers for each unknown of a fit
 _MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
-_STEPS = 3
+_STEPS = 12  # of Gauss–Newton, at the most
+_SETTLED = 1e-6
 _ATTEMPTS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
@@ -105,7 +109,6 @@ _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
 _MOST = 3000  # numbers that are polished together
-_SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
 
@@ -207,119 +210,6 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     y = ask(view.oracle, tokens)
     return refined(model, names, [(tokens, y, torch.ones_like(y))])
-
-
-@dataclass(frozen=True)
-class View:
-    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
-
-    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
-    """
-
-    oracle: Oracle
-    norm: str
-    axes: Tensor
-    residual: Tensor  # (d, m): what of h is in an answer, everything or w alone
-    every_token: bool
-    causal: bool
-
-    @property
-    def dim(self) -> int:
-        return self.oracle.dim
-
-    @property
-    def numbers(self) -> int:
-        return self.residual.shape[1]
-
-    @property
-    def scores(self) -> bool:
-        return self.numbers == 1
-
-    @classmethod
-    def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
-        """Which norms there are: how answers grow with a token, and whether its mean matters."""
-        d = oracle.dim
-        x = math.sqrt(d) * random_orthogonal(d, stream)[0]
-        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
-        if pairs.ndim == 1:
-            return cls._of_scores(oracle, x, stream)
-        expect_vectors(pairs, d)
-        every = pairs.ndim == 3
-        causal = every and bool(
-            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
-        )
-        identity = torch.eye(d, dtype=torch.float64)
-        view = cls(oracle, "none", identity, identity, every, causal)
-        one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
-        if float(two.abs().max()) < 2 * math.sqrt(_FAR):
-            return replace(view, norm="behind")
-        if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
-            return view
-        rest = one - _FAR * x
-        moved = shifted - _FAR * (x + x.mean().sign()) - rest
-        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
-            return replace(view, norm="rms")
-        return replace(view, norm="layer", axes=_without_mean(d, stream))
-
-    @classmethod
-    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
-        """Behind norms what is even in a token stays as it is, whatever its length."""
-        d = oracle.dim
-        identity = torch.eye(d, dtype=torch.float64)
-        far = _FARTHEST * torch.cat([identity, -identity])
-        forth, back = last(oracle, far.unsqueeze(1)).chunk(2)
-        view = cls(oracle, "rms", identity, (forth - back) / (2 * _FARTHEST), False, False)
-        tokens = _FAR * torch.stack([x, 2 * x, x + x.mean().sign()])
-        forth, back = view.ask(torch.cat([tokens, -tokens])).chunk(2)
-        one, two, shifted = ((forth + back)[:, 0]).tolist()
-        if abs(two - one) > 1e-3 * math.sqrt(_FAR):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "the answers are numbers, and no norm stands in front of a feed-forward layer: "
-                "of such blocks vectors are read",
-            )
-        if abs(shifted - one) > 1e-5 * abs(one):
-            return view
-        return replace(view, norm="layer", axes=_without_mean(d, stream))
-
-    def ask(self, tokens: Tensor) -> Tensor:
-        """Answers to single tokens (n, d)."""
-        return last(self.oracle, tokens.unsqueeze(1))
-
-    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
-        """What stands behind a norm, in coordinates (n, e)."""
-        if self.norm == "none":
-            return tokens
-        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
-
-    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
-        """Random ones, of so many times the length √d."""
-        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
-        return length * xi @ self.axes.mT
-
-
-def _without_mean(d: int, stream: torch.Generator) -> Tensor:
-    rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
-    return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()
-
-
-def expect_vectors(answers: Tensor, dim: int) -> None:
-    """Are answers as long as a token?"""
-    if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
-            "a layer that is added to its tokens gives vectors as long as they are",
-        )
-
-
-def last(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """The last token's vectors; of one number where answers are numbers."""
-    parts = sequences.split(batch_rows(*sequences.shape[1:]))
-    answers = torch.cat([ask(oracle, part) for part in parts])
-    if answers.ndim == 1:
-        return answers.unsqueeze(1)
-    return answers[:, -1] if answers.ndim == 3 else answers
 
 
 @dataclass(frozen=True)
@@ -508,13 +398,20 @@ def _behind_norms(view: View, stream: torch.Generator) -> tuple[_Network, _Undon
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
-    def far(xi: Tensor) -> Tensor:
-        x = _FAR * xi @ view.axes.mT
+    def far(xi: Tensor, length: float = FAR) -> Tensor:
+        x = length * xi @ view.axes.mT
         return view.ask(x) - x @ view.residual
 
+    nearer = partial(far, length=_LONG)
+    kinked = not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream)
+
     def start() -> tuple[Units, _Shifted]:
-        units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
-        return _rough(view, replace(units, A=units.A / shrink, G=units.G / shrink), stream)
+        if kinked:
+            units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+        else:
+            units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
+            units = replace(units, A=units.A / shrink, G=units.G / shrink)
+        return _rough(view, units, stream)
 
     units, inputs = attempted(start, _ATTEMPTS)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
@@ -574,7 +471,7 @@ class _Shifted:
 def _rough(view: View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
     """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
     d, e = view.axes.shape
-    x = view.tokens(_count(view, units), _LONG, stream)
+    x = view.tokens(_count(view, units), _LONGER if view.scores else _LONG, stream)
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x @ view.residual)
@@ -620,7 +517,10 @@ def _attention_sum(
     else:
         for _ in range(_STEPS):
             miss, J = look(both)
-            both = both - least_squares(J, miss[:, None])[:, 0]
+            step = least_squares(J, miss[:, None])[:, 0]
+            both = both - step
+            if float(step.abs().max()) <= _SETTLED:
+                break
     return both[: e * d].view(e, d), both[e * d :]
 
 
