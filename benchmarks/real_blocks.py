@@ -21,9 +21,9 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import last
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
+from keyhole.extract.blocks.view import last
 from keyhole.extract.sub_layer import read_attention
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
