@@ -69,8 +69,9 @@ class Surroundings:
     causal: bool = False
     asking: float | None = None
     precision: float = 1e-11  # of answers, relative
-    # Of more than two tokens: the direction of an answer, and what is to be taken off of it
-    direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    # Where answers to more than two tokens are no sums: what others add to the last one's, from
+    # tokens and the span of rows that it is in
+    within: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def dim(self) -> int:
@@ -340,20 +341,6 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     along = normalize(torch.logit(gates), dim=0)
     combined = torch.linalg.svd(along, full_matrices=False)[0][:, : len(probe.subspace)]
     return replace(probe, subspace=combined.mT @ basis)
-
-
-def where_scores_vary(probe: Probe, stream: torch.Generator) -> tuple[Probe, Tensor]:
-    """Likewise before any head is known, and the difference: d queries.
-
-    While scores are small, gates are ½ + z/4, and what x changes in the answers to one difference
-    is linear in x: the directions in which it changes most are those of the heads' scores.
-    """
-    delta = probe.difference(stream)
-    basis = random_orthogonal(probe.view.dim, stream)
-    points = probe.length * basis
-    rows = probe.view.answer(torch.stack([points + delta, points], 1)) - points @ probe.total
-    left = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[0]
-    return replace(probe, subspace=left[:, : len(probe.subspace)].mT @ basis), delta
 
 
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
