@@ -395,8 +395,9 @@ class Behind:
         random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
 
         def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-            _, pull, mixed = torch.func.vjp(partial(made, numbers), still, has_aux=True)
-            slopes = {name: part.flatten(0, -2) for name, part in pull(random)[0].items()}
+            (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
+            slopes = pull((random, torch.zeros_like(mixed)))[0]
+            slopes = {name: part.flatten(0, -2) for name, part in slopes.items()}
             right = {name: _inverse(part.mT @ part) for name, part in slopes.items()}
             left = count * _inverse(mixed.mT @ mixed)
             return lambda slope: {

@@ -58,12 +58,14 @@ def _step(
 ) -> Numbers:  # fmt: skip
     """Conjugate gradients on the normal equations of `J·step = rest`."""
     pull = torch.func.vjp(model, numbers)[1]
+    # J is the transpose of its transpose: forward mode would run the model again for each product.
+    push = torch.func.vjp(lambda r: torch.func.vjp(model, numbers)[1](r)[0], rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
     step = {name: torch.zeros_like(part) for name, part in numbers.items()}
     size = start = _product(slope, direction)
     for _ in range(_INNER):
-        moved = torch.func.jvp(model, (numbers,), (direction,))[1]
+        moved: Tensor = push(direction)[0]
         length = size / float(moved.square().sum())
         step = {name: part + length * direction[name] for name, part in step.items()}
         rest = rest - length * moved
