@@ -82,7 +82,7 @@ _LENGTH = 64.0  # of tokens that ask, where there are norms
 # front: the longer, the more likely h is unique, at the cost of digits.
 REACHES = {
     "none": (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0),
-    "behind": (8.0, 4.0, 16.0, 2.0, 32.0, 8.0),
+    "behind": (4.0, 8.0, 2.0, 16.0, 32.0, 4.0),
 }
 _AGAIN = 6
 _FRESH = 8

@@ -203,6 +203,7 @@ _ROWS, _ROWS_TURNED = 9 / 8, 3 / 2
 _KEYS, _KEYS_TURNED = 9 / 8, 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6
+_GROWN = 1e5  # or this much more than the noise of answers
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ def read_factors(
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
-        right, plane = _keys_of(rows, moved, group, k, _RANK * reach)
+        noise = max(_RANK, _GROWN * reader.view.precision) * reach
+        right, plane = _keys_of(rows, moved, group, k, noise)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)

@@ -41,6 +41,7 @@ _ATTEMPTS = 4
 _AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
+_GROWN = 1e4  # or this much more than answers
 _PARTED = 1e8  # the worst condition of gates that are still different
 _STARTS = 3  # of the gates of every head, on the way from one difference to another
 _BATCH = 4
@@ -403,7 +404,8 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
-        ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
+        noise = max(_WIDTH, _GROWN * probe.view.precision)
+        ranks = (sizes > noise * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m + 1:

@@ -53,7 +53,8 @@ _TURNS = 40
 _PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
 _NEWTON = 16
-_SHORTER = 4  # times
+_STEPS = 10
+_ARRIVED = 1e-8
 _BATCH = 128
 _TOKENS = 12
 _TOGETHER = 4  # tokens in a sequence
@@ -182,25 +183,31 @@ class Layer:
         unknowns. Of one answer its sum does not follow: in real layers dR/dn is singular on a
         surface that is not far from any point, and R takes most of its values more than once.
         """
-        u, radius = start, math.sqrt(hats.shape[2] + 1)
-        rest = self._made(sums, basis, u) - hats
+        u = start.clone()
+        size = (self._made(sums, basis, u) - hats).square().sum((1, 2))
+        going = torch.arange(len(u), device=u.device)
         for _ in range(_NEWTON):
-            J = self._slopes_of_made(sums, basis, u)
-            normal, wanted = J.mT @ J, J.mT @ rest.flatten(1)[..., None]
-            step = torch.nan_to_num(torch.linalg.solve_ex(normal, wanted)[0][..., 0])
-            size, share = rest.square().sum((1, 2)), torch.ones_like(u[:, :1])
-            tried = rest
-            for _ in range(_SHORTER):
-                tried = self._made(sums, basis, u - share * step) - hats
-                worse = tried.square().sum((1, 2)) > size
-                if not bool(worse.any()):
-                    break
-                share = torch.where(worse[:, None], share / 4, share)
-            u, rest = u - share * step, tried
-            if bool((rest.square().sum((1, 2)) > 0.25 * size).all()):
+            if not len(going):
                 break
-        off = rest.square().sum((1, 2)).sqrt() / radius
-        return torch.where(off[:, None] < _ROUGH, u, math.nan)
+            of, wanted, at, before = sums[going], hats[going], u[going], size[going]
+            J = self._slopes_of_made(of, basis, at)
+            factor = torch.linalg.cholesky_ex(J.mT @ J)[0]
+            share, left = torch.ones_like(at[:, :1]), before
+            rest = (self._made(of, basis, at) - wanted).flatten(1)
+            # Slopes are dear: they serve for several steps.
+            for _ in range(_STEPS):
+                step = torch.cholesky_solve(J.mT @ rest[..., None], factor)[..., 0]
+                tried = at - share * step
+                off = (self._made(of, basis, tried) - wanted).flatten(1)
+                better = (off.square().sum(1) < left)[:, None]
+                at, rest = torch.where(better, tried, at), torch.where(better, off, rest)
+                share = torch.where(better, (2 * share).clamp(max=1), share / 4)
+                left = rest.square().sum(1)
+            u[going], size[going] = at, left
+            near = left < _ARRIVED**2 * wanted.square().sum((1, 2))
+            going = going[(left < before / 4) & ~(near & (share[:, 0] < 1))]
+        right = size < _ROUGH**2 * hats.square().sum((1, 2))
+        return torch.where(right[:, None], u, math.nan)
 
     def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
         """What stands behind the second norm (n, q, e)."""
@@ -308,9 +315,11 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
         raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
     share = turned.to(torch.float64)
     sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
+    # What D leaves of L stays: with it the layer answers as it was fitted to.
+    L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
     c = layer.c + units.C @ (share * units.a)
     units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
-    return Layer(units, axes.mT @ (D[:, None] * axes) / size, c / size), D / size
+    return Layer(units, L / size, c / size), D / size
 
 
 @dataclass(frozen=True)
