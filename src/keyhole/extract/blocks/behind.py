@@ -18,6 +18,9 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
+    heads       an answer does not show its sum: R takes most values more than once. Two answers
+                that share a sum do, and one whose sum is in a known span of few dimensions: that
+                is what sub_layer.py asks for. Then all numbers of all heads (descent.py)
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
