@@ -40,7 +40,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.descent import Numbers, descend
+from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.sphere import Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
@@ -281,19 +281,12 @@ def fitted(
         scale = (features @ numbers["linear"]).norm(dim=1, keepdim=True) / radius
         features, C = features / scale, numbers["linear"][:width]
         slopes = derivative(units.activation, 1)(z) / scale
-        of_A = _inverse((C @ C.mT) * (slopes.mT @ slopes))
-        of_linear = _inverse(features.mT @ features)
+        of_A = inverse((C @ C.mT) * (slopes.mT @ slopes))
+        of_linear = inverse(features.mT @ features)
         return lambda slope: {"A": of_A @ slope["A"], "linear": of_linear @ slope["linear"]}
 
     numbers, left = descend(model, numbers, y, preconditioner)
     return Layer.of(numbers, units.activation).to(torch.device("cpu")), left
-
-
-def _inverse(gram: Tensor) -> Tensor:
-    ridge = (
-        1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    )
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge))
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
@@ -410,8 +403,8 @@ class Behind:
             (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
             slopes = pull((random, torch.zeros_like(mixed)))[0]
             slopes = {name: part.flatten(0, -2) for name, part in slopes.items()}
-            right = {name: _inverse(part.mT @ part) for name, part in slopes.items()}
-            left = count * _inverse(mixed.mT @ mixed)
+            right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
+            left = count * inverse(mixed.mT @ mixed)
             return lambda slope: {
                 name: (left @ part if name == "O" else part) @ right[name]
                 for name, part in slope.items()
