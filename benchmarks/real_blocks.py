@@ -9,9 +9,9 @@ planted block.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,12 +74,17 @@ def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
 
 
 def heads_of(found: Behind, stream: torch.Generator) -> SubLayer:
-    """From questions of the first lengths at which no sum is lost."""
-    *lengths, last_one = REACHES["behind"]
-    for reach in lengths:
-        with suppress(Unsuccessful, LostSum):
+    """From questions of the first lengths at which they come back."""
+    end: Exception = LostSum("no length was tried")
+    for reach in REACHES["behind"]:
+        started = time.perf_counter()
+        try:
             return read_attention(found.surroundings(), stream, found.total, reach)
-    return read_attention(found.surroundings(), stream, found.total, last_one)
+        except (Unsuccessful, LostSum) as error:
+            end = error
+            seconds = time.perf_counter() - started
+            print(f"heads, reach {reach:g}, {seconds:.0f} s: {error}", file=sys.stderr, flush=True)
+    raise end
 
 
 def but_attention(what: str, found: Behind, queries: int, target: Block, seconds: float) -> Row:
