@@ -31,9 +31,8 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's. Answers of one
-number are refused.
+about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
+behind the sums (BERT) are blocks/behind.py's. Answers of one number are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +53,12 @@ from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
-from keyhole.extract.blocks.kinks import find_relu_units, straight
+from keyhole.extract.blocks.kinks import (
+    find_relu_units,
+    find_relu_units_on_sphere,
+    straight,
+    straight_on_sphere,
+)
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
@@ -72,7 +76,8 @@ _MORE = 1.5  # answers for each unknown of a fit
 _MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
-_STEPS = 3
+_STEPS = 12  # of Gauss–Newton, at the most
+_SETTLED = 1e-6
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
@@ -443,12 +448,16 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
-    def far(xi: Tensor) -> Tensor:
-        x = _FAR * xi @ view.axes.mT
+    def far(xi: Tensor, length: float = _FAR) -> Tensor:
+        x = length * xi @ view.axes.mT
         return view.ask(x) - x
 
-    units = find_units(Field(far, e, sphere=True), stream)
-    units = replace(units, A=units.A / shrink, G=units.G / shrink)
+    nearer = partial(far, length=_LONG)
+    if straight_on_sphere(nearer, e, math.sqrt(d), stream):
+        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+    else:
+        units = find_units(Field(far, e, sphere=True), stream)
+        units = replace(units, A=units.A / shrink, G=units.G / shrink)
     units, start = _rough(view, units, stream)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
@@ -547,6 +556,8 @@ def _attention_sum(
             torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
         )[:, 0]
         M, b = M + step[: e * d].view(e, d), b + step[e * d :]
+        if float(step.abs().max()) <= _SETTLED:
+            break
     return M, b
 
 
