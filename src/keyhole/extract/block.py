@@ -92,19 +92,13 @@ _NEWTON = 20
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 _LENGTH = 64.0  # of tokens that ask, where there are norms
-# How much longer the token that asks is than what the others have beside it, where there are no
-# norms: the longer, the more likely h is unique, at the cost of digits.
-_SHARES = (
-    0.6,
-    0.4,
-    0.5,
-    0.6,
-    0.4,
-    0.3,
-    0.5,
-    0.25,
-)  # of the lengths that suit attention, behind norms
-_REACHES = (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0)
+# How much longer the token that asks is than what the others have beside it, where no norm is in
+# front: the longer, the more likely h is unique, at the cost of digits.
+REACHES = {
+    "none": (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0),
+    "behind": (4.0, 8.0, 2.0, 16.0, 32.0, 4.0),
+}
+_AGAIN = 6
 _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
@@ -161,15 +155,14 @@ class TransformerBlock(Method):
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read does not answer alike"
-        fixed = _SHARES if view.norm == "behind" else (1.0,) * len(_REACHES)
-        for reach in _REACHES if view.norm == "none" else fixed:
+        for reach in REACHES.get(view.norm, (1.0,) * _AGAIN):
             try:
                 if view.scores and isinstance(undone, _Undone):
                     model = _with_heads(undone, stream)
                 else:
                     layer = read_attention(undone.surroundings(), stream, undone.total, reach)
                     if isinstance(network, Behind):
-                        model = network.block(layer)
+                        model = network.block(network.polished(layer, stream))
                     else:
                         model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
