@@ -297,7 +297,8 @@ def block(
         for weight, t in zip(weights, T, strict=True):
             h = h + weight * (t @ V) @ parts["O"][i]
     u = normed(h, epsilon if behind else epsilon_behind)
-    y = (parts["D"] * u if behind else h) + parts["c"]
+    seen = h if not len(parts["w"]) else parts["w"] @ h
+    y = (parts["D"] * u if behind else seen) + parts["c"]
     for k in range(len(parts["A"])):
         unit = bent(parts["A"][k] @ u + parts["a"][k])
         if len(parts["G"]):

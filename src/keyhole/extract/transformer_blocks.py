@@ -46,16 +46,11 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.block import (
-    View,
-    far_units,
-    if_exact,
-    last,
-    turned_units,
-    unit_signs,
-)
+from keyhole.extract.block import far_units, if_exact, turned_units, unit_signs
 from keyhole.extract.blocks.fit import values
+from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.units import Units
+from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
@@ -63,7 +58,7 @@ from keyhole.oracle.block import Blocks
 from keyhole.oracle.planted import Parametric
 from keyhole.oracle.protocol import Oracle, ask
 
-_FAR = 2.0**20
+_ATTEMPTS = 3
 _LENGTHS = (1.0, 0.7, 1.3, 0.5)  # of δ next to tokens, where heads were not found
 _NEAR = (0.3, 0.1)  # how far other δ are, where heads are followed
 _RANK = 1e-3  # of the largest singular value
@@ -92,7 +87,9 @@ class TransformerBlocks(Method):
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
             raise _unread("there are no norms in front of attention and feed-forward layers")
-        units, linear = far_units(view, stream)
+        if view.scores:
+            raise _unread("the answers are numbers, and not vectors")
+        units, linear = attempted(lambda: far_units(view, stream), _ATTEMPTS)
         heads = _heads(view, stream)
         turned = unit_signs(units, linear[:-1] - heads.M.sum(0))
         if turned is None:
@@ -152,7 +149,7 @@ class _Pairs:
     def answers(self, delta: Tensor) -> tuple[Tensor, Tensor]:
         """The points, and Σ_h σ(u·g_h)·δM_h."""
         u = self.points(delta)
-        far, other = (_FAR * each @ self.view.axes.mT for each in (u, u + delta))
+        far, other = (FAR * each @ self.view.axes.mT for each in (u, u + delta))
         y = last(self.view.oracle, torch.stack([other, far], 1)) - self.view.ask(far)
         return u, y
 

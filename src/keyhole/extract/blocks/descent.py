@@ -57,13 +57,19 @@ def _step(
     solve: Callable[[Numbers], Numbers],
 ) -> Numbers:  # fmt: skip
     """Conjugate gradients on the normal equations of `J·step = rest`."""
+
+    def pulled(rest: Tensor) -> Numbers:
+        return torch.func.vjp(model, numbers)[1](rest)[0]
+
     pull = torch.func.vjp(model, numbers)[1]
+    # J is the transpose of its transpose: forward mode would run the model again for each product.
+    push = torch.func.vjp(pulled, rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
     step = {name: torch.zeros_like(part) for name, part in numbers.items()}
     size = start = _product(slope, direction)
     for _ in range(_INNER):
-        moved = torch.func.jvp(model, (numbers,), (direction,))[1]
+        moved: Tensor = push(direction)[0]
         length = size / float(moved.square().sum())
         step = {name: part + length * direction[name] for name, part in step.items()}
         rest = rest - length * moved
@@ -78,3 +84,10 @@ def _step(
 
 def _product(a: Numbers, b: Numbers) -> float:
     return sum(float((part * b[name]).sum()) for name, part in a.items())
+
+
+def inverse(gram: Tensor) -> Tensor:
+    """Of a Gram matrix, with a ridge: a block of a preconditioner."""
+    ridge = 1e-10 * gram.diagonal().mean()
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge * eye))
