@@ -36,8 +36,8 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.descent import Numbers, descend
-from keyhole.extract.blocks.sphere import Value, differences, find_units
+from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
@@ -212,19 +212,12 @@ def fitted(
         scale = (features @ numbers["linear"]).norm(dim=1, keepdim=True) / radius
         features, C = features / scale, numbers["linear"][:width]
         slopes = derivative(units.activation, 1)(z) / scale
-        of_A = _inverse((C @ C.mT) * (slopes.mT @ slopes))
-        of_linear = _inverse(features.mT @ features)
+        of_A = inverse((C @ C.mT) * (slopes.mT @ slopes))
+        of_linear = inverse(features.mT @ features)
         return lambda slope: {"A": of_A @ slope["A"], "linear": of_linear @ slope["linear"]}
 
     numbers, left = descend(model, numbers, y, preconditioner)
     return Layer.of(numbers, units.activation), left
-
-
-def _inverse(gram: Tensor) -> Tensor:
-    ridge = (
-        1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    )
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge))
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
@@ -443,7 +436,8 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     def value(n: Tensor) -> Tensor:
         return second.undone(ask(first.tokens(n @ axes.mT).unsqueeze(1))) @ axes
 
-    units = find_units(value, d - 1, math.sqrt(d), device, stream)
+    sphere = Sphere(value, d - 1, math.sqrt(d))
+    units = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
     layer, left = fitted(value, units, math.sqrt(d), device, stream)
     if left > 1e-6:
         raise Unsuccessful(

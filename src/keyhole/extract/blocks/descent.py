@@ -78,3 +78,10 @@ def _step(
 
 def _product(a: Numbers, b: Numbers) -> float:
     return sum(float((part * b[name]).sum()) for name, part in a.items())
+
+
+def inverse(gram: Tensor) -> Tensor:
+    """Of a Gram matrix, with a ridge: a block of a preconditioner."""
+    ridge = 1e-10 * gram.diagonal().mean()
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge * eye))

@@ -217,7 +217,8 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
                 break
         plain, gated = _settled(basis, a, before)
         count = len(found)
-        found = distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
+        found = torch.cat([found, gated if len(gated) > len(plain) else plain])
+        found = found[distinct(found)]
         quiet = quiet + 1 if len(found) == count else 0
         if len(found) == most:
             return found, None
@@ -308,11 +309,12 @@ def _partners(basis: Tensor, units: Tensor) -> Tensor:
 
 
 def distinct(vectors: Tensor, same: float = _SAME) -> Tensor:
-    """One of those unit vectors that are alike up to a sign."""
+    """Which are the first of those unit vectors that are alike up to a sign."""
+    numbers = torch.arange(len(vectors), device=vectors.device)
     if not len(vectors):
-        return vectors
+        return numbers
     first = ((vectors @ vectors.mT).abs() > 1 - same).to(torch.int8).argmax(1)
-    return vectors[first == torch.arange(len(vectors), device=vectors.device)]
+    return numbers[first == numbers]
 
 
 def _identity(field: Field, q: int) -> Tensor:
