@@ -54,6 +54,8 @@ from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.in_front import WIDE
+from keyhole.extract.blocks.in_front import read as read_in_front
 from keyhole.extract.blocks.kinks import find_relu_units, straight
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
@@ -75,6 +77,8 @@ _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
+_SIMPLE = 100
+_BATCH = 64
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 _LENGTH = 64.0  # of tokens that ask, where there are norms
@@ -121,7 +125,7 @@ class TransformerBlock(Method):
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        view = _View.open(oracle, stream)
+        view = View.open(oracle, stream)
         network: _Network | Behind
         if view.norm == "behind":
             network = undone = read_behind(
@@ -131,7 +135,7 @@ class TransformerBlock(Method):
         elif view.norm == "none":
             network, undone = _without_norm(view, self.seed, stream)
         else:
-            network, undone = _behind_norms(view, stream)
+            network, undone = behind_norms(view, torch.device(self.device), stream)
         model = self._model(view, network, undone, stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
@@ -139,7 +143,7 @@ class TransformerBlock(Method):
 
     def _model(
         self,
-        view: _View,
+        view: View,
         network: _Network | Behind,
         undone: _Undone | Behind,
         stream: torch.Generator,
@@ -155,7 +159,7 @@ class TransformerBlock(Method):
                 if isinstance(network, Behind):
                     model = network.block(layer)
                 else:
-                    model = _assembled(view, network, layer)
+                    model = assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -177,7 +181,7 @@ def _coarse(oracle: Oracle) -> float:
     return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
-def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
@@ -197,7 +201,7 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
 
     `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
@@ -214,7 +218,7 @@ class _View:
         return self.oracle.dim
 
     @classmethod
-    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
         """Which norms there are: how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
@@ -275,7 +279,7 @@ def last(oracle: Oracle, sequences: Tensor) -> Tensor:
 class _Network:
     """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
 
-    view: _View
+    view: View
     units: Units
     c: Tensor
     epsilon: float = 0.0
@@ -289,11 +293,27 @@ class _Network:
         return identity + _slopes(self.view, self.units, h, self.epsilon)
 
     def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """An h that answers with y, by Newton's method; what is left, relative to y."""
+        """An h that answers with y, and what is left, relative to y.
+
+        By h ← y − F(N(h)) where that is a contraction, as it is of long h; else Newton's method.
+        """
+        parts = zip(y.split(_BATCH), h.split(_BATCH), strict=True)
+        ends = [self._undone(*part) for part in parts]
+        h, rest = (torch.cat(part) for part in zip(*ends, strict=True))
+        return h, rest
+
+    def _undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         scale, h = y.abs().amax(1), h.clone()
         rest = self(h) - y
-        going = torch.arange(len(h))
-        for _ in range(_NEWTON):
+        for _ in range(_SIMPLE if self.view.norm != "none" else 0):
+            new = self(h - rest) - y
+            better = new.square().sum(1) < 0.5 * rest.square().sum(1)
+            if not bool(better.any()):
+                break
+            h = torch.where(better[:, None], h - rest, h)
+            rest = torch.where(better[:, None], new, rest)
+        going = torch.nonzero(rest.abs().amax(1) > 4e-15 * scale)[:, 0]
+        for _ in range(_NEWTON if len(going) else 0):
             at, off = h[going], rest[going]
             step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
             size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
@@ -324,13 +344,13 @@ def _inner_slopes(units: Units, u: Tensor) -> Tensor:
     return (slope * gates)[..., None] * units.A + inside[..., None] * units.G
 
 
-def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+def _slopes(view: View, units: Units, h: Tensor, epsilon: float) -> Tensor:
     """d(C·f(N(h)))/dh, (n, d, d)."""
     outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
     return _in_front(view, outer, h, epsilon)
 
 
-def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
+def _in_front(view: View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     """Derivatives by h, from those (n, m, e) by N(h)."""
     if view.norm == "none":
         return outer
@@ -342,7 +362,7 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units, more: float = _MORE) -> int:
+def _count(view: View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
@@ -350,14 +370,14 @@ def _count(view: _View, units: Units, more: float = _MORE) -> int:
 
 
 def _of_lengths(
-    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
+    view: View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
 ) -> Tensor:
     """So many tokens, of several lengths."""
     count = math.ceil(_count(view, units, more) / len(lengths)) + 8
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
     if straight(view.ask, d, stream):
         units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
@@ -446,8 +466,15 @@ def _turned(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def behind_norms(
+    view: View, device: torch.device, stream: torch.Generator
+) -> tuple[_Network, _Undone]:
+    """Everything but the heads, and what the heads are asked through."""
     d, e = view.axes.shape
+    if e >= WIDE:
+        found = read_in_front(view.ask, view.axes, device, stream)
+        network = _Network(view, found.units, found.c, found.behind)
+        return network, _Undone(view, network, found.M, found.b, found.epsilon)
     shrink = math.sqrt(d / e)
 
     def far(xi: Tensor) -> Tensor:
@@ -468,7 +495,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 class _Shifted:
     """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
 
-    view: _View
+    view: View
     x: Tensor
     M: Tensor
     b: Tensor
@@ -511,7 +538,7 @@ class _Shifted:
         )  # fmt: skip
 
 
-def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
+def _rough(view: View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
     """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
     d, e = view.axes.shape
     x = view.tokens(_count(view, units), _LONG, stream)
@@ -529,7 +556,7 @@ def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _
 
 
 def _attention_sum(
-    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    view: View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
@@ -566,7 +593,7 @@ class _Undone:
     its direction are one to attention.
     """
 
-    view: _View
+    view: View
     network: _Network
     M: Tensor
     b: Tensor
@@ -602,7 +629,7 @@ class _Undone:
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
 
-def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
+def assembled(view: View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d

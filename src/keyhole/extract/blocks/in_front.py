@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.sphere import Sphere, Value, find_units
 from keyhole.extract.blocks.units import Units, derivative
@@ -31,7 +30,7 @@ from keyhole.oracle.block import ACTIVATIONS
 
 _FAR = 2.0**40  # where exact numbers are read, of √d
 _NEARER = 2.0**20  # where all are: in a narrow block none would be left
-_WIDE = 128
+WIDE = 128  # from here on blocks are read so, and some numbers are left
 _LONG = 2.0**16
 _SHORTER = (256.0, 16.0, 4.0)  # while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # in the fit of everything
@@ -56,14 +55,14 @@ class InFront:
 def read(ask: Value, axes: Tensor, device: torch.device, stream: torch.Generator) -> InFront:
     """`ask` takes single tokens (n, d) to vectors; `axes` (d, e) are what a norm lets through."""
     d, e = axes.shape
-    length = _FAR if e >= _WIDE else _NEARER
+    length = _FAR if e >= WIDE else _NEARER
 
     def value(u: Tensor) -> Tensor:
         x = length * u @ axes.mT
         return ask(x) - x
 
     def touched(rows: Tensor) -> Tensor:
-        if e < _WIDE:
+        if e < WIDE:
             return torch.zeros(d, dtype=torch.bool)
         return (rows @ axes.mT).abs().amax(0) > 1e-12
 

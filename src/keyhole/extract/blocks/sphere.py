@@ -269,10 +269,11 @@ def _read(
         gates = offset.new_zeros(0, 2)
     else:
         of_Pi = reading.at_points()
-        along, *gate = of_Pi  # (r, P): where units stand, for a length of 1
+        along, *gate = (part.to(device) for part in of_Pi)  # of units whose length is 1
         own = torch.einsum("pkm,km->kp", parts[:, :r], c)
         wanted = own if partners is None else torch.cat([numbers.mT, own], 1)
-        activation, length, offset, found = _best_shapes(wanted.to("cpu"), along, gate)
+        activation, *shapes = _best_shapes(wanted, along, gate)
+        length, offset, found = (part.to("cpu") for part in shapes)
         sizes, gates = found[:, 0], found[:, 1:] / found[:, :1]
     rows = [units] if partners is None else [units, partners]
     full = [
@@ -491,18 +492,18 @@ def _shapes(
         shape, *slopes = features(length, offset, along[chosen], gates[chosen])
         gram = shape.mT @ shape
         ridge = 1e-13 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-100
-        gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1], dtype=torch.float64)
+        gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram)
         linear = torch.linalg.solve(gram, shape.mT @ wanted[chosen][..., None])
         rest = (shape @ linear)[..., 0] - wanted[chosen]
         J = torch.cat([slope @ linear for slope in slopes], 2)
         J = J - shape @ torch.linalg.solve(gram, shape.mT @ J)
         return linear[..., 0], rest, rest.square().sum(1), J
 
-    lengths = torch.logspace(-1.2, 0.7, _LENGTHS, dtype=torch.float64)
+    lengths = torch.logspace(-1.2, 0.7, _LENGTHS).to(along)
     if gate:  # φ'' of the activations is even, φ' is not
         lengths = torch.cat([lengths, -lengths])
-    offsets = torch.linspace(-3, 3, 37, dtype=torch.float64)
-    every, many = torch.arange(r), len(offsets)
+    offsets = torch.linspace(-3, 3, 37).to(along)
+    every, many = torch.arange(r, device=along.device), len(offsets)
     costs = [
         look((each / scale).repeat(many), offsets.repeat_interleave(r), every.repeat(many))[2]
         for each in lengths
