@@ -120,7 +120,8 @@ def read_attention(
     if view.direction is not None:
         probe, delta = where_scores_vary(probe, stream)
     anchor = find_anchor(probe, stream, delta)
-    if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
+    bounded = view.asking is not None or length >= _BOUND * view.radius
+    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)

@@ -522,8 +522,7 @@ def _shapes(
         length = torch.where(better, tried[0], length)
         offset = torch.where(better, tried[1], offset)
         linear, rest = (
-            torch.where(better[:, None], n, o)
-            for n, o in zip(new[:2], (linear, rest), strict=True)
+            torch.where(better[:, None], n, o) for n, o in zip(new[:2], (linear, rest), strict=True)
         )
         J = torch.where(better[:, None, None], new[3], J)
         cost = torch.where(better, new[2], cost)
