@@ -23,12 +23,13 @@ from keyhole.extract.blocks.units import distinct, symmetric, unpacked
 
 _POWERS = 80
 _NEWTON = 8
-_TURNS = 4
+_TURNS = 2
 _SHIFT = 0.1
 _ROUNDS = 40
 _FOUND = 1e-5  # of 1: what of aaᵀ is outside S
 _FLAT = 1e-3  # of the mean curvature: that towards a partner
 _SAME = 1e-5  # of cosines
+_NEAR = 1e-4  # likewise, before partners are known
 _BATCH = 256
 
 
@@ -53,7 +54,12 @@ def rank_ones(
         if gated is None and len(a):
             gated = _flat(a, flat)
             most = most // 2 if gated else most
-        a = _with_partners(a, flat) if gated else a.unsqueeze(1)
+        if gated:
+            a = torch.cat([found.view(-1, 2, q)[:, 0], a])
+            kept = distinct(a, _NEAR)
+            a = _with_partners(a[kept[kept >= len(found)]], flat)
+        else:
+            a = a.unsqueeze(1)
         found = torch.cat([found.view(-1, *a.shape[1:]), a])
         found = found[distinct(found[:, 0], _SAME)]
         if len(found) >= most:
@@ -114,7 +120,7 @@ def _with_partners(a: Tensor, flat: Tensor) -> Tensor:
     ended: list[Tensor] = []
     q = a.shape[1]
     eye = torch.eye(2 * q, dtype=torch.float64, device=a.device)
-    for at in a.split(_BATCH):
+    for at in a.split(_BATCH) if len(a) else ():
         a, w = _in_planes(at, flat)
         for _ in range(_NEWTON):
             of_a, of_w = _forms(a, flat), _forms(w, flat)
@@ -133,7 +139,7 @@ def _with_partners(a: Tensor, flat: Tensor) -> Tensor:
         of_a = _forms(a, flat)
         off = torch.stack([(of_a * x[:, None]).sum(2).square().sum(1) for x in (a, w)]).amax(0)
         ended.append(torch.stack([a, w], 1)[off.sqrt() < _FOUND])
-    return torch.cat(ended)
+    return torch.cat(ended) if ended else a.new_zeros(0, 2, q)
 
 
 def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +158,6 @@ def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
         sizes, axes = torch.linalg.eigh(
             torch.stack([form[:, 0], side, side, form[:, 2]], 1).view(-1, 2, 2)
         )
-        x, y = axes[torch.arange(len(a)), :, sizes.abs().argmin(1)].mT[..., None]
+        x, y = axes[torch.arange(len(a), device=a.device), :, sizes.abs().argmin(1)].mT[..., None]
         a, w = x * first + y * second, x * second - y * first
     return normalize(a, dim=1), normalize(w, dim=1)
