@@ -9,8 +9,10 @@ in an answer. subjects.py says where the models come from; `--quick` takes plant
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -97,7 +99,7 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
     started = time.perf_counter()
     what = f"{label}, all but attention"
     try:
-        view = View.open(counted, stream)
+        view = View.open(Reporting(counted, started), stream)
         network, undone = behind_norms(view, torch.device(device), stream)
         # Attention that is not read yet: any will do to compare the rest.
         found = canonical_block(assembled(view, network, target.sub_layer))
@@ -129,6 +131,26 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
     about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
     about += f", {time.perf_counter() - started:.0f} s"
     yield row(what, compared(target, made), counted.queries, target, about)
+
+
+@dataclass
+class Reporting:
+    """A target, and how far its questions have come: on stderr, now and then."""
+
+    target: Counted
+    started: float
+    said: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        return self.target.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        answers, seconds = self.target(sequences), time.perf_counter() - self.started
+        if seconds > self.said + 5:
+            self.said = seconds
+            print(f"{self.target.queries:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
+        return answers
 
 
 def off(found: Tensor, true: Tensor, beside: Tensor | None = None) -> float:

@@ -540,13 +540,14 @@ class _Shifted:
 
 def _rough(view: View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
     """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
-    d, e = view.axes.shape
+    d = view.dim
     x = view.tokens(_count(view, units), _LONG, stream)
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
     _expect_fitted(left / 1e3)
-    M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    # φ(z) and φ(−z) differ by a part of Λ, which is M else; with gates they do not.
+    M, b = linear[:-1] * bool(len(units.G)), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
     turned = _signs(units, linear[:-1] - M)

@@ -30,15 +30,18 @@ _SLOW = 0.5  # a step that leaves more than this of the squares is among the las
 
 def descend(
     model: Callable[[Numbers], Tensor], numbers: Numbers, y: Tensor,
-    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]],
+    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]], enough: float = _EXACT,
 ) -> tuple[Numbers, float]:  # fmt: skip
-    """The numbers with which the model's answers are nearest to y, and the relative error left."""
+    """The numbers with which the model's answers are nearest to y, and the relative error left.
+
+    `enough` may be left, of the squares of the answers.
+    """
     size = float(y.square().sum())
     rest = model(numbers) - y
     cost = float(rest.square().sum())
     slow = 0
     for _ in range(_STEPS):
-        if cost <= _EXACT * size or slow > 1:
+        if cost <= enough * size or slow > 1:
             break
         step = _step(model, numbers, rest, preconditioner(numbers))
         before = cost
@@ -58,12 +61,14 @@ def _step(
 ) -> Numbers:  # fmt: skip
     """Conjugate gradients on the normal equations of `J·step = rest`."""
     pull = torch.func.vjp(model, numbers)[1]
+    # J is the transpose of its transpose: forward mode would run the model again for each product.
+    push = torch.func.vjp(lambda r: torch.func.vjp(model, numbers)[1](r)[0], rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
     step = {name: torch.zeros_like(part) for name, part in numbers.items()}
     size = start = _product(slope, direction)
     for _ in range(_INNER):
-        moved = torch.func.jvp(model, (numbers,), (direction,))[1]
+        moved: Tensor = push(direction)[0]
         length = size / float(moved.square().sum())
         step = {name: part + length * direction[name] for name, part in step.items()}
         rest = rest - length * moved

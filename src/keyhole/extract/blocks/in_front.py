@@ -36,6 +36,8 @@ _SHORTER = (256.0, 16.0, 4.0)  # while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # in the fit of everything
 _MORE = 1.5  # answers for each unknown of a fit
 _SPARE = 16
+_TINY = 1e-7  # a change of ε, to differentiate by it
+_ROUGH = 1e-12  # of squares: what a start for the last fit may leave
 _BLOCK = 8  # numbers of a token that are rotated together
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
@@ -152,7 +154,7 @@ class _Fits:
 
         numbers, left = descend(
             model, {"A": A, "linear": linear}, y,
-            lambda numbers: _applied(self.of_units(numbers, u, u)),
+            lambda numbers: _applied(self.of_units(numbers, u, u)), _ROUGH,
         )  # fmt: skip
         _expect(left, 1e-3)
         return numbers["A"], numbers["linear"]
@@ -176,7 +178,7 @@ class _Fits:
                 return t @ M + (rest if gated else rest + u[:, :-1] @ (through - M[:-1]))
 
             of_M = _applied({"M": inverse(t.mT @ t)})
-            M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M)[0]["M"]
+            M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M, _ROUGH)[0]["M"]
         if not gated:
             A, level = _turned(A, C, through - M[:-1], level)
         return {"A": A, "linear": torch.cat([C, (level - M[-1])[None]]), "M": M}
@@ -188,7 +190,7 @@ class _Fits:
         x, y = self.asked(math.ceil(_MORE * unknowns / d), _LENGTHS)
 
         def inside(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-            first, second = numbers["epsilon"]
+            first, second = numbers["epsilon"].split(1)
             t = self.normed(x, first)
             added = t @ numbers["M"]
             return t, added, self.normed(x + added, second)
@@ -200,11 +202,11 @@ class _Fits:
 
         def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
             t, _, u = inside(numbers)
-            zeros = {name: torch.zeros_like(part) for name, part in numbers.items()}
-            sizes = [
-                torch.func.jvp(model, (numbers,), ({**zeros, "epsilon": axis},))[1].square().sum()
-                for axis in torch.eye(2, dtype=torch.float64, device=self.device)
+            made, eye = model(numbers), torch.eye(2, dtype=torch.float64, device=self.device)
+            moved = [
+                model({**numbers, "epsilon": numbers["epsilon"] + _TINY * axis}) for axis in eye
             ]
+            sizes = [((each - made) / _TINY).square().sum() for each in moved]
             of_epsilon = torch.diag(1 / torch.stack(sizes).clamp(min=1e-30))
             blocks = self.of_units(numbers, u, torch.ones_like(u[:, :1]))
             return _applied({**blocks, "M": inverse(t.mT @ t), "epsilon": of_epsilon})

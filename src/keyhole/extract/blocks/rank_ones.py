@@ -34,14 +34,13 @@ _BATCH = 256
 
 
 def rank_ones(
-    basis: Tensor, q: int, most: int, stream: torch.Generator, starts: int
+    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Unit vectors a (n, q) with aaᵀ in the span of packed rows, on their device; and partners.
+    """Unit vectors a (n, q) with aaᵀ orthogonal to packed rows (orthonormal); and partners.
 
     At most `most` of them, or half as many with a partner each, orthogonal to it.
     """
-    device = basis.device
-    outside = outside_of(basis)
+    device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
     left, gated = outside, None
@@ -68,11 +67,6 @@ def rank_ones(
             products = [symmetric(found[:, 0], each) for each in found.unbind(1)]
             left = torch.linalg.qr(torch.cat([outside, *products]).mT)[0].mT.contiguous()
     return (found[:, 0], found[:, 1]) if gated else (found.view(-1, q), None)
-
-
-def outside_of(basis: Tensor) -> Tensor:
-    """An orthonormal basis (codimension, D) of what is orthogonal to rows."""
-    return torch.linalg.qr(basis.mT, mode="complete")[0][:, len(basis) :].mT.contiguous()
 
 
 def _powers(a: Tensor, outside: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import outside_of, rank_ones
+from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric, unpacked
 from keyhole.extract.gauss_newton import levenberg
 
@@ -44,6 +44,7 @@ _CHUNKS = 16  # of the axes beyond U and Π
 _STEP = 0.02  # of the radius
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
+_SQUARED = 1e-8  # likewise of their squares' roots
 _CLIFF = 10.0
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _LENGTHS = 10
@@ -160,20 +161,38 @@ class _Measured:
         return torch.linalg.qr(taken.mT, mode="complete")[0][:, len(taken) :]
 
     def space(self, device: torch.device) -> tuple[Tensor, bool]:
-        """S, from second derivatives across ŷ and its first ones; and whether it has an end."""
+        """What is orthogonal to S (n, q(q+1)/2), and whether S has an end.
+
+        S is from second derivatives across ŷ and its first ones.
+        """
         rows = torch.cat([
             (packed.to(device) @ self.across(j, self.first[j]).to(device)).mT
             for j, packed in enumerate(self.packed)
         ])  # fmt: skip
-        sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
-        falls = sizes[:-1] / sizes[1:].clamp(min=_ERRORS * sizes[0])
-        count = int(falls.argmax()) + 1
-        ended = float(falls[count - 1]) > _CLIFF and count <= _FULL * rows.shape[1]
-        return right[:count], ended
+        values, vectors = torch.linalg.eigh(rows.mT @ rows)
+        sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
+        count, clear = _end(sizes, 10 * _SQUARED)
+        if clear and float(sizes[count - 1]) > 1e3 * _SQUARED * float(sizes[0]):
+            # Squares show where the end is, and one step of inverse iteration the last digits.
+            R = torch.linalg.qr(rows, mode="r")[1]
+            back = torch.linalg.solve_triangular(R.mT, right[count:].mT, upper=False)
+            found = torch.linalg.solve_triangular(R, back, upper=True)
+            right = torch.cat([right[:count], torch.linalg.qr(found)[0].mT])
+        elif float(sizes[-1]) < 1e2 * _SQUARED * float(sizes[0]):
+            sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
+            count, clear = _end(sizes, _ERRORS)
+        return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
+
+
+def _end(sizes: Tensor, errors: float) -> tuple[int, bool]:
+    """How many come before the largest fall, and whether it is large."""
+    falls = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
+    count = int(falls.argmax()) + 1
+    return count, float(falls[count - 1]) > _CLIFF
 
 
 def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
-    """Second derivatives in a subspace U that is wide enough to hold S, and S."""
+    """Second derivatives in a subspace U that is wide enough to hold S, and what S leaves."""
     dim = sphere.dim
     measured = None
     for width in _WIDTHS:
@@ -186,9 +205,9 @@ def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Mea
         if sphere.touched is not None and count + q > dim:
             break
         measured = _Measured.of(sphere, axes, q, count, measured)
-        basis, ended = measured.space(device)
+        outside, ended = measured.space(device)
         if ended:
-            return measured, basis
+            return measured, outside
         if q == dim - _AXES:
             break
     raise Unsuccessful(
@@ -211,30 +230,31 @@ def find_units(
     sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
 ) -> Units:
     """A start for descent.py; C as seen next to the length of answers on average."""
-    measured, basis = _curvature(sphere, axes, device)
-    q, most = len(measured.U), len(basis) - 1
+    measured, outside = _curvature(sphere, axes, device)
+    q = len(measured.U)
+    most = q * (q + 1) // 2 - len(outside) - 1
     starts = 2048 if device.type == "cuda" else 256
-    units, partners = rank_ones(basis, q, most, stream, starts)
+    units, partners = rank_ones(outside, q, most, stream, starts)
     each = 1 if partners is None else 2
     if each * len(units) != most:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"curvature spans {len(basis)} dimensions, but {len(units)} units were found in it: "
+            f"curvature spans {most + 1} dimensions, but {len(units)} units were found in it: "
             f"a layer of one kind of unit has {most}, and half as many with gates",
         )
     if partners is not None and sphere.touched is None:
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
         )
-    return _read(measured, basis, units, partners, axes[q : -len(measured.Pi)], stream)
+    return _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
 
 
 def _read(
-    at: _Measured, basis: Tensor, units: Tensor, partners: Tensor | None, W: Tensor,
+    at: _Measured, outside: Tensor, units: Tensor, partners: Tensor | None, W: Tensor,
     stream: torch.Generator,
 ) -> Units:  # fmt: skip
     q, P, m = len(at.U), len(at.y), len(at.seen)
-    device, r = basis.device, len(units)
+    device, r = units.device, len(units)
     identity = torch.eye(q, dtype=torch.float64, device=device)
     products = [symmetric(units, units)]
     if partners is not None:
@@ -246,14 +266,11 @@ def _read(
     sigma = torch.zeros(P, q, dtype=torch.float64, device=device)
     if at.sphere.touched is None:
         hats = normalize(at.y, dim=1).to(device)
-        outside = outside_of(basis)
-        forms = unpacked(outside, q)
-    else:
-        outside = forms = basis[:0]
-    parts = torch.empty(P, len(basis) - 1, m, dtype=torch.float64, device=device)
+    forms = unpacked(outside, q)
+    parts = torch.empty(P, len(R) - 1, m, dtype=torch.float64, device=device)
     for j in range(P):
         H = packed[j] - (packed[j] @ hats[j])[:, None] * hats[j]
-        if len(outside):
+        if at.sphere.touched is None:
             by = at.first[j].to(device)
             by = by - (by @ hats[j])[:, None] * hats[j]
             system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
