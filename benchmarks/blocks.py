@@ -41,6 +41,31 @@ for _size in ({}, WIDE):
         KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
     KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
+for _norm in ("layer", "rms"):
+    KINDS[f"{NORMS[_norm]}ReLU, d = 16"] = {"activation": "relu", "norm": _norm}, TOLERANCE
+for _activation in ("relu", "gelu"):
+    KINDS[f"PyTorch's layer, {_activation}, norm_first, d = 16"] = (
+        {"pytorch": _activation},
+        TOLERANCE,
+    )
+
+
+class PyTorch:
+    """torch.nn.TransformerEncoderLayer with norm_first, as it is initialised."""
+
+    dim = 16
+
+    def __init__(self, activation: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.layer = torch.nn.TransformerEncoderLayer(
+            self.dim, 4, 2 * self.dim, 0.0, activation, norm_first=True, batch_first=True,
+            dtype=torch.float64,
+        ).eval()  # fmt: skip
+        self.unknowns = sum(part.numel() for part in self.layer.parameters())
+
+    def __call__(self, sequences: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.layer(sequences)[:, -1]
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
@@ -64,7 +89,8 @@ def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iter
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
-    target = plant_block(**KINDS[name][0], seed=seed)
+    kind = KINDS[name][0]
+    target = PyTorch(kind["pytorch"], seed) if "pytorch" in kind else plant_block(**kind, seed=seed)
     result = TransformerBlock(seed=seed)(target)
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,

@@ -49,11 +49,12 @@ def test_a_block_is_stored(tmp_path):
 
 NOT_UNIQUE = {**RELU, "width": 12, "seed": 6}  # of the states h that give an answer
 CROWDED = {**SMALL, "width": 8, "activation": "silu", "gated": True, "norm": "layer"}
+KINKED = {**SMALL, "activation": "relu", "norm": "layer"}
 PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": False}
 
 
 @pytest.mark.parametrize(
-    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED]
+    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED]
 )
 def test_every_number_comes_back(kind):
     _expect_back(plant_block(**kind))
@@ -81,7 +82,7 @@ def _expect_back(target):
     units = torch.cat([A, a[:, None]], 1)
     others = torch.cat([found.A, found.a[:, None]], 1)
     if target.activation == "relu":
-        units = units / target.A.norm(dim=1, keepdim=True)
+        units = units / A.norm(dim=1, keepdim=True)
     assert len(units) == len(others)
     assert float(torch.cdist(units, others).amin(1).max()) < 1e-6
     if target.norm != "none":

@@ -30,10 +30,11 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
+Blocks of 128 numbers and more are blocks/in_front.py's, where there are norms.
+
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units, which have kinks instead (blocks/kinks.py),
-are read without norms alone. Norms behind the sums (BERT) are blocks/behind.py's. Answers of one
-number are refused.
+about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
+behind the sums (BERT) are blocks/behind.py's. Answers of one number are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.in_front import read as read_in_front
-from keyhole.extract.blocks.kinks import find_relu_units, straight
+from keyhole.extract.blocks.kinks import (
+    find_relu_units,
+    find_relu_units_on_sphere,
+    straight,
+    straight_on_sphere,
+)
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
@@ -74,7 +80,8 @@ _MORE = 1.5  # answers for each unknown of a fit
 _MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
-_STEPS = 3
+_STEPS = 12  # of Gauss–Newton, at the most
+_SETTLED = 1e-6
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 _SIMPLE = 100
@@ -109,7 +116,7 @@ class TransformerBlock(Method):
 
     seed: int = 0
     tolerance: float = 1e-8
-    device: str = "cpu"  # where a wide block with norms behind its sums is solved for
+    device: str = "cpu"  # where a wide block is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         try:
@@ -471,18 +478,22 @@ def behind_norms(
 ) -> tuple[_Network, _Undone]:
     """Everything but the heads, and what the heads are asked through."""
     d, e = view.axes.shape
-    if e >= WIDE:
+    shrink = math.sqrt(d / e)
+
+    def far(xi: Tensor, length: float = _FAR) -> Tensor:
+        x = length * xi @ view.axes.mT
+        return view.ask(x) - x
+
+    nearer = partial(far, length=_LONG)
+    if straight_on_sphere(nearer, e, math.sqrt(d), stream):
+        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+    elif e >= WIDE:
         found = read_in_front(view.ask, view.axes, device, stream)
         network = _Network(view, found.units, found.c, found.behind)
         return network, _Undone(view, network, found.M, found.b, found.epsilon)
-    shrink = math.sqrt(d / e)
-
-    def far(xi: Tensor) -> Tensor:
-        x = _FAR * xi @ view.axes.mT
-        return view.ask(x) - x
-
-    units = find_units(Field(far, e, sphere=True), stream)
-    units = replace(units, A=units.A / shrink, G=units.G / shrink)
+    else:
+        units = find_units(Field(far, e, sphere=True), stream)
+        units = replace(units, A=units.A / shrink, G=units.G / shrink)
     units, start = _rough(view, units, stream)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
@@ -582,6 +593,8 @@ def _attention_sum(
             torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
         )[:, 0]
         M, b = M + step[: e * d].view(e, d), b + step[e * d :]
+        if float(step.abs().max()) <= _SETTLED:
+            break
     return M, b
 
 

@@ -60,9 +60,13 @@ def _step(
     solve: Callable[[Numbers], Numbers],
 ) -> Numbers:  # fmt: skip
     """Conjugate gradients on the normal equations of `J·step = rest`."""
+
+    def pulled(rest: Tensor) -> Numbers:
+        return torch.func.vjp(model, numbers)[1](rest)[0]
+
     pull = torch.func.vjp(model, numbers)[1]
     # J is the transpose of its transpose: forward mode would run the model again for each product.
-    push = torch.func.vjp(lambda r: torch.func.vjp(model, numbers)[1](r)[0], rest)[1]
+    push = torch.func.vjp(pulled, rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
     step = {name: torch.zeros_like(part) for name, part in numbers.items()}
