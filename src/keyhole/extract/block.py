@@ -85,6 +85,7 @@ _SETTLED = 1e-6
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 _SIMPLE = 100
+_PRECISELY, _ROUGHLY = 1e-11, 1e-9  # what attention adds, through a layer fitted to the last digits
 _BATCH = 64
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
@@ -626,8 +627,9 @@ class _Undone:
     def surroundings(self) -> Surroundings:
         d, e = self.view.axes.shape
         plain = Surroundings(
-            self, self.b, every_token=self.view.every_token, causal=self.view.causal
-        )
+            self, self.b, every_token=self.view.every_token, causal=self.view.causal,
+            precision=_ROUGHLY if e >= WIDE else _PRECISELY,
+        )  # fmt: skip
         if self.view.norm == "none":
             return plain
         # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 Numbers = dict[str, Tensor]
-_STEPS = 16
+_STEPS = 24
 _INNER = 600
 _ENOUGH = 1e-5  # of the gradient, for one step
 _HALVINGS = 6
-_EXACT = 1e-28  # of the squares of the answers
+_EXACT = 1e-29  # of the squares of the answers
 _SLOW = 0.5  # a step that leaves more than this of the squares is among the last
 
 
