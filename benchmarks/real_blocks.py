@@ -2,9 +2,10 @@
 
 all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. SmolLM2-135M, block
 0: RMS norms in front, rotary positions, 9 heads that share keys and values by threes, units with
-gates. First everything but attention, then the whole block; each matrix next to the truth, in the
-form that can be known. The lower bound is what symmetries leave of the parameters, over the numbers
-in an answer. subjects.py says where the models come from; `--quick` takes planted blocks.
+gates. First everything but attention, then its heads (of MiniLM one by one, then all of them fitted
+at once); each matrix next to the truth, in the form that can be known. The lower bound is what
+symmetries leave of the parameters, over the numbers in an answer. subjects.py says where the models
+come from; `--quick` takes planted blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,17 +26,19 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import View, assembled, behind_norms, last
+from keyhole.extract.block import REACHES, assembled, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
+from keyhole.extract.blocks.view import View, last
 from keyhole.extract.sub_layer import read_attention
+from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
 from keyhole.oracle.protocol import Counted
+from keyhole.oracle.sub_layer import SubLayer
 from show import Row
 
 TOLERANCE = 1e-6
-SHARE = 0.6  # of the lengths that suit attention
 
 
 def run(
@@ -67,14 +70,33 @@ def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
         found = read(partial(last, counted), target.dim, torch.device(device), stream)
         yield but_attention(what, found, counted.queries, target, time.perf_counter() - started)
         what = f"{label}, the whole block"
-        attention = read_attention(found.surroundings(), stream, found.total, SHARE)
+        attention = heads_of(found, stream)
+        rough = row(
+            f"{label}, heads one by one", compared(target, found.block(attention)),
+            counted.queries, target, f"{time.perf_counter() - started:.0f} s",
+        )  # fmt: skip
+        yield replace(rough, target="", met=None)
+        made = found.block(found.polished(attention, stream))
     except (Unsuccessful, KeyholeError) as end:
         yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
         return
-    made = found.block(attention)
     about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
     about += f", {time.perf_counter() - started:.0f} s"
     yield row(what, compared(target, made), counted.queries, target, about)
+
+
+def heads_of(found: Behind, stream: torch.Generator) -> SubLayer:
+    """From questions of the first lengths at which they come back."""
+    end: Exception = LostSum("no length was tried")
+    for reach in REACHES["behind"]:
+        started = time.perf_counter()
+        try:
+            return read_attention(found.surroundings(), stream, found.total, reach)
+        except (Unsuccessful, LostSum) as error:
+            end = error
+            seconds = time.perf_counter() - started
+            print(f"heads, reach {reach:g}, {seconds:.0f} s: {error}", file=sys.stderr, flush=True)
+    raise end
 
 
 def but_attention(what: str, found: Behind, queries: int, target: Block, seconds: float) -> Row:

@@ -14,9 +14,11 @@ from keyhole import extract
 from keyhole.core import Status
 from keyhole.extract.blocks import behind
 from keyhole.extract.blocks.canonical import canonical_block, difference
+from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
+from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
 from keyhole.oracle.block import plant_block
 
@@ -28,7 +30,14 @@ LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True
          "groups": 1, "biases": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}])
+SCORES = {"dim": 6, "heads": 2, "head_dim": 2, "width": 4, "score": True}
+GATED = {"dim": 7, "heads": 1, "head_dim": 2, "width": 2, "activation": "silu", "gated": True,
+         "norm": "layer", "score": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}, SCORES, GATED]
+)
 def test_a_block_answers_as_written(kind):
     target = plant_block(**kind, seed=3)
     X = torch.randn(2, 3, target.dim, generator=torch.Generator().manual_seed(0)).double()
@@ -54,7 +63,8 @@ PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": Fals
 
 
 @pytest.mark.parametrize(
-    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED]
+    "kind",
+    [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED, SCORES],
 )
 def test_every_number_comes_back(kind):
     _expect_back(plant_block(**kind))
@@ -73,6 +83,8 @@ def _expect_back(target):
     found = result.model
     assert (found.activation, found.norm) == (target.activation, target.norm)
     assert extract.judge(target, found, 7).worst < 1e-11
+    if target.scores:
+        assert not difference(target, found, 1e-9)
     # A unit's row, its bias and its column of C, of which it is free to be multiplied.
     A, a = target.A, target.a
     if target.norm == "none":
@@ -93,6 +105,16 @@ def _expect_back(target):
 def test_what_is_not_read_is_refused():
     scores = extract.TransformerBlock()(plant("head", dim=6))
     assert scores.status is Status.NOT_APPLICABLE
+    bare = extract.TransformerBlock()(plant_block(**SCORES, norm="none"))
+    assert bare.status is Status.NOT_APPLICABLE
+    assert "norm" in bare.reason
+
+
+def test_what_adds_up_is_chosen():
+    stream = torch.Generator().manual_seed(0)
+    vectors = torch.randn(20, 6, generator=stream, dtype=torch.float64)
+    wanted = torch.randint(0, 2, (20,), generator=stream).double()
+    assert torch.equal(chosen(vectors, wanted @ vectors + 1e-6), wanted)
 
 
 def test_auto_reads_a_block():
@@ -177,24 +199,48 @@ def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
     assert float(off.amin((0, 2)).max()) < 1e-5
 
 
-def test_attention_is_read_through_norms_behind_the_sums():
-    target = plant_block(**{**BEHIND, "dim": 8, "head_dim": 3, "width": 6})
-    stream = torch.Generator().manual_seed(0)
-    axes = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, 1:]], 1).double())[0][:, 1:]
-    B = torch.einsum("hdk,hkm->dm", target.V, target.O) + torch.eye(8)
+def _around(target):
+    """All of a block but its attention, as if it had been read."""
+    d = target.dim
+    axes = torch.linalg.qr(torch.cat([torch.ones(d, 1), torch.eye(d)[:, 1:]], 1).double())[0][:, 1:]
+    B = torch.einsum("hdk,hkm->dm", target.V, target.O) + torch.eye(d)
     sums = behind.FirstSum(
         -target.b @ torch.linalg.inv(B), torch.linalg.inv(B), B - B.mean(1, keepdim=True)
     )
     true, none = canonical_block(target), torch.zeros(0, dtype=torch.float64)
-    units = Units(true.A @ axes, true.a, none.reshape(0, 7), none, axes.mT @ true.C, "gelu")
+    units = Units(true.A @ axes, true.a, none.reshape(0, d - 1), none, axes.mT @ true.C, "gelu")
     layer = behind.Layer(units, axes.mT @ (true.D[:, None] * axes), true.c @ axes)
-    around = behind.Behind(
+    return behind.Behind(
         target, axes, behind.SecondNorm(target.E, target.e), sums, layer, true.D,
         torch.device("cpu"),
     )  # fmt: skip
-    pairs = 0.3 * torch.randn(5, 2, 8, generator=stream, dtype=torch.float64)
-    wanted = target.sub_layer(pairs) @ axes
+
+
+# With long columns of C, as trained layers have them, an answer does not show its sum.
+@pytest.mark.parametrize("longer", [1.0, 8.0])
+def test_attention_is_read_through_norms_behind_the_sums(longer):
+    target = plant_block(**{**BEHIND, "dim": 8, "head_dim": 3, "width": 6})
+    target = replace(target, C=longer * target.C)
+    around, stream = _around(target), torch.Generator().manual_seed(0)
+    pairs = torch.randn(40, 2, 8, generator=stream, dtype=torch.float64)
+    pairs[:, 0] = pairs[:, 1] + 0.3 * pairs[:, 0]
+    wanted = target.sub_layer(pairs) @ around.axes
     assert torch.allclose(around(pairs), wanted, rtol=0, atol=1e-9)
+    heads = read_attention(around.surroundings(), stream, around.total, 8.0)
+    assert not difference(target, around.block(heads), 1e-4)
+
+
+def test_all_heads_behind_norms_are_fitted_at_once():
+    target = plant_block(**{**BEHIND, "dim": 6, "width": 4})
+    around, stream = _around(target), torch.Generator().manual_seed(0)
+    true = canonical_block(target).sub_layer
+    true = replace(true, O=true.O @ around.axes, b=true.b @ around.axes)
+    rough = replace(true, **{
+        name: part * (1 + 1e-4 * torch.randn(part.shape, generator=stream))
+        for name, part in true.tensors().items()
+    })  # fmt: skip
+    assert difference(target, around.block(rough), 1e-5)
+    assert not difference(target, around.block(around.polished(rough, stream)), 1e-10)
 
 
 @pytest.mark.parametrize("rounded", [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 
 import tiny_architectures as tiny
 from keyhole.core.errors import InputError
@@ -54,3 +55,12 @@ def test_a_decoder_to_what_transformers_computes_in_float32():
 def test_what_is_no_sub_layer_here_is_refused(family, layer, message):
     with pytest.raises(InputError, match=message):
         sub_layer(tiny.model(family), layer)
+
+
+def test_a_bias_of_positions_is_refused_by_its_name():
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = hf.MPNetModel(hf.MPNetConfig(**sizes, intermediate_size=16)).eval()
+    torch.nn.init.normal_(model.encoder.relative_attention_bias.weight)
+    with pytest.raises(InputError, match="mpnet adds to its scores, as a bias of positions does"):
+        sub_layer(model, 0)

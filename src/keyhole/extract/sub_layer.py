@@ -47,7 +47,6 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer_values import (
-    LostSum,
     Probe,
     Surroundings,
     Values,
@@ -57,7 +56,6 @@ from keyhole.extract.sub_layer_values import (
     read_total,
     read_vectors,
     strengthened,
-    where_scores_vary,
 )
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
@@ -65,7 +63,6 @@ from keyhole.oracle.sub_layer import SubLayer
 _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
 _SCALES = 16
-_SHORT = 0.1  # of √d, where lengths are sought from below
 _PAIRS = 3
 _SHORTER = -1 / 8  # the power of `reach` that tokens are shorter by, where it cannot be had
 _FAINT = 0.5  # scores below this, on average, cost too many digits
@@ -111,15 +108,10 @@ def read_attention(
     if view.asking is None:
         # With positions, scores of x with itself count: all tokens are shorter instead.
         share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
-        if view.direction is not None:
-            share, reach, length = reach, 1.0, _SHORT * length
         length = share * _fitting_length(view, total, length, reach, stream)
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
-    delta = None
-    if view.direction is not None:
-        probe, delta = where_scores_vary(probe, stream)
-    anchor = find_anchor(probe, stream, delta)
+    anchor = find_anchor(probe, stream)
     bounded = view.asking is not None or length >= _BOUND * view.radius
     if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
@@ -146,18 +138,15 @@ def _fitting_length(
         pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
         x, delta = torch.stack(pairs, 1)
         x = reach * x
-        try:
-            forward, backward = (
-                view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
-            )
-        except LostSum:
-            return length / 1.5
+        forward, backward = (
+            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
+        )
         # Σ_h tanh(z_h/2)·δM_h next to Σ_h δM_h
         ratio = float((forward + backward).norm() / (forward - backward).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3
         elif ratio < _OPEN[0] and length < most:
-            length = min(length * (1.5 if ratio > 0.1 or view.direction else 4), most)
+            length = min(length * (1.5 if ratio > 0.1 else 4), most)
         else:
             break
     return length
@@ -215,6 +204,7 @@ _ROWS, _ROWS_TURNED = 9 / 8, 3 / 2
 _KEYS, _KEYS_TURNED = 9 / 8, 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6
+_GROWN = 1e5  # or this much more than the noise of answers
 
 
 @dataclass(frozen=True)
@@ -266,7 +256,8 @@ def read_factors(
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
-        right, plane = _keys_of(rows, moved, group, k, _RANK * reach)
+        noise = max(_RANK, _GROWN * reader.view.precision) * reach
+        right, plane = _keys_of(rows, moved, group, k, noise)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
@@ -419,7 +410,7 @@ class Reader:
     @property
     def beside(self) -> bool:
         """Do keys stand beside x, as x + w?"""
-        return self.view.epsilon is None and not self.positions and self.view.direction is None
+        return self.view.epsilon is None and not self.positions
 
     @property
     def keys(self) -> int:
@@ -441,8 +432,11 @@ class Reader:
         (p, d), heads = keys.shape, len(self.outputs)
         if self.beside:
             tokens = torch.cat([keys, torch.zeros(1, d, dtype=torch.float64)]) + xs[:, None]
-            rows = self.view.answer(tokens) - xs @ self.total
             written = self._written(keys).transpose(0, 1).flatten(0, 1)
+            if self.view.within is None:
+                rows = self.view.answer(tokens) - xs @ self.total
+            else:
+                rows = self.view.within(tokens, written)
             weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
             return _logarithms(weights)
         if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
@@ -450,17 +444,13 @@ class Reader:
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
         sequences, own = torch.cat([ahead, xs.unsqueeze(1)], 1), self._written(xs).mT
-        if self.view.direction is None:
-            answers = self.view.answer(sequences).unsqueeze(-1)
-        else:  # the answer is so many times the direction, less the rest: one unknown more
-            direction, rest = self.view.direction(sequences)
-            answers, own = -rest.unsqueeze(-1), torch.cat([own, -direction.unsqueeze(-1)], -1)
+        answers = self.view.answer(sequences).unsqueeze(-1)
         # The keys' part of the system is the same for all x: it is factored once.
         Q, R = torch.linalg.qr(self._written(keys).transpose(0, 1).flatten(0, 1).mT)
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
-        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x[:, :heads]], -1)
+        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
         return _logarithms(weights, 1 + gap)
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ _ATTEMPTS = 4
 _AROUND = 0.4  # how wide the x_i spread around an axis
 _SPARE = 5  # points beyond those that the unknowns need
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
+_GROWN = 1e4  # or this much more than answers
 _PARTED = 1e8  # the worst condition of gates that are still different
 _STARTS = 3  # of the gates of every head, on the way from one difference to another
 _BATCH = 4
@@ -69,8 +70,9 @@ class Surroundings:
     causal: bool = False
     asking: float | None = None
     precision: float = 1e-11  # of answers, relative
-    # Of more than two tokens: the direction of an answer, and what is to be taken off of it
-    direction: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    # Where answers to more than two tokens are no sums: what others add to the last one's, from
+    # tokens and the span of rows that it is in
+    within: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def dim(self) -> int:
@@ -348,20 +350,6 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     return replace(probe, subspace=torch.cat([kept, combined]))
 
 
-def where_scores_vary(probe: Probe, stream: torch.Generator) -> tuple[Probe, Tensor]:
-    """Likewise before any head is known, and the difference: d queries.
-
-    While scores are small, gates are ½ + z/4, and what x changes in the answers to one difference
-    is linear in x: the directions in which it changes most are those of the heads' scores.
-    """
-    delta = probe.difference(stream)
-    basis = random_orthogonal(probe.view.dim, stream)
-    points = probe.length * basis
-    rows = probe.view.answer(torch.stack([points + delta, points], 1)) - points @ probe.total
-    left = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[0]
-    return replace(probe, subspace=left[:, : len(probe.subspace)].mT @ basis), delta
-
-
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
@@ -422,7 +410,8 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
-        ranks = (sizes > _WIDTH * probe.reach * sizes[:, :1]).sum(1)
+        noise = max(_WIDTH, _GROWN * probe.view.precision)
+        ranks = (sizes > noise * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m + 1:

@@ -58,15 +58,21 @@ def sub_layer(
         every_token=every_token,
         causal=parts.causal,
     )
-    if not _agrees(model, parts, layer, replace(made, residual=False, every_token=True)):
-        raise InputError(f"the attention of {parts.family} adds something that is not read here")
-    return made
+    plain = replace(made, residual=False, every_token=True)
+    if _agrees(model, parts, layer, plain, 8):
+        return made
+    if _agrees(model, parts, layer, plain, 1):
+        raise InputError(
+            f"the attention of {parts.family} adds to its scores, as a bias of positions does: two "
+            "equal tokens do not share every head alike, which values and heads are read from"
+        )
+    raise InputError(f"the attention of {parts.family} adds something that is not read here")
 
 
 @torch.no_grad()
-def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer) -> bool:
+def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer, tokens: int) -> bool:
     """Does it give for some tokens what the model itself does?"""
-    ids = torch.arange(1, min(9, len(parts.table)), device=parts.device)[None]
+    ids = torch.arange(1, min(tokens + 1, len(parts.table)), device=parts.device)[None]
     given = capture(model, Exposure("hidden", layer), ids=ids)["values"]
     wanted = double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
     off = made(double(given)) - wanted

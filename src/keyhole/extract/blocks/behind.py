@@ -18,6 +18,9 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
+    heads       an answer does not show its sum: R takes most values more than once. Two answers
+                that share a sum do, and one whose sum is in a known span of few dimensions: that
+                is what sub_layer.py asks for. Then all numbers of all heads (descent.py)
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -28,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,16 +51,16 @@ _SHORT = 0.005  # of √d, for derivatives by tokens
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _SPARE = 16
 _MORE = 1.5  # answers for each unknown of the fit
+_MANY = 4.0  # likewise of attention's
 _TURNS = 40
-# Shares of tokens on the way to them.
-_PATH = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)
-_ARRIVED = 1e-9
-_AGREES = 1e-7
 _PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
 _NEWTON = 16
-_BATCH = 512
+_STEPS = 10
+_ARRIVED = 1e-8
+_BATCH = 128
 _TOKENS = 12
+_TOGETHER = 4  # tokens in a sequence
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,71 @@ class Layer:
     L: Tensor
     c: Tensor
 
+    def __call__(self, n: Tensor) -> Tensor:
+        """R."""
+        units = self.units
+        inside = ACTIVATIONS[units.activation](n @ units.A.mT + units.a)
+        return n @ self.L + inside @ units.C.mT + self.c
+
+    def slopes(self, n: Tensor) -> Tensor:
+        """dR/dn, (n, e, e) with n last."""
+        units = self.units
+        slope = derivative(units.activation, 1)(n @ units.A.mT + units.a)
+        return self.L.mT + (units.C * slope[:, None]) @ units.A
+
+    def to(self, device: torch.device) -> Layer:
+        return Layer.of(self.numbers(device), self.units.activation)
+
+    def undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
+        """u (n, r) for which `sums + u·basis` make `hats` (n, q, e), by Gauss–Newton steps; or NaN.
+
+        Several answers share one u, or it has few numbers: there must be more equations than
+        unknowns. Of one answer its sum does not follow: in real layers dR/dn is singular on a
+        surface that is not far from any point, and R takes most of its values more than once.
+        """
+        u = start.clone()
+        size = (self._made(sums, basis, u) - hats).square().sum((1, 2))
+        going = torch.arange(len(u), device=u.device)
+        for _ in range(_NEWTON):
+            if not len(going):
+                break
+            of, wanted, at, before = sums[going], hats[going], u[going], size[going]
+            J = self._slopes_of_made(of, basis, at)
+            factor = torch.linalg.cholesky_ex(J.mT @ J)[0]
+            share, left = torch.ones_like(at[:, :1]), before
+            rest = (self._made(of, basis, at) - wanted).flatten(1)
+            # Slopes are dear: they serve for several steps.
+            for _ in range(_STEPS):
+                step = torch.cholesky_solve(J.mT @ rest[..., None], factor)[..., 0]
+                tried = at - share * step
+                off = (self._made(of, basis, tried) - wanted).flatten(1)
+                better = (off.square().sum(1) < left)[:, None]
+                at, rest = torch.where(better, tried, at), torch.where(better, off, rest)
+                share = torch.where(better, (2 * share).clamp(max=1), share / 4)
+                left = rest.square().sum(1)
+            u[going], size[going] = at, left
+            near = left < _ARRIVED**2 * wanted.square().sum((1, 2))
+            going = going[(left < before / 4) & ~(near & (share[:, 0] < 1))]
+        right = size < _ROUGH**2 * hats.square().sum((1, 2))
+        return torch.where(right[:, None], u, math.nan)
+
+    def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
+        """What stands behind the second norm (n, q, e)."""
+        radius = math.sqrt(sums.shape[2] + 1)
+        n = radius * normalize(sums + (u @ basis)[:, None], dim=2)
+        return radius * normalize(self(n), dim=2)
+
+    def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
+        """Likewise its derivative by u (n, q·e, r): of both norms and what is between."""
+        radius = math.sqrt(sums.shape[2] + 1)
+        h = sums + (u @ basis)[:, None]
+        hat, length = normalize(h, dim=2), h.norm(dim=2)
+        R = self(radius * hat)
+        slopes = self.slopes(radius * hat.flatten(0, 1)).unflatten(0, hat.shape[:2])
+        slopes = slopes @ (basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :])
+        out, scale = normalize(R, dim=2)[..., None], radius**2 / (length * R.norm(dim=2))
+        return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(1, 2)
+
     def numbers(self, device: torch.device) -> Numbers:
         units = self.units
         A = torch.cat([units.A, units.a[:, None]], 1)
@@ -168,8 +237,8 @@ class Layer:
 
     @classmethod
     def of(cls, numbers: Numbers, activation: str) -> Layer:
-        A, linear = (part.to("cpu") for part in (numbers["A"], numbers["linear"]))
-        none, width = torch.zeros(0, dtype=torch.float64), len(A)
+        A, linear = numbers["A"], numbers["linear"]
+        none, width = A.new_zeros(0), len(A)
         units = Units(
             A[:, :-1].contiguous(), A[:, -1].contiguous(), none.reshape(0, A.shape[1] - 1), none,
             linear[:width].mT.contiguous(), activation,
@@ -217,7 +286,7 @@ def fitted(
         return lambda slope: {"A": of_A @ slope["A"], "linear": of_linear @ slope["linear"]}
 
     numbers, left = descend(model, numbers, y, preconditioner)
-    return Layer.of(numbers, units.activation), left
+    return Layer.of(numbers, units.activation).to(torch.device("cpu")), left
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
@@ -242,18 +311,20 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
         raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
     share = turned.to(torch.float64)
     sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
+    # What D leaves of L stays: with it the layer answers as it was fitted to.
+    L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
     c = layer.c + units.C @ (share * units.a)
     units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
-    return Layer(units, axes.mT @ (D[:, None] * axes) / size, c / size), D / size
+    return Layer(units, L / size, c / size), D / size
 
 
 @dataclass(frozen=True)
 class Behind:
     """Everything of such a block but its attention, which is asked through it.
 
-    As an oracle it gives what attention adds, in coordinates (e): of pairs exactly, of more tokens
-    the direction of the sum alone. The sums of `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since
-    σ(s) + σ(−s) = 1 in every head: with both directions known that is both lengths.
+    As an oracle it gives what attention adds to pairs, in coordinates (e). The sums of
+    `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head: two
+    answers show one sum.
     """
 
     ask: Value  # the last token's vectors
@@ -267,12 +338,9 @@ class Behind:
     causal: bool = False
 
     def surroundings(self) -> Surroundings:
-        def direction(sequences: Tensor) -> tuple[Tensor, Tensor]:
-            return self.directions(sequences), sequences[:, -1] @ self.axes + self.b
-
         return Surroundings(
             self, self.b, every_token=self.every_token, causal=self.causal, precision=_PRECISE,
-            direction=direction,
+            within=self.within,
         )  # fmt: skip
 
     @property
@@ -292,6 +360,64 @@ class Behind:
             causal=self.causal,
         )  # fmt: skip
 
+    def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
+        """All numbers of attention at once, from what whole sequences answer (descent.py).
+
+        The preconditioner is that of K-FAC, its Gram matrices of the slopes from random ones.
+        """
+        (heads, d, k), device = attention.Q.shape, self.device
+        if attention.rotary or len(attention.K) < heads:
+            return attention
+        unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
+        count = math.ceil(_MANY * unknowns / (d - 2)) + _SPARE
+        drawn = torch.randn(count, _TOGETHER, d, generator=stream, dtype=torch.float64)
+        scores = (drawn[:, -1] @ attention.Q) * (drawn[:, 0] @ attention.K)
+        drawn = drawn / scores.sum(2).square().mean().sqrt().clamp(min=1e-3).sqrt()
+        y, layer = self._hats(drawn).to(device), self.layer.to(device)
+        tokens, own = drawn.to(device), (drawn[:, -1] @ self.axes).to(device)
+        one = torch.ones_like(own[:, :1])
+        asking, radius = torch.cat([tokens[:, -1], one], 1), math.sqrt(d)
+        Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
+        Q = torch.cat([Q, attention.q.flatten()[None]])
+        O = torch.cat([attention.O.flatten(0, 1), attention.b[None]])  # noqa: E741
+        numbers = {"Q": Q, "K": K, "V": V, "O": O}
+        numbers = {name: part.to(device) for name, part in numbers.items()}
+
+        def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
+            """Answers, and what O is multiplied by; `moved` is added to what the maps give."""
+            q = asking @ numbers["Q"] + moved["Q"]
+            keys, values = (
+                (tokens @ numbers[name] + moved[name]).unflatten(-1, (heads, k)) for name in "KV"
+            )
+            weights = torch.einsum("nhk,nthk->nht", q.unflatten(-1, (heads, k)), keys).softmax(-1)
+            mixed = torch.einsum("nht,nthk->nhk", weights, values).flatten(1)
+            mixed = torch.cat([mixed, one], 1)
+            sums = own + mixed @ numbers["O"] + moved["O"]
+            return radius * normalize(layer(radius * normalize(sums, dim=1)), dim=1), mixed
+
+        flat, each = one.new_zeros(count, heads * k), one.new_zeros(count, _TOGETHER, heads * k)
+        still = {"Q": flat, "K": each, "V": each, "O": torch.zeros_like(own)}
+        random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
+
+        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+            (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
+            slopes = pull((random, torch.zeros_like(mixed)))[0]
+            slopes = {name: part.flatten(0, -2) for name, part in slopes.items()}
+            right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
+            left = count * inverse(mixed.mT @ mixed)
+            return lambda slope: {
+                name: (left @ part if name == "O" else part) @ right[name]
+                for name, part in slope.items()
+            }
+
+        numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
+        Q, K, V, O = (numbers[name].to("cpu") for name in "QKVO")  # noqa: E741
+        q, b = Q[-1].unflatten(0, (heads, k)), O[-1]
+        Q, K, V = (part[:d].unflatten(1, (heads, k)).transpose(0, 1) for part in (Q, K, V))
+        O = O[:-1].unflatten(0, (heads, k))  # noqa: E741
+        parts = {"Q": Q, "q": q, "K": K, "V": V, "O": O, "b": b}
+        return replace(attention, **{name: part.contiguous() for name, part in parts.items()})
+
     @property
     def dim(self) -> int:
         return len(self.axes)
@@ -305,124 +431,70 @@ class Behind:
         return self.first.b @ self.axes
 
     def __call__(self, sequences: Tensor) -> Tensor:
+        x, tokens = sequences[:, -1], sequences.shape[1]
+        if tokens == 1:
+            return self.sums(x) - x @ self.axes
+        if tokens > 2:
+            return self._hats(sequences)
+        delta = sequences[:, 0] - x
+        mirrored = torch.stack([x - delta, x], 1)
+        hats = torch.stack([self._beside(sequences), self._beside(mirrored)], 1)
+        alone, moved = self.sums(x), delta @ self.total
+        u = self._undone(
+            hats,
+            torch.stack([alone, alone - moved], 1),
+            torch.eye(len(self.b)).to(moved),
+            moved / 2,
+        )
+        return alone - x @ self.axes + u
+
+    def within(self, sequences: Tensor, span: Tensor) -> Tensor:
+        """What the other tokens add to the sum of the last one, known to be in a span of rows."""
+        basis = torch.linalg.qr(span.mT)[0].mT
         x = sequences[:, -1]
-        alone = self.sums(x)
-        if sequences.shape[1] == 1:
-            return alone - x @ self.axes
-        if sequences.shape[1] > 2:
-            return self.directions(sequences)
-        delta = (sequences[:, 0] - x) @ self.total
-        mirrored = torch.stack([2 * x - sequences[:, 0], x], 1)
-        both = torch.cat([sequences, mirrored])
-        n, _ = self._directions(both)
-        sums, off = _lengths(n, delta)
-        lost = torch.nonzero(off > _AGREES)[:, 0]
-        if len(lost):
-            rows = torch.cat([lost, lost + len(x)])
-            again, left = _lengths(self._followed(both[rows]), delta[lost])
-            better = left < off[lost]
-            sums[lost[better]], off[lost[better]] = again[better], left[better]
-        if float(off.max()) > _ROUGH:
-            raise LostSum(f"{int((off > _ROUGH).sum())} sums could not be told from answers")
-        return sums - x @ self.axes
+        start = (sequences.mean(1) - x) @ self.total @ basis.mT  # if heads saw all tokens alike
+        u = self._undone(self._beside(sequences)[:, None], self.sums(x)[:, None], basis, start)
+        return u @ basis
+
+    def _beside(self, sequences: Tensor) -> Tensor:
+        """What stands behind the second norm, corrected by what the layer gets wrong of the last
+        token alone: near by it is nearly the same.
+        """
+        x, of = torch.unique(sequences[:, -1], dim=0, return_inverse=True)
+        radius = math.sqrt(self.dim)
+        made = radius * normalize(self.layer(radius * normalize(self.sums(x), dim=1)), dim=1)
+        return self._hats(sequences) + (made - self._hats(x.unsqueeze(1)))[of]
 
     def with_start(self, stream: torch.Generator) -> Behind:
         """x₀ again, now that directions are known: sums `x·T + b` of a few tokens lie on them."""
         d, e = self.axes.shape
         x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
-        n, _ = self._directions(x.unsqueeze(1))
-        hats = normalize(n, dim=1)
         moved = x @ (self.first.T @ self.axes)
-        # b without its parts along each direction: Σ (1 − n̂n̂ᵀ)(b + moved) = 0
-        square = len(x) * torch.eye(e, dtype=torch.float64) - hats.mT @ hats
-        b = -torch.linalg.solve(square, (moved - (moved * hats).sum(1, keepdim=True) * hats).sum(0))
+        b = self._undone(
+            self._hats(x.unsqueeze(1))[None], moved[None], torch.eye(e).to(moved), self.b[None]
+        )[0]
         return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
 
     def sums(self, x: Tensor) -> Tensor:
         """In front of the first norm, of single tokens, in coordinates."""
         return (x - self.first.start) @ (self.first.T @ self.axes)
 
-    def directions(self, sequences: Tensor) -> Tensor:
-        """n of the sum in front of the first norm, of sequences of any length."""
-        n, off = self._directions(sequences)
-        lost = torch.nonzero(off > _ARRIVED)[:, 0]
-        if len(lost):
-            n[lost] = self._followed(sequences[lost])
-        return n
-
-    def _directions(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    def _hats(self, sequences: Tensor) -> Tensor:
         y = self.second.undone(self.ask(sequences)) @ self.axes
-        return self.undone(y, self._guess(sequences))
+        return math.sqrt(self.dim) * normalize(y, dim=1)
 
-    def _guess(self, sequences: Tensor) -> Tensor:
-        """The sum if every head looked at all tokens alike, as it does at short ones."""
-        x = sequences[:, -1]
-        return self.sums(x) + (sequences.mean(1) - x) @ self.total
-
-    def _followed(self, sequences: Tensor) -> Tensor:
-        """Likewise, from tokens so short that the sum is known on: a path of questions."""
-        before, at, n = None, 0.0, self._guess(_PATH[0] * sequences)
-        for share in _PATH:
-            y = self.second.undone(self.ask(share * sequences)) @ self.axes
-            start = n if before is None else n + (n - before[1]) * (share - at) / (at - before[0])
-            before, (n, _) = (at, n) if at else None, self.undone(y, start)
-            at = share
-        return n
-
-    def undone(self, y: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Points n of the sphere that answer ŷ, by Newton's method: R(n) = s·ŷ, |n|² = d.
-
-        And what is left, relative to R.
-        """
-        at = self.device
-        units, radius = self.layer.units, math.sqrt(self.dim)
-        A, a, C, L, c = (p.to(at) for p in (units.A, units.a, units.C, self.layer.L, self.layer.c))
-        f, df = ACTIVATIONS[units.activation], derivative(units.activation, 1)
-        ends, left = list[Tensor](), list[Tensor]()
-        for y_, n in zip(y.split(_BATCH), start.split(_BATCH), strict=True):
-            y_, n = y_.to(at), radius * normalize(n.to(at), dim=1)
-
-            def look(n: Tensor, y_: Tensor = y_) -> tuple[Tensor, Tensor]:
-                R = n @ L + f(n @ A.mT + a) @ C.mT + c
-                s = (R * y_).sum(1) / radius**2
-                rest = R - s[:, None] * y_
-                return rest, rest.norm(dim=1) / R.norm(dim=1)
-
-            rest, size = look(n)
-            for _ in range(_NEWTON):
-                slope = L.mT + (C * df(n @ A.mT + a)[:, None]) @ A  # (n, m, e)
-                top = torch.cat([slope, -y_[..., None]], 2)
-                bottom = torch.cat([n, torch.zeros_like(n[:, :1])], 1)[:, None]
-                wanted = torch.cat([rest, torch.zeros_like(n[:, :1])], 1)
-                step = torch.linalg.solve_ex(torch.cat([top, bottom], 1), wanted[..., None])[0]
-                step = torch.nan_to_num(step[:, :-1, 0])
-                share = torch.ones_like(n[:, :1])
-                tried = radius * normalize(n - step, dim=1)
-                new = look(tried)
-                for _ in range(4):
-                    worse = (new[1] > size) & (size > 1e-14)
-                    if not bool(worse.any()):
-                        break
-                    share = torch.where(worse[:, None], share / 4, share)
-                    tried = radius * normalize(n - share * step, dim=1)
-                    new = look(tried)
-                done = (new[1] < 1e-10) & (new[1] > 0.5 * size)
-                n, rest, size = tried, *new
-                if bool((done | (size < 1e-15)).all()):
-                    break
-            ends.append(n.to("cpu"))
-            left.append(size.to("cpu"))
-        return torch.cat(ends), torch.cat(left)
-
-
-def _lengths(both: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of two sums that differ by delta, from their directions; and how far these fail."""
-    forth, back = both.chunk(2)
-    pair = torch.stack([forth, -back], 2)
-    gram = pair.mT @ pair
-    lengths = torch.linalg.solve(gram, pair.mT @ delta[..., None])
-    off = ((pair @ lengths)[..., 0] - delta).norm(dim=1) / delta.norm(dim=1)
-    return lengths[:, 0] * forth, torch.where((lengths[..., 0] > 0).all(1), off, math.inf)
+    def _undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
+        layer, basis = self.layer.to(self.device), basis.to(self.device)
+        batches = zip(*(part.split(_BATCH) for part in (hats, sums, start)), strict=True)
+        parts = list[Tensor]()
+        for batch in batches:
+            hats, sums, start = (part.to(self.device) for part in batch)
+            parts.append(layer.undone(hats, sums, basis, start).to("cpu"))
+        u = torch.cat(parts)
+        lost = int(torch.isnan(u[:, 0]).sum())
+        if lost:
+            raise LostSum(f"{lost} of {len(u)} sums could not be told from answers")
+        return u
 
 
 def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
