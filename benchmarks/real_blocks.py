@@ -1,10 +1,11 @@
 """Whole blocks of real checkpoints, taken by queries that return one token's vector.
 
-all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. First everything but
-attention, then its heads one by one, then all of them fitted at once; each matrix next to the
-truth, in the form that can be known. The lower bound is what symmetries leave of the parameters,
-over the numbers in an answer. subjects.py says where the models come from; `--quick` takes a
-planted block.
+all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. SmolLM2-135M, block
+0: RMS norms in front, rotary positions, 9 heads that share keys and values by threes, units with
+gates. First everything but attention, then its heads (of MiniLM one by one, then all of them fitted
+at once); each matrix next to the truth, in the form that can be known. The lower bound is what
+symmetries leave of the parameters, over the numbers in an answer. subjects.py says where the models
+come from; `--quick` takes planted blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +26,10 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import REACHES
+from keyhole.extract.block import REACHES, assembled, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
-from keyhole.extract.blocks.view import last
+from keyhole.extract.blocks.view import View, last
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
@@ -40,15 +42,24 @@ TOLERANCE = 1e-6
 
 
 def run(
-    quick: bool, encoder: Path | None = None, device: str = subjects.DEVICE, layer: int = 3,
+    quick: bool, subject: Literal["minilm", "smollm2"] = "minilm", encoder: Path | None = None,
+    model: Path | None = None, device: str = subjects.DEVICE, layer: int | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:  # fmt: skip
     if quick:
         planted = plant_block(12, norm="behind", heads=2, head_dim=3, width=10, epsilon=1e-12)
         yield from measure("planted, norms behind, d = 12", planted, "cpu", seed)
-        return
-    loaded = subjects.minilm(encoder, "cpu")
-    yield from measure(f"MiniLM-L6, block {layer}", block(loaded.model, layer), device, seed)
+        planted = plant_block(10, heads=2, head_dim=4, groups=1, width=5, activation="silu",
+                              gated=True, rotary=True, biases=False)  # fmt: skip
+        yield from measure_in_front("planted, norms in front, d = 10", planted, "cpu", seed)
+    elif subject == "minilm":
+        layer = 3 if layer is None else layer
+        loaded = subjects.minilm(encoder, "cpu")
+        yield from measure(f"MiniLM-L6, block {layer}", block(loaded.model, layer), device, seed)
+    else:
+        layer = layer or 0
+        target = block(subjects.smollm2(model, "cpu").model, layer)
+        yield from measure_in_front(f"SmolLM2-135M, block {layer}", target, device, seed)
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
@@ -104,8 +115,70 @@ def but_attention(what: str, found: Behind, queries: int, target: Block, seconds
     return row(what, errors, queries, target, units_of)
 
 
-def off(found: Tensor, true: Tensor) -> float:
-    return float((found - true).abs().max() / true.abs().max())
+def measure_in_front(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
+    """Likewise where norms are in front."""
+    counted, stream = Counted(target), torch.Generator().manual_seed(seed)
+    started = time.perf_counter()
+    what = f"{label}, all but attention"
+    try:
+        view = View.open(Reporting(counted, started), stream)
+        network, undone = behind_norms(view, torch.device(device), stream)
+        # Attention that is not read yet: any will do to compare the rest.
+        found = canonical_block(assembled(view, network, target.sub_layer))
+        true, seconds = canonical_block(target), time.perf_counter() - started
+        near = torch.cdist(true.A, found.A).argmin(1)
+        total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
+            len(true.O) // len(true.V), 0), true.O)  # fmt: skip
+        pairs = {
+            "sum of VO": (view.axes @ undone.M, total, total),
+            "b": (undone.b, true.b, total), "C": (found.C[:, near], true.C, true.C),
+            "c": (found.c, true.c, true.C), "A": (found.A[near], true.A, true.A),
+            "a": (found.a[near], true.a, true.A),
+        }  # fmt: skip
+        if len(true.G):
+            pairs["G"] = found.G[near], true.G, true.G
+            pairs["g"] = found.g[near], true.g, true.G
+        errors = {name: off(*pair) for name, pair in pairs.items()}
+        epsilons = ((undone.epsilon, target.epsilon), (network.epsilon, target.epsilon_behind))
+        for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
+            errors[name] = abs(ours / theirs - 1)
+        units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
+        yield row(what, errors, counted.queries, target, units_of)
+        what = f"{label}, the whole block"
+        attention = read_attention(undone.surroundings(), stream, undone.total)
+    except (Unsuccessful, KeyholeError) as end:
+        yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
+        return
+    made = assembled(view, network, attention)
+    about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
+    about += f", {time.perf_counter() - started:.0f} s"
+    yield row(what, compared(target, made), counted.queries, target, about)
+
+
+@dataclass
+class Reporting:
+    """A target, and how far its questions have come: on stderr, now and then."""
+
+    target: Counted
+    started: float
+    said: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        return self.target.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        answers, seconds = self.target(sequences), time.perf_counter() - self.started
+        if seconds > self.said + 5:
+            self.said = seconds
+            print(f"{self.target.queries:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
+        return answers
+
+
+def off(found: Tensor, true: Tensor, beside: Tensor | None = None) -> float:
+    """Relative to the largest number; of a bias, which may be 0, that of the matrix beside it."""
+    size = true if beside is None else beside
+    return float((found - true).abs().max() / size.abs().max())
 
 
 def row(label: str, errors: dict[str, float], queries: int, target: Block, about: str) -> Row:

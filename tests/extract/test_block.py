@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from keyhole.extract.blocks import behind, units
 from keyhole.extract.blocks.canonical import canonical_block, difference
 from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.rank_ones import rank_ones
+from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
 from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
@@ -154,8 +156,8 @@ def test_norms_behind_the_sums_show_what_stands_around_them():
 def test_matrices_of_rank_one_are_found_in_their_span():
     stream = torch.Generator().manual_seed(0)
     a = normalize(torch.randn(20, 8, generator=stream, dtype=torch.float64), dim=1)
-    span = torch.linalg.qr(symmetric(a, a).mT)[0].mT
-    found = rank_ones(span, 8, 20, stream, 64)
+    outside = torch.linalg.qr(symmetric(a, a).mT, mode="complete")[0][:, 20:].mT.contiguous()
+    found, _ = rank_ones(outside, 8, 20, stream, 64)
     assert len(found) == 20
     assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-10
 
@@ -169,6 +171,43 @@ def test_units_are_found_where_they_nearly_fill_the_matrices(seed):
     found, partners = units.rank_ones(units.unpacked(torch.linalg.qr(span.mT)[0].mT, 5), 8, stream)
     assert partners is None
     assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-9
+
+
+def test_products_with_partners_are_found_in_their_span():
+    stream = torch.Generator().manual_seed(0)
+    a, w = torch.randn(2, 8, 10, generator=stream, dtype=torch.float64)
+    span = torch.cat([symmetric(a, a), symmetric(a, w)])
+    outside = torch.linalg.qr(span.mT, mode="complete")[0][:, 16:].mT.contiguous()
+    found, partners = rank_ones(outside, 10, 16, stream, 64)
+    assert partners is not None
+    a = normalize(a, dim=1)
+    near = (a @ found.mT).abs().argmax(1)
+    assert len(near.unique()) == 8
+    assert torch.allclose((a * found[near]).sum(1).abs(), torch.ones(8).double(), atol=1e-10)
+    # A partner is known up to the unit itself.
+    w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
+    assert torch.allclose((w * partners[near]).sum(1).abs(), torch.ones(8).double(), atol=1e-10)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
+    activation = "silu" if gated else "gelu"
+    target = plant_block(24, heads=1, head_dim=2, width=6, activation=activation, gated=gated)
+    stream = torch.Generator().manual_seed(0)
+
+    def value(u):
+        # A long token is added to the first 24 numbers: those that it is not 0 in lose all digits.
+        lost = (u != 0) * torch.rand(u.shape, generator=stream, dtype=torch.float64)
+        return torch.cat([1e3 * lost, target.feed_forward(u)], 1)
+
+    def touched(rows):
+        return torch.cat([(rows != 0).any(0), torch.zeros(24, dtype=torch.bool)])
+
+    sphere = Sphere(value, 24, math.sqrt(24), touched)
+    units = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
+    assert (units.activation, len(units.G)) == (activation, 6 * gated)
+    off = torch.stack([torch.cdist(target.A, sign * units.A) for sign in (1, 1 if gated else -1)])
+    assert float(off.amin((0, 2)).max()) < 1e-5
 
 
 def _around(target):

@@ -38,7 +38,8 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
         pivots = R.diagonal().abs()
         if bool(pivots.min() > _DEPENDENT * pivots.max()):
             return torch.linalg.solve_triangular(R, Q.mT @ B.reshape(len(A), -1), upper=True)
-    return torch.linalg.lstsq(A, B, rcond=rcond, driver="gelsd").solution
+    found = torch.linalg.lstsq(A.to("cpu"), B.to("cpu"), rcond=rcond, driver="gelsd").solution
+    return found.to(A.device)  # a driver that GPUs do not have
 
 
 # The two-loop recursion of L-BFGS (Nocedal 1980), batched over independent problems.

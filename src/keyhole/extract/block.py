@@ -30,6 +30,8 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
+Blocks of 128 numbers and more are blocks/in_front.py's, where there are norms.
+
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
 behind the sums (BERT) are blocks/behind.py's.
@@ -58,6 +60,8 @@ from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
 from keyhole.extract.blocks.heads import attempted, chosen, read_heads
+from keyhole.extract.blocks.in_front import WIDE
+from keyhole.extract.blocks.in_front import read as read_in_front
 from keyhole.extract.blocks.kinks import (
     find_relu_units,
     find_relu_units_on_sphere,
@@ -89,6 +93,9 @@ _SETTLED = 1e-6
 _ATTEMPTS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
+_SIMPLE = 100
+_PRECISELY, _ROUGHLY = 1e-11, 1e-9  # what attention adds, through a layer fitted to the last digits
+_BATCH = 64
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 _LENGTH = 64.0  # of tokens that ask, where there are norms
@@ -112,7 +119,7 @@ class TransformerBlock(Method):
 
     seed: int = 0
     tolerance: float = 1e-8
-    device: str = "cpu"  # where a wide block with norms behind its sums is solved for
+    device: str = "cpu"  # where a wide block is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         yield from if_exact(oracle, self._steps(oracle))
@@ -129,7 +136,7 @@ class TransformerBlock(Method):
         elif view.norm == "none":
             network, undone = _without_norm(view, self.seed, stream)
         else:
-            network, undone = _behind_norms(view, stream)
+            network, undone = behind_norms(view, torch.device(self.device), stream)
         model = self._model(view, network, undone, stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
@@ -155,7 +162,7 @@ class TransformerBlock(Method):
                     if isinstance(network, Behind):
                         model = network.block(network.polished(layer, stream))
                     else:
-                        model = _assembled(view, network, layer)
+                        model = assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -228,11 +235,28 @@ class _Network:
         return self.view.residual.mT + _slopes(self.view, self.units, h, self.epsilon)
 
     def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """An h that answers with y, by Newton's method; what is left, relative to y."""
+        """An h that answers with y, and what is left, relative to y.
+
+        By h ← y − F(N(h)) where that is a contraction, as it is of long h; else Newton's method.
+        """
+        parts = zip(y.split(_BATCH), h.split(_BATCH), strict=True)
+        ends = [self._undone(*part) for part in parts]
+        h, rest = (torch.cat(part) for part in zip(*ends, strict=True))
+        return h, rest
+
+    def _undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         scale, h = y.abs().amax(1), h.clone()
         rest = self(h) - y
-        going = torch.arange(len(h))
-        for _ in range(_NEWTON):
+        simple = self.view.norm != "none" and not self.view.scores
+        for _ in range(_SIMPLE if simple else 0):
+            new = self(h - rest) - y
+            better = new.square().sum(1) < 0.5 * rest.square().sum(1)
+            if not bool(better.any()):
+                break
+            h = torch.where(better[:, None], h - rest, h)
+            rest = torch.where(better[:, None], new, rest)
+        going = torch.nonzero(rest.abs().amax(1) > 4e-15 * scale)[:, 0]
+        for _ in range(_NEWTON if len(going) else 0):
             at, off = h[going], rest[going]
             step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
             size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
@@ -392,7 +416,15 @@ def turned_units(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def _behind_norms(view: View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def behind_norms(
+    view: View, device: torch.device, stream: torch.Generator
+) -> tuple[_Network, _Undone]:
+    """Everything but the heads, and what the heads are asked through."""
+    if view.axes.shape[1] >= WIDE and not view.scores:
+        found = read_in_front(view.ask, view.axes, device, stream)
+        network = _Network(view, found.units, found.c, found.behind)
+        return network, _Undone(view, network, found.M, found.b, found.epsilon)
+
     def start() -> tuple[Units, _Shifted]:
         return _rough(view, *far_units(view, stream), stream)
 
@@ -479,7 +511,10 @@ def _rough(
 ) -> tuple[Units, _Shifted]:
     """M, b and the signs, from shorter and shorter tokens."""
     d, e = view.axes.shape
+    # φ(z) and φ(−z) differ by a part of Λ, which is M else; with gates they do not.
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    if len(units.G) and not view.scores:
+        M = linear[:-1]
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
     turned = unit_signs(units, linear[:-1] - M @ view.residual)
@@ -555,8 +590,9 @@ class _Undone:
     def surroundings(self) -> Surroundings:
         d, e = self.view.axes.shape
         plain = Surroundings(
-            self, self.b, every_token=self.view.every_token, causal=self.view.causal
-        )
+            self, self.b, every_token=self.view.every_token, causal=self.view.causal,
+            precision=_ROUGHLY if e >= WIDE else _PRECISELY,
+        )  # fmt: skip
         if self.view.norm == "none":
             return plain
         # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
@@ -594,7 +630,7 @@ def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
         Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=undone.b,
         frequencies=heads.c[:, :0], epsilon=undone.epsilon * d / e,
     )  # fmt: skip
-    model = _assembled(view, undone.network, layer)
+    model = assembled(view, undone.network, layer)
     for length, names in _HEADS.items():
         unknowns = sum(getattr(model, name).numel() for name in names)
         tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
@@ -617,7 +653,7 @@ def _factored(products: Tensor) -> tuple[Tensor, Tensor]:
     return left[..., :rank] * root, right.mT[..., :rank] * root
 
 
-def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
+def assembled(view: View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d

@@ -112,7 +112,8 @@ def read_attention(
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
-    if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
+    bounded = view.asking is not None or length >= _BOUND * view.radius
+    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)

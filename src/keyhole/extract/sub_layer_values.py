@@ -330,18 +330,24 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     """With points along which scores are large, where a norm forbids long ones: d − 1 queries.
 
     Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. Those show
-    in the gates at many points, which follow from the values at δ; κ is noise here.
+    in the gates at many points, which follow from the values at δ; κ is noise here. Where points
+    have one length, they stay around the subspace's first axis.
     """
-    d = probe.view.dim
+    d, kept = probe.view.dim, probe.subspace[: int(probe.view.asking is not None)]
     basis = random_orthogonal(d, stream)
-    basis[0] = anchor.delta
-    basis = torch.linalg.qr(basis.mT)[0].mT[1:]
+    basis[: 1 + len(kept)] = torch.cat([kept, anchor.delta[None]])
+    basis = torch.linalg.qr(basis.mT)[0].mT[1 + len(kept) :]
     points = probe.length * basis
+    if probe.view.asking is not None:
+        points = probe.view.asking * normalize(kept + basis, dim=1)
     rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1)) - points @ probe.total
     gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
-    along = normalize(torch.logit(gates), dim=0)
-    combined = torch.linalg.svd(along, full_matrices=False)[0][:, : len(probe.subspace)]
-    return replace(probe, subspace=combined.mT @ basis)
+    along = torch.logit(gates)
+    if len(kept):
+        along = along - along.mean(0)
+    left = torch.linalg.svd(normalize(along, dim=0), full_matrices=False)[0]
+    combined = left[:, : len(probe.subspace) - len(kept)].mT @ basis
+    return replace(probe, subspace=torch.cat([kept, combined]))
 
 
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:

@@ -41,7 +41,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
-from keyhole.extract.blocks.sphere import Value, differences, find_units
+from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
@@ -508,7 +508,8 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     def value(n: Tensor) -> Tensor:
         return second.undone(ask(first.tokens(n @ axes.mT).unsqueeze(1))) @ axes
 
-    units = find_units(value, d - 1, math.sqrt(d), device, stream)
+    sphere = Sphere(value, d - 1, math.sqrt(d))
+    units = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
     layer, left = fitted(value, units, math.sqrt(d), device, stream)
     if left > 1e-6:
         raise Unsuccessful(

@@ -20,25 +20,28 @@ import torch
 from torch import Tensor
 
 Numbers = dict[str, Tensor]
-_STEPS = 16
+_STEPS = 24
 _INNER = 600
 _ENOUGH = 1e-5  # of the gradient, for one step
 _HALVINGS = 6
-_EXACT = 1e-28  # of the squares of the answers
+_EXACT = 1e-29  # of the squares of the answers
 _SLOW = 0.5  # a step that leaves more than this of the squares is among the last
 
 
 def descend(
     model: Callable[[Numbers], Tensor], numbers: Numbers, y: Tensor,
-    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]],
+    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]], enough: float = _EXACT,
 ) -> tuple[Numbers, float]:  # fmt: skip
-    """The numbers with which the model's answers are nearest to y, and the relative error left."""
+    """The numbers with which the model's answers are nearest to y, and the relative error left.
+
+    `enough` may be left, of the squares of the answers.
+    """
     size = float(y.square().sum())
     rest = model(numbers) - y
     cost = float(rest.square().sum())
     slow = 0
     for _ in range(_STEPS):
-        if cost <= _EXACT * size or slow > 1:
+        if cost <= enough * size or slow > 1:
             break
         step = _step(model, numbers, rest, preconditioner(numbers))
         before = cost

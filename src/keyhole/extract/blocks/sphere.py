@@ -1,17 +1,27 @@
-"""The units of a layer whose answers have lost their length, ŷ = R/s on a sphere (behind.py).
+"""The units of a wide layer whose inputs n are on a sphere, R(n) = n·L + Σ_k c_k f_k(n) + c.
 
-`R(n) = n·L + Σ_k c_k φ(a_k·n + α_k) + c`, s = |R|. behind.py says how second derivatives show the
-units in a subspace U, and σ, the slopes of log s. From these:
+f_k is φ(a_k·n + α_k), or φ(a_k·n + α_k)(g_k·n + γ_k) with gates. Behind a norm answers have lost
+their length, ŷ = R/s with s = |R|: behind.py says how second derivatives show the units in a
+subspace U then, and σ, the slopes of log s. Where answers keep it (in_front.py), σ = 0 and s = 1.
+At a base point p the second derivatives in U are sums over the units of
 
-    outside U        mixed derivatives of e in U and w, linear in a_k·w and σ_w
+    c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
+
+where a_k is λâ in U, g_k is ŵ + τâ there (its length is free), and ω = g_k·p + γ_k. From these:
+
+    outside U        mixed derivatives of e in U and w, linear in a_k·w/λ, g_k·w − τ(a_k·w)/λ, σ_w
     s                base points are on a circle; the slopes of log s along it, by harmonics
-    length, offset   of each unit, from its numbers φ''(length·t + offset)/s at these points
+    λ, α, τ, γ       of each unit, from its numbers at the base points: the last two are linear
+
+Where an answer is kept with the token added to it, a long token costs it digits. But only those
+numbers of the answer that the token is not 0 in: U and the base points touch few of them, and the
+others are exact whatever the length. Base points are one for each axis then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +36,15 @@ from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric, u
 from keyhole.extract.gauss_newton import levenberg
 
 Value = Callable[[Tensor], Tensor]
-_AXES = 2  # of Π
-_POINTS = 13  # of a circle in it
+_AXES = 2  # of Π, with base points on a circle
+_POINTS = 13  # of that circle
+_FEWEST = 8  # base points of one for each axis
+_ROWS = 1.3  # equations for each unknown there
+_CHUNKS = 16  # of the axes beyond U and Π
 _STEP = 0.02  # of the radius
 _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
+_SQUARED = 1e-8  # likewise of their squares' roots
 _CLIFF = 10.0
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _LENGTHS = 10
@@ -51,11 +65,16 @@ def differences(
 
 @dataclass(frozen=True)
 class Sphere:
-    """ŷ (n, m) of points (n, e) of one length, differentiated along great circles, by angles."""
+    """Answers (n, m) at points (n, e) of one length, differentiated along great circles, by angles.
+
+    `touched` says which numbers of an answer lose digits at points in the span of some rows, where
+    answers keep their length; without it they have lost it.
+    """
 
     value: Value
     dim: int
     radius: float
+    touched: Callable[[Tensor], Tensor] | None = None
 
     def derivatives(self, p: Tensor, directions: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
         def path(t: float) -> Tensor:
@@ -64,10 +83,22 @@ class Sphere:
         first, second = differences(self.value, path, middle)
         return first / _STEP, second / _STEP**2
 
+    def points(self, count: int, axes: Tensor) -> tuple[Tensor, Tensor]:
+        """So many base points, and the axes Π that they are in: the last ones."""
+        if self.touched is not None:
+            Pi = axes[-count:].flip(0)
+            return self.radius * Pi, Pi
+        turn = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
+        Pi = axes[-_AXES:]
+        return self.radius * torch.stack([turn.cos(), turn.sin()], 1) @ Pi, Pi
+
 
 @dataclass
 class _Measured:
-    """At points of a circle in Π: ŷ (P, m), its derivatives in U (P, q, m) and (P, q, q, m)."""
+    """At base points (P, e): answers (P, m), their derivatives in U (P, q, m) and (P, q, q, m).
+
+    `seen` are the numbers of an answer that U and the points do not touch.
+    """
 
     sphere: Sphere
     Pi: Tensor
@@ -76,74 +107,108 @@ class _Measured:
     y: Tensor
     first: Tensor
     second: Tensor
+    seen: Tensor
 
     @classmethod
     def of(
-        cls, sphere: Sphere, Pi: Tensor, U: Tensor, count: int, before: _Measured | None
+        cls, sphere: Sphere, axes: Tensor, q: int, count: int, before: _Measured | None
     ) -> _Measured:
         """What was measured before, of fewer axes, is not asked again."""
-        q, m = len(U), sphere.dim
-        if before is None or len(before.points) != count:
-            turn = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
-            points = sphere.radius * torch.stack([turn.cos(), turn.sin()], 1) @ Pi
-            before, had, y = None, 0, sphere.value(points)
-        else:
-            points, had, y = before.points, len(before.U), before.y
-        first = torch.zeros(count, q, m, dtype=torch.float64)
-        second = torch.zeros(count, q, q, m, dtype=torch.float64)
-        if before is not None:
-            first[:, :had], second[:, :had, :had] = before.first, before.second
+        U = axes[:q]
+        points, Pi = sphere.points(count, axes)
+        if before is not None and not torch.equal(points[: len(before.points)], before.points):
+            before = None
+        y = sphere.value(points)
+        first = torch.zeros(count, q, y.shape[1], dtype=torch.float64)
+        second = torch.zeros(count, q, q, y.shape[1], dtype=torch.float64)
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(U[rows] + U[columns], dim=1)
-        for each, (p, middle) in enumerate(zip(points, y, strict=True)):
+        for each, p in enumerate(points):
+            had = 0
+            if before is not None and each < len(before.points):
+                had, y[each] = len(before.U), before.y[each]
+                first[each, :had] = before.first[each]
+                second[each, :had, :had] = before.second[each]
             new = columns >= had
-            by, twice = sphere.derivatives(p, directions[new], middle)
+            by, twice = sphere.derivatives(p, directions[new], y[each])
             i, j = rows[new], columns[new]
             first[each, i[i == j]] = by[i == j]
-            second[each, i, j] = twice
-        diagonal = second.diagonal(dim1=1, dim2=2).mT.clone()  # (P, q, m)
-        for each in range(count):
-            new = (columns >= had) & (rows != columns)
-            i, j = rows[new], columns[new]
-            mixed = second[each, i, j] - (diagonal[each, i] + diagonal[each, j]) / 2
+            second[each, i[i == j], j[i == j]] = twice[i == j]
+            diagonal = second[each].diagonal().mT  # (q, m)
+            apart = i != j
+            i, j = i[apart], j[apart]
+            mixed = twice[apart] - (diagonal[i] + diagonal[j]) / 2
             second[each, i, j] = second[each, j, i] = mixed
-        return cls(sphere, Pi, U, points, y, first, second)
+        seen = torch.arange(y.shape[1])
+        if sphere.touched is not None:
+            seen = seen[~sphere.touched(torch.cat([Pi, U]))]
+        return cls(sphere, Pi, U, points, y, first, second, seen)
 
     @property
     def packed(self) -> Tensor:
-        """(P, q(q+1)/2, m)."""
+        """(P, q(q+1)/2, seen)."""
         q = len(self.U)
         rows, columns = torch.triu_indices(q, q)
         weight = torch.where(rows == columns, 1.0, math.sqrt(2)).to(torch.float64)
-        return self.second[:, rows, columns] * weight[:, None]
+        return self.second[:, rows, columns][..., self.seen] * weight[:, None]
+
+    def across(self, j: int, *more: Tensor) -> Tensor:
+        """Orthonormal columns (seen, n): all numbers, or all but along ŷ and others (n, m)."""
+        y = self.y[j]
+        if self.sphere.touched is not None:
+            return torch.eye(len(self.seen), dtype=torch.float64)
+        taken = torch.cat([y[None], *more])
+        return torch.linalg.qr(taken.mT, mode="complete")[0][:, len(taken) :]
 
     def space(self, device: torch.device) -> tuple[Tensor, bool]:
-        """S, from second derivatives across ŷ and its first ones; and whether it has an end."""
-        across: list[Tensor] = []
-        for y, first, packed in zip(self.y, self.first, self.packed, strict=True):
-            frame = torch.linalg.qr(torch.cat([y[None], first]).mT.to(device), mode="complete")[0]
-            across.append((packed.to(device) @ frame[:, len(first) + 1 :]).mT)
-        rows = torch.cat(across)
-        sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
-        falls = sizes[:-1] / sizes[1:].clamp(min=_ERRORS * sizes[0])
-        count = int(falls.argmax()) + 1
-        ended = float(falls[count - 1]) > _CLIFF and count <= _FULL * rows.shape[1]
-        return right[:count], ended
+        """What is orthogonal to S (n, q(q+1)/2), and whether S has an end.
+
+        S is from second derivatives across ŷ and its first ones.
+        """
+        rows = torch.cat([
+            (packed.to(device) @ self.across(j, self.first[j]).to(device)).mT
+            for j, packed in enumerate(self.packed)
+        ])  # fmt: skip
+        values, vectors = torch.linalg.eigh(rows.mT @ rows)
+        sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
+        count, clear = _end(sizes, 10 * _SQUARED)
+        if clear and float(sizes[count - 1]) > 1e3 * _SQUARED * float(sizes[0]):
+            # Squares show where the end is, and one step of inverse iteration the last digits.
+            R = torch.linalg.qr(rows, mode="r")[1]
+            back = torch.linalg.solve_triangular(R.mT, right[count:].mT, upper=False)
+            found = torch.linalg.solve_triangular(R, back, upper=True)
+            right = torch.cat([right[:count], torch.linalg.qr(found)[0].mT])
+        elif float(sizes[-1]) < 1e2 * _SQUARED * float(sizes[0]):
+            sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
+            count, clear = _end(sizes, _ERRORS)
+        return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
+
+
+def _end(sizes: Tensor, errors: float) -> tuple[int, bool]:
+    """How many come before the largest fall, and whether it is large."""
+    falls = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
+    count = int(falls.argmax()) + 1
+    return count, float(falls[count - 1]) > _CLIFF
 
 
 def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
-    """Second derivatives in a subspace U that is wide enough to hold S, and S."""
+    """Second derivatives in a subspace U that is wide enough to hold S, and what S leaves."""
     dim = sphere.dim
-    measured, most = None, dim - _AXES
+    measured = None
     for width in _WIDTHS:
-        q = min(math.ceil(math.sqrt(2 * (width * dim + 1) / _FULL)), most)
-        count = max(_POINTS, math.ceil(1.3 * q * (q + 1) / 2 / (dim - q - 1)))
-        U = axes[_AXES : _AXES + q]
-        measured = _Measured.of(sphere, axes[:_AXES], U, count, measured)
-        basis, ended = measured.space(device)
+        q = min(math.ceil(math.sqrt(2 * (width * dim + 1) / _FULL)), dim - _AXES)
+        needed = q * (q + 1) / 2
+        if sphere.touched is None:
+            count = max(_POINTS, math.ceil(1.3 * needed / (dim - q - 1)))
+        else:
+            count = _base_points(sphere.touched, axes, q)
+        if sphere.touched is not None and count + q > dim:
+            break
+        measured = _Measured.of(sphere, axes, q, count, measured)
+        outside, ended = measured.space(device)
         if ended:
-            return measured, basis
-        if q == most:
+            return measured, outside
+        if q == dim - _AXES:
             break
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
@@ -152,62 +217,92 @@ def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Mea
     )
 
 
+def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> int:
+    """As many as show more than S may have; as many as there are axes if none do."""
+    for count in range(_FEWEST, len(axes) - q):
+        seen = ~touched(torch.cat([axes[:q], axes[-count:]]))
+        if count * int(seen.sum()) >= 1.1 * q * (q + 1) / 2:
+            return count
+    return len(axes)
+
+
 def find_units(
-    value: Value, dim: int, radius: float, device: torch.device, stream: torch.Generator
+    sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
 ) -> Units:
     """A start for descent.py; C as seen next to the length of answers on average."""
-    sphere = Sphere(value, dim, radius)
-    axes = random_orthogonal(dim, stream)
-    measured, basis = _curvature(sphere, axes, device)
+    measured, outside = _curvature(sphere, axes, device)
     q = len(measured.U)
-    units = rank_ones(basis, q, len(basis) - 1, stream, 2048 if device.type == "cuda" else 256)
-    if len(units) != len(basis) - 1:
+    most = q * (q + 1) // 2 - len(outside) - 1
+    starts = 2048 if device.type == "cuda" else 256
+    units, partners = rank_ones(outside, q, most, stream, starts)
+    each = 1 if partners is None else 2
+    if each * len(units) != most:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"curvature spans {len(basis)} dimensions, but {len(units)} units were found in it: "
-            f"a layer of one kind of unit has {len(basis) - 1}",
+            f"curvature spans {most + 1} dimensions, but {len(units)} units were found in it: "
+            f"a layer of one kind of unit has {most}, and half as many with gates",
         )
-    return _read(measured, basis, units, axes[_AXES + q :], stream)
+    if partners is not None and sphere.touched is None:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
+        )
+    return _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
 
 
-def _read(at: _Measured, basis: Tensor, units: Tensor, W: Tensor, stream: torch.Generator) -> Units:
-    q, (P, m) = len(at.U), at.y.shape
-    device = basis.device
+def _read(
+    at: _Measured, outside: Tensor, units: Tensor, partners: Tensor | None, W: Tensor,
+    stream: torch.Generator,
+) -> Units:  # fmt: skip
+    q, P, m = len(at.U), len(at.y), len(at.seen)
+    device, r = units.device, len(units)
     identity = torch.eye(q, dtype=torch.float64, device=device)
-    S = torch.linalg.qr(basis.mT)[0]
-    outside = torch.linalg.svd(S)[0][:, S.shape[1] :].mT
+    products = [symmetric(units, units)]
+    if partners is not None:
+        products.append(2 * symmetric(units, partners))
+    products.append(symmetric(identity, identity).sum(0, keepdim=True))
+    Q, R = torch.linalg.qr(torch.cat(products).mT)
+    packed = at.packed.to(device)
+    hats = torch.zeros(P, m, dtype=torch.float64, device=device)
+    sigma = torch.zeros(P, q, dtype=torch.float64, device=device)
+    if at.sphere.touched is None:
+        hats = normalize(at.y, dim=1).to(device)
     forms = unpacked(outside, q)
-    products = torch.cat(
-        [symmetric(units, units), symmetric(identity, identity).sum(0, keepdim=True)]
-    )
-    solve = torch.linalg.pinv(products.mT)
-    packed, first, y = (part.to(device) for part in (at.packed, at.first, at.y))
-    hats = normalize(y, dim=1)
-    sigma = torch.empty(P, q, dtype=torch.float64, device=device)
-    parts = torch.empty(P, len(units), m, dtype=torch.float64, device=device)
+    parts = torch.empty(P, len(R) - 1, m, dtype=torch.float64, device=device)
     for j in range(P):
         H = packed[j] - (packed[j] @ hats[j])[:, None] * hats[j]
-        by = first[j] - (first[j] @ hats[j])[:, None] * hats[j]
-        system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
-        sigma[j] = -torch.linalg.solve(system @ system.mT, system @ (outside @ H).flatten())
-        H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
-        parts[j] = (solve @ H)[:-1]
-    c, numbers = _directions(parts, hats)
-    of_W, _ = _mixed(
-        at, [W] * P, torch.eye(len(W), dtype=torch.float64), parts, units, sigma, stream
-    )
-    x, y_ = (at.points @ at.Pi.mT / at.sphere.radius).unbind(1)
-    tangents = list((torch.stack([-y_, x], 1) @ at.Pi).unsqueeze(1))
-    of_Pi, slopes = _mixed(at, tangents, at.Pi, parts, units, sigma, stream)
-    places = at.points / at.sphere.radius
-    along = of_Pi.to("cpu") @ at.Pi @ places.mT  # (r, P): where units stand, for a length of 1
-    grown = _integrated(torch.atan2(y_, x), slopes[:, 0].to("cpu"))
-    activation, length, offset, sizes = _numbers(numbers.mT.to("cpu"), along, grown)
-    A = units.to("cpu") @ at.U + of_Pi.to("cpu") @ at.Pi + of_W.to("cpu") @ W
-    A = length[:, None] * A / at.sphere.radius
-    C = c.to("cpu").mT * (sizes / length.square())
-    none = torch.zeros(0, dtype=torch.float64)
-    return Units(A, offset, none.reshape(0, A.shape[1]), none, C.contiguous(), activation)
+        if at.sphere.touched is None:
+            by = at.first[j].to(device)
+            by = by - (by @ hats[j])[:, None] * hats[j]
+            system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
+            sigma[j] = -torch.linalg.solve(system @ system.mT, system @ (outside @ H).flatten())
+            H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
+        parts[j] = torch.linalg.solve_triangular(R, Q.mT @ H, upper=True)[:-1]
+    reading = _Reading(at, parts, units, partners, sigma, stream)
+    c, numbers = _directions(parts[:, -r:], hats)
+    of_W = reading.beyond(W)
+    if at.sphere.touched is None:
+        of_Pi, along, grown = reading.around()
+        activation, length, offset, sizes = _numbers(numbers.mT.to("cpu"), along, grown)
+        gates = offset.new_zeros(0, 2)
+    else:
+        of_Pi = reading.at_points()
+        along, *gate = (part.to(device) for part in of_Pi)  # of units whose length is 1
+        own = torch.einsum("pkm,km->kp", parts[:, :r], c)
+        wanted = own if partners is None else torch.cat([numbers.mT, own], 1)
+        activation, *shapes = _best_shapes(wanted, along, gate)
+        length, offset, found = (part.to("cpu") for part in shapes)
+        sizes, gates = found[:, 0], found[:, 1:] / found[:, :1]
+    rows = [units] if partners is None else [units, partners]
+    full = [
+        u.to("cpu") @ at.U + p @ at.Pi + w @ W for u, p, w in zip(rows, of_Pi, of_W, strict=True)
+    ]
+    C = torch.zeros(at.y.shape[1], r, dtype=torch.float64)
+    power = 2 if partners is None else 1
+    C[at.seen] = c.to("cpu").mT * (sizes / length**power)
+    A, G, g = full[0], full[0][:0], offset[:0]
+    if partners is not None:
+        G, g = (full[1] + gates[:, :1] * A) / at.sphere.radius, gates[:, 1].contiguous()
+    return Units(length[:, None] * A / at.sphere.radius, offset, G, g, C, activation)
 
 
 def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,53 +317,110 @@ def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
     return c, torch.einsum("pkm,km->pk", parts, c) / left
 
 
-def _mixed(
-    at: _Measured, directions: list[Tensor], axes: Tensor, parts: Tensor, units: Tensor,
-    sigma: Tensor, stream: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows of units in `axes` next to those in U (r, |axes|), and σ along directions (P, n).
+@dataclass
+class _Reading:
+    """Rows of units next to those in U, from mixed second derivatives."""
 
-    Linear in the mixed second derivatives of each point's directions with some e of U.
-    """
-    (P, m), r, device = at.y.shape, len(units), units.device
-    n, unknowns = len(directions[0]), r if len(directions[0]) == len(axes) else r * len(axes)
-    if not n:
-        return units[:, :0], sigma[:, :0]
-    each = max(1, math.ceil(2.5 * unknowns / (P * m * (1 if unknowns == r else n))))
-    systems, wanted = list[Tensor](), list[Tensor]()
-    for j, along in enumerate(directions):
-        hat = normalize(at.y[j], dim=0).to(device)
-        across = torch.linalg.qr(hat[:, None], mode="complete")[0][:, 1:].mT  # (m − 1, m)
-        e = random_orthogonal(len(at.U), stream)[:each]
-        one = (e @ at.U).repeat_interleave(n, 0)
-        many = along.repeat(each, 1)
-        both = torch.cat([one + many, one - many]) / math.sqrt(2)
-        first, second = (
-            (part[: len(one)] - part[len(one) :]).unflatten(0, (each, n)).to(device)
-            for part in at.sphere.derivatives(at.points[j], both, at.y[j])
-        )
-        e = e.to(device)
-        rest = (second / 2 + (e @ sigma[j])[:, None, None] * first / math.sqrt(2)) @ across.mT
-        coefficients = (along @ axes.mT).to(device) if unknowns > r else None
-        for i in range(each):
-            system = across @ (parts[j] * (units @ e[i])[:, None]).mT  # (m − 1, r)
-            mark = across @ -(e[i] @ at.first[j].to(device))
-            if coefficients is None:
-                marks = torch.zeros(m - 1, P, dtype=torch.float64, device=device)
-                marks[:, j] = mark
-                systems.append(torch.cat([system, marks], 1))
-                wanted.append(rest[i].mT)
-                continue
-            for own, left in enumerate(rest[i]):
-                marks = torch.zeros(m - 1, P * n, dtype=torch.float64, device=device)
-                marks[:, j * n + own] = mark
-                wide = (system[:, :, None] * coefficients[own]).flatten(1)
-                systems.append(torch.cat([wide, marks], 1))
-                wanted.append(left[:, None])
-    solved = least_squares(torch.cat(systems), torch.cat(wanted))
-    if unknowns > r:
-        return solved[:unknowns, 0].view(r, -1), solved[unknowns:, 0].view(P, n)
-    return solved[:r], solved[r:]
+    at: _Measured
+    parts: Tensor
+    units: Tensor
+    partners: Tensor | None
+    sigma: Tensor
+    stream: torch.Generator
+
+    def beyond(self, W: Tensor) -> list[Tensor]:
+        """In W (r, |W|): those of a, and of gates."""
+        P, chunks = len(self.at.y), [W]
+        if self.at.sphere.touched is not None:
+            chunks = list(W.split(max(1, math.ceil(len(W) / _CHUNKS))))
+        found = [self._mixed(range(P), [each] * P, each)[0] for each in chunks if len(each)]
+        kinds = 1 if self.partners is None else 2
+        none = self.units[:, :0].to("cpu")
+        return [torch.cat([none, *(each[n] for each in found)], 1) for n in range(kinds)]
+
+    def at_points(self) -> list[Tensor]:
+        """In Π (r, P), where each axis has a base point: from all others."""
+        P = len(self.at.y)
+        found = [
+            self._mixed([j for j in range(P) if j != own], [axis[None]] * P, axis[None])[0]
+            for own, axis in enumerate(self.at.Pi)
+        ]
+        return [torch.cat(kind, 1) for kind in zip(*found, strict=True)]
+
+    def around(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        """In Π, of base points on a circle; where units of length 1 stand at these; and s."""
+        at = self.at
+        places = at.points / at.sphere.radius
+        x, y = (places @ at.Pi.mT).unbind(1)
+        tangents = list((torch.stack([-y, x], 1) @ at.Pi).unsqueeze(1))
+        of_Pi, slopes = self._mixed(range(len(x)), tangents, at.Pi)
+        grown = _integrated(torch.atan2(y, x), slopes[:, 0])
+        return of_Pi, of_Pi[0] @ at.Pi @ places.mT, grown
+
+    def _mixed(
+        self, places: Iterable[int], directions: list[Tensor], axes: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Rows in `axes` (r, |axes|), one for each kind, and σ along directions (P, n).
+
+        Linear in the mixed second derivatives of each point's directions with some e of U.
+        """
+        at, device, places = self.at, self.units.device, list(places)
+        P, n, kinds = len(at.y), len(directions[0]), 1 if self.partners is None else 2
+        r, behind = len(self.units), at.sphere.touched is None
+        unknowns = kinds * r * (1 if n == len(axes) else len(axes))
+        if not n:
+            return [self.units[:, :0].to("cpu")] * kinds, self.sigma[:, :0]
+        visible = torch.ones(len(at.seen), dtype=torch.bool)
+        if at.sphere.touched is not None:
+            visible = ~at.sphere.touched(axes)[at.seen]
+        rows = len(places) * int(visible.sum()) * (1 if unknowns == kinds * r else n)
+        each = min(len(at.U), math.ceil((2.5 if behind else _ROWS) * unknowns / max(rows, 1)))
+        systems, wanted = list[Tensor](), list[Tensor]()
+        for j in places:
+            along = directions[j]
+            across = at.across(j)[visible].mT.to(device)
+            e = random_orthogonal(len(at.U), self.stream)[:each]
+            one = (e @ at.U).repeat_interleave(n, 0)
+            many = along.repeat(each, 1)
+            both = torch.cat([one + many, one - many]) / math.sqrt(2)
+            first, second = (
+                (part[: len(one)] - part[len(one) :])[:, at.seen[visible]]
+                .unflatten(0, (each, n)).to(device)
+                for part in at.sphere.derivatives(at.points[j], both, at.y[j])
+            )  # fmt: skip
+            e = e.to(device)
+            turned = (e @ self.sigma[j])[:, None, None] * first / math.sqrt(2)
+            rest = (second / 2 + turned) @ across.mT
+            coefficients = None if unknowns == kinds * r else (along @ axes.mT).to(device)
+            parts = self.parts[j][:, visible.to(device)]
+            for i in range(each):
+                system = across @ self._weighted(parts, e[i]).mT
+                mark = across @ -(e[i] @ at.first[j][:, at.seen[visible]].to(device))
+                if coefficients is None:
+                    marks = mark.new_zeros(len(mark), P if behind else 0)
+                    if behind:
+                        marks[:, j] = mark
+                    systems.append(torch.cat([system, marks], 1))
+                    wanted.append(rest[i].mT)
+                    continue
+                for own, left in enumerate(rest[i]):
+                    marks = mark.new_zeros(len(mark), P * n)
+                    marks[:, j * n + own] = mark
+                    wide = (system[:, :, None] * coefficients[own]).flatten(1)
+                    systems.append(torch.cat([wide, marks], 1))
+                    wanted.append(left[:, None])
+        solved = least_squares(torch.cat(systems), torch.cat(wanted)).to("cpu")
+        if unknowns > kinds * r:
+            return [solved[:unknowns, 0].view(r, -1)], solved[unknowns:, 0].view(P, n)
+        return list(solved[:unknowns].split(r)), solved[unknowns:]
+
+    def _weighted(self, parts: Tensor, e: Tensor) -> Tensor:
+        """What a row of a, and of a gate, adds to the derivative by e: (kinds · r, numbers)."""
+        on_a = (self.units @ e)[:, None]
+        if self.partners is None:
+            return parts * on_a
+        own, mixed = parts.split(len(self.units))
+        return torch.cat([own * on_a + mixed * (self.partners @ e)[:, None], mixed * on_a])
 
 
 def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:
@@ -288,67 +440,112 @@ def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Te
     """
     best = math.inf, SMOOTH[0], s
     for activation in SMOOTH:
-        length, offset, _, miss = _shapes(numbers * s, along, activation)
+        length, offset, _, miss = _shapes(numbers * s, along, [], activation)
         chosen = miss.argsort()[:_SAMPLE]
         found, left = _together(
             numbers[chosen], along[chosen], (length[chosen], offset[chosen], s), activation
         )
         best = min(best, (left, activation, found), key=lambda each: each[0])
     _, activation, s = best
-    length, offset, size, _ = _shapes(numbers * s, along, activation)
-    return activation, length, offset, size
+    length, offset, size, _ = _shapes(numbers * s, along, [], activation)
+    return activation, length, offset, size[:, 0]
+
+
+def _best_shapes(
+    numbers: Tensor, along: Tensor, gate: list[Tensor]
+) -> tuple[str, Tensor, Tensor, Tensor]:
+    """φ, lengths, offsets and linear numbers, where answers kept their lengths."""
+    some = slice(0, _SAMPLE)
+
+    def miss(activation: str) -> float:
+        found = _shapes(numbers[some], along[some], [g[some] for g in gate], activation)
+        return float(found[3].median())
+
+    activation = min(SMOOTH, key=miss)
+    return activation, *_shapes(numbers, along, gate, activation)[:3]
 
 
 def _shapes(
-    numbers: Tensor, along: Tensor, activation: str
+    numbers: Tensor, along: Tensor, gate: list[Tensor], activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each unit's length, offset, size and relative miss: the best of some starts.
+    """Each unit's length, offset, linear numbers and relative miss: the best of some starts.
 
-    These are the best offsets of a grid for each of some lengths; then Levenberg–Marquardt.
+    These are the best offsets of a grid for each of some lengths; then Levenberg–Marquardt, with
+    what is linear eliminated: a size, and with gates its products with τ and γ.
     """
-    f, df = derivative(activation, 2), derivative(activation, 3)
+    order = 1 if gate else 2
+    f, df, ddf = (derivative(activation, order + n) for n in range(3))
     scale = along.square().mean(1).sqrt()
-    wanted = normalize(numbers, dim=1)
-    lengths = torch.logspace(-1.2, 0.7, _LENGTHS, dtype=torch.float64)
-    offsets = torch.linspace(-3, 3, 37, dtype=torch.float64)
-    at = (along / scale[:, None])[None] * lengths[:, None, None]  # (lengths, r, P)
-    fits = torch.stack([(normalize(f(at + o), dim=2) * wanted).sum(2).abs() for o in offsets])
-    offset = offsets[fits.argmax(0)].flatten()  # (lengths · r)
-    length = (lengths[:, None] / scale).flatten()
-    along, wanted = along.repeat(_LENGTHS, 1), wanted.repeat(_LENGTHS, 1)
+    size = torch.linalg.vector_norm(numbers, dim=1)
+    wanted, r = numbers / size[:, None], len(numbers)
+    gates = gate[0] if gate else along
+
+    def features(length: Tensor, offset: Tensor, at: Tensor, gates: Tensor) -> list[Tensor]:
+        """Φ and its derivatives by length and offset: (n, numbers, linear ones)."""
+        length = length[:, None]
+        z = length * at + offset[:, None]
+        if not gate:
+            value, slope = f(z)[..., None], df(z)[..., None]
+            return [value, at[..., None] * slope, slope]
+        one, two, three, none = f(z), df(z), ddf(z), torch.zeros_like(z)
+        inner = torch.stack([gates, at, torch.ones_like(at)], 2)
+
+        def both(top: Tensor, side: Tensor, twice: Tensor) -> Tensor:
+            upper = torch.stack([top, none, none], 2)
+            lower = side[..., None] * inner
+            lower = torch.stack([lower[..., 0], lower[..., 1] + 2 * twice, lower[..., 2]], 2)
+            return torch.cat([upper, lower], 1)
+
+        return [
+            both(one, length * two, one),
+            both(at * two, length * at * three + two, at * two),
+            both(two, length * three, two),
+        ]
+
+    def look(
+        length: Tensor, offset: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Linear numbers, what is left, its square, and the Jacobian without what is linear."""
+        shape, *slopes = features(length, offset, along[chosen], gates[chosen])
+        gram = shape.mT @ shape
+        ridge = 1e-13 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-100
+        gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram)
+        linear = torch.linalg.solve(gram, shape.mT @ wanted[chosen][..., None])
+        rest = (shape @ linear)[..., 0] - wanted[chosen]
+        J = torch.cat([slope @ linear for slope in slopes], 2)
+        J = J - shape @ torch.linalg.solve(gram, shape.mT @ J)
+        return linear[..., 0], rest, rest.square().sum(1), J
+
+    lengths = torch.logspace(-1.2, 0.7, _LENGTHS).to(along)
+    if gate:  # φ'' of the activations is even, φ' is not
+        lengths = torch.cat([lengths, -lengths])
+    offsets = torch.linspace(-3, 3, 37).to(along)
+    every, many = torch.arange(r, device=along.device), len(offsets)
+    costs = [
+        look((each / scale).repeat(many), offsets.repeat_interleave(r), every.repeat(many))[2]
+        for each in lengths
+    ]
+    offset = offsets[torch.stack(costs).view(-1, many, r).argmin(1)].flatten()
+    length, chosen = (lengths[:, None] / scale).flatten(), every.repeat(len(lengths))
     damping = torch.full_like(length, 1e-3)
-
-    def look(length: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        shape = f(length[:, None] * along + offset[:, None])
-        norm = torch.linalg.vector_norm(shape, dim=1, keepdim=True).clamp(min=1e-100)
-        size = (shape * wanted).sum(1, keepdim=True) / norm.square()
-        rest = size * shape - wanted
-        return shape / norm, size, rest, rest.square().sum(1)
-
-    unit, size, rest, cost = look(length, offset)
+    linear, rest, cost, J = look(length, offset, chosen)
     for _ in range(40):
-        slope = size * df(length[:, None] * along + offset[:, None])
-        J = torch.stack([slope * along, slope], 2)
-        J = J - unit[..., None] * (unit[..., None] * J).sum(1, keepdim=True)
         gram = J.mT @ J
         ridge = damping[:, None] * gram.diagonal(dim1=1, dim2=2) + 1e-14
         step = torch.linalg.solve(gram + torch.diag_embed(ridge), J.mT @ rest[..., None])[..., 0]
         tried = length - step[:, 0], offset - step[:, 1]
-        new = look(*tried)
-        better = new[3] < cost
-        length, offset = (
-            torch.where(better, tried[0], length),
-            torch.where(better, tried[1], offset),
+        new = look(*tried, chosen)
+        better = new[2] < cost
+        length = torch.where(better, tried[0], length)
+        offset = torch.where(better, tried[1], offset)
+        linear, rest = (
+            torch.where(better[:, None], n, o) for n, o in zip(new[:2], (linear, rest), strict=True)
         )
-        unit, size, rest = (
-            torch.where(better[:, None], n, o)
-            for n, o in zip(new[:3], (unit, size, rest), strict=True)
-        )
-        cost = torch.where(better, new[3], cost)
+        J = torch.where(better[:, None, None], new[3], J)
+        cost = torch.where(better, new[2], cost)
         damping = torch.where(better, damping / 4, damping * 4).clamp(1e-12, 1e9)
-    best = cost.view(_LENGTHS, -1).argmin(0) * len(numbers) + torch.arange(len(numbers))
-    size = size[best, 0] * torch.linalg.vector_norm(numbers, dim=1)
-    return length[best], offset[best], size, cost[best].sqrt()
+    best = cost.view(-1, r).argmin(0) * r + every
+    return length[best], offset[best], linear[best] * size[:, None], cost[best].sqrt()
 
 
 def _together(

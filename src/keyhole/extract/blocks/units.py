@@ -231,7 +231,8 @@ def rank_ones(
                 break
         plain, gated = _settled(basis, a, before, allowed)
         count = len(gates)
-        plains, gates = distinct(torch.cat([plains, plain])), distinct(torch.cat([gates, gated]))
+        plains, gates = torch.cat([plains, plain]), torch.cat([gates, gated])
+        plains, gates = plains[distinct(plains)], gates[distinct(gates)]
         quiet = quiet + 1 if len(gates) == count else 0
         if len(plains) == most and 2 * len(gates) < most:
             return plains, None
@@ -333,11 +334,12 @@ def _partners(basis: Tensor, units: Tensor) -> Tensor:
 
 
 def distinct(vectors: Tensor, same: float = _SAME) -> Tensor:
-    """One of those unit vectors that are alike up to a sign."""
+    """Which are the first of those unit vectors that are alike up to a sign."""
+    numbers = torch.arange(len(vectors), device=vectors.device)
     if not len(vectors):
-        return vectors
+        return numbers
     first = ((vectors @ vectors.mT).abs() > 1 - same).to(torch.int8).argmax(1)
-    return vectors[first == torch.arange(len(vectors), device=vectors.device)]
+    return numbers[first == numbers]
 
 
 def _identity(field: Field, q: int) -> Tensor:

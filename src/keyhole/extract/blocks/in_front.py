@@ -1,0 +1,252 @@
+"""A wide block with norms in front of its sub-layers, as Llama's: all but the heads (ours).
+
+    y = h + C·f(N(h)) + c,    h = x + N(x)M + b        (of single tokens, M = Σ_h V_h O_h)
+
+Far out N(h) = N(x), and y − x is a feed-forward layer on a sphere beside a linear map:
+
+    units       sphere.py; the numbers of an answer that a token does not touch are exact there,
+                however long it is
+    all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x), by descent.py
+    M, b        from shorter tokens, for which N(h) is not N(x). With gates Λ is M; without, of
+                φ(z) and φ(−z) = φ(z) − z those are right that leave Λ = M
+    all numbers, ε of both norms among them, from tokens of several lengths, by descent.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
+from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.sphere import Sphere, Value, find_units
+from keyhole.extract.blocks.units import Units, derivative
+from keyhole.oracle.block import ACTIVATIONS
+
+_FAR = 2.0**40  # where exact numbers are read, of √d
+_NEARER = 2.0**20  # where all are: in a narrow block none would be left
+WIDE = 128  # from here on blocks are read so, and some numbers are left
+_LONG = 2.0**16
+_SHORTER = (256.0, 16.0, 4.0)  # while M is sought
+_LENGTHS = (16.0, 4.0, 1.0, 0.25)  # in the fit of everything
+_MORE = 1.5  # answers for each unknown of a fit
+_SPARE = 16
+_TINY = 1e-7  # a change of ε, to differentiate by it
+_ROUGH = 1e-12  # of squares: what a start for the last fit may leave
+_BLOCK = 8  # numbers of a token that are rotated together
+_SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
+
+
+@dataclass(frozen=True)
+class InFront:
+    """Units take N(h) in coordinates (e), `M` (e, d) those of N(x)."""
+
+    units: Units
+    c: Tensor
+    M: Tensor
+    b: Tensor
+    epsilon: float = 0.0
+    behind: float = 0.0
+
+
+def read(ask: Value, axes: Tensor, device: torch.device, stream: torch.Generator) -> InFront:
+    """`ask` takes single tokens (n, d) to vectors; `axes` (d, e) are what a norm lets through."""
+    d, e = axes.shape
+    length = _FAR if e >= WIDE else _NEARER
+
+    def value(u: Tensor) -> Tensor:
+        x = length * u @ axes.mT
+        return ask(x) - x
+
+    def touched(rows: Tensor) -> Tensor:
+        if e < WIDE:
+            return torch.zeros(d, dtype=torch.bool)
+        return (rows @ axes.mT).abs().amax(0) > 1e-12
+
+    sphere = Sphere(value, e, math.sqrt(d), touched)
+    units = find_units(sphere, _scattered(axes, stream), device, stream)
+    fits = _Fits(ask, axes, len(units.A), units.activation, device, stream)
+    return fits.all(fits.sums(*fits.far(units)))
+
+
+def _scattered(axes: Tensor, stream: torch.Generator) -> Tensor:
+    """Orthonormal rows in coordinates, of which the first and the last touch few numbers."""
+    d, e = axes.shape
+    rows = list[Tensor]()
+    for block in torch.randperm(d, generator=stream).split(_BLOCK):
+        inside = torch.randn(len(block), len(block), generator=stream, dtype=torch.float64)
+        if e < d:
+            inside[:, 0] = 1
+        own = torch.linalg.qr(inside)[0].mT[int(e < d) :]
+        full = torch.zeros(len(own), d, dtype=torch.float64)
+        full[:, block] = own
+        rows.append(full @ axes)
+    few = torch.cat(rows)
+    rest = torch.linalg.qr(few.mT, mode="complete")[0][:, len(few) :].mT
+    return torch.cat([few[len(few) // 2 :], rest, few[: len(few) // 2]])
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """Fits of one block; rows of `A` are those of the units, then those of their gates."""
+
+    ask: Value
+    axes: Tensor
+    width: int
+    activation: str
+    device: torch.device
+    stream: torch.Generator
+
+    def normed(self, x: Tensor, epsilon: Tensor | float = 0.0) -> Tensor:
+        """In coordinates, with 1 behind them: (n, e + 1)."""
+        v = x @ self.axes.to(x.device)
+        v = v / (v.square().sum(1, keepdim=True) / len(self.axes) + epsilon).sqrt()
+        return torch.cat([v, torch.ones_like(v[:, :1])], 1)
+
+    def features(self, A: Tensor, affine: Tensor) -> Tensor:
+        z = affine @ A.mT
+        inside = ACTIVATIONS[self.activation](z[:, : self.width])
+        return inside * z[:, self.width :] if len(A) > self.width else inside
+
+    def of_units(self, numbers: Numbers, affine: Tensor, beside: Tensor) -> Numbers:
+        """Inverses of the normal equations' blocks: of A, and of what is linear."""
+        A, C = numbers["A"], numbers["linear"][: self.width]
+        z = affine @ A.mT
+        slopes, gram = derivative(self.activation, 1)(z[:, : self.width]), C @ C.mT
+        if len(A) > self.width:
+            inside = ACTIVATIONS[self.activation](z[:, : self.width])
+            slopes = torch.cat([slopes * z[:, self.width :], inside], 1)
+            gram = gram.repeat(2, 2)
+        features = torch.cat([self.features(A, affine), beside], 1)
+        return {
+            "A": inverse(gram * (slopes.mT @ slopes)), "linear": inverse(features.mT @ features)
+        }  # fmt: skip
+
+    def asked(self, count: int, lengths: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+        """Random tokens of some lengths, of √d, and what the block adds to them."""
+        parts = [
+            length * torch.randn(math.ceil(count / len(lengths)) + _SPARE, self.axes.shape[1],
+                                 generator=self.stream, dtype=torch.float64) @ self.axes.mT
+            for length in lengths
+        ]  # fmt: skip
+        x = torch.cat(parts)
+        return x.to(self.device), (self.ask(x) - x).to(self.device)
+
+    def far(self, units: Units) -> tuple[Tensor, Tensor]:
+        """A, and C, Λ and κ below each other."""
+        d, e = self.axes.shape
+        A = torch.cat([units.A, units.a[:, None]], 1)
+        if len(units.G):
+            A = torch.cat([A, torch.cat([units.G, units.g[:, None]], 1)])
+        A = A.to(self.device)
+        unknowns = A.numel() + (self.width + e + 1) * d
+        x, y = self.asked(math.ceil(_MORE * unknowns / d), (_LONG,))
+        u = self.normed(x)
+        linear = least_squares(torch.cat([self.features(A, u), u], 1), y)
+
+        def model(numbers: Numbers) -> Tensor:
+            return torch.cat([self.features(numbers["A"], u), u], 1) @ numbers["linear"]
+
+        numbers, left = descend(
+            model, {"A": A, "linear": linear}, y,
+            lambda numbers: _applied(self.of_units(numbers, u, u)), _ROUGH,
+        )  # fmt: skip
+        _expect(left, 1e-3)
+        return numbers["A"], numbers["linear"]
+
+    def sums(self, A: Tensor, linear: Tensor) -> Numbers:
+        """Of M and b, one below the other, from shorter and shorter tokens; and the units' signs.
+
+        While signs are open, u(Λ − M) stands beside the units.
+        """
+        width, gated = self.width, len(A) > self.width
+        C, through, level = linear[:width], linear[width:-1], linear[-1]
+        M = torch.cat([through if gated else torch.zeros_like(through), 0 * level[None]])
+        for length in _SHORTER[-1:] if gated else _SHORTER:
+            x, y = self.asked(math.ceil(_MORE * len(M)), (length,))
+            t = self.normed(x)
+
+            def model(numbers: Numbers, x: Tensor = x, t: Tensor = t) -> Tensor:
+                M = numbers["M"]
+                u = self.normed(x + t @ M)
+                rest = self.features(A, u) @ C + level - M[-1]
+                return t @ M + (rest if gated else rest + u[:, :-1] @ (through - M[:-1]))
+
+            of_M = _applied({"M": inverse(t.mT @ t)})
+            M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M, _ROUGH)[0]["M"]
+        if not gated:
+            A, level = _turned(A, C, through - M[:-1], level)
+        return {"A": A, "linear": torch.cat([C, (level - M[-1])[None]]), "M": M}
+
+    def all(self, numbers: Numbers) -> InFront:
+        """Every number, ε of both norms among them."""
+        d, unknowns = len(self.axes), sum(part.numel() for part in numbers.values())
+        numbers = {**numbers, "epsilon": torch.zeros(2, dtype=torch.float64, device=self.device)}
+        x, y = self.asked(math.ceil(_MORE * unknowns / d), _LENGTHS)
+
+        def inside(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+            first, second = numbers["epsilon"].split(1)
+            t = self.normed(x, first)
+            added = t @ numbers["M"]
+            return t, added, self.normed(x + added, second)
+
+        def model(numbers: Numbers) -> Tensor:
+            _, added, u = inside(numbers)
+            features = torch.cat([self.features(numbers["A"], u), torch.ones_like(u[:, :1])], 1)
+            return added + features @ numbers["linear"]
+
+        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+            t, _, u = inside(numbers)
+            made, eye = model(numbers), torch.eye(2, dtype=torch.float64, device=self.device)
+            moved = [
+                model({**numbers, "epsilon": numbers["epsilon"] + _TINY * axis}) for axis in eye
+            ]
+            sizes = [((each - made) / _TINY).square().sum() for each in moved]
+            of_epsilon = torch.diag(1 / torch.stack(sizes).clamp(min=1e-30))
+            blocks = self.of_units(numbers, u, torch.ones_like(u[:, :1]))
+            return _applied({**blocks, "M": inverse(t.mT @ t), "epsilon": of_epsilon})
+
+        numbers, left = descend(model, numbers, y, preconditioner)
+        _expect(left, 1e-6)
+        A, linear, M, epsilon = (
+            numbers[name].to("cpu") for name in ("A", "linear", "M", "epsilon")
+        )
+        rows, gates = A[: self.width], A[self.width :]
+        units = Units(
+            rows[:, :-1].contiguous(), rows[:, -1].contiguous(), gates[:, :-1].contiguous(),
+            gates[:, -1].contiguous(), linear[:-1].mT.contiguous(), self.activation,
+        )  # fmt: skip
+        first, second = epsilon.clamp(min=0).tolist()
+        return InFront(units, linear[-1], M[:-1], M[-1], first, second)
+
+
+def _applied(inverses: Numbers) -> Callable[[Numbers], Numbers]:
+    return lambda slope: {name: inverses[name] @ part for name, part in slope.items()}
+
+
+def _turned(A: Tensor, C: Tensor, beside: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    """Units of the signs that leave nothing linear (e, d) beside them: φ(z) = φ(−z) + z."""
+    rows = A[:, :-1]
+    shares = torch.linalg.solve((rows @ rows.mT) * (C @ C.mT), -((rows @ beside) * C).sum(1))
+    turned = (shares > 0.5).to(torch.float64)
+    rest = beside + rows.mT @ (turned[:, None] * C)
+    off = float((shares - turned).abs().max())
+    if off > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "what single tokens answer is not a residual and a feed-forward layer",
+        )
+    return A * (1 - 2 * turned)[:, None], level + (turned * A[:, -1]) @ C
+
+
+def _expect(left: float, most: float) -> None:
+    if left > most:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
+        )
