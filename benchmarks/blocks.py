@@ -1,8 +1,8 @@
 """Whole Transformer blocks taken by queries: attention, feed-forward layer, biases, norms.
 
 Planted blocks of every kind, ten seeds each; `error` is the largest on fresh queries, relative to
-the answers, of sequences of 1 to 8 tokens. The lower bound is the number of unknowns, with what
-symmetries take away, over the numbers in an answer.
+the answers, of sequences of 1 to 8 tokens. `scores` are answers of one number. The lower bound is
+the number of unknowns, with what symmetries take away, over the numbers in an answer.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ for _size in ({}, WIDE):
         KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
     KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
+NARROW = {"dim": 8, "heads": 2, "score": True}
+for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
+    _dim = f"d = {_size.get('dim', 16)}"
+    for _norm, _name in list(NORMS.items())[1:]:
+        KINDS[f"scores, {_name}GELU, {_dim}"] = (
+            {**_size, "width": _units, "norm": _norm}, TOLERANCE,
+        )  # fmt: skip
+        KINDS[f"scores, {_name}SwiGLU, {_dim}"] = (
+            {**_size, **SWIGLU, "width": _gated, "norm": _norm}, TOLERANCE,
+        )  # fmt: skip
 for _norm in ("layer", "rms"):
     KINDS[f"{NORMS[_norm]}ReLU, d = 16"] = {"activation": "relu", "norm": _norm}, TOLERANCE
 for _activation in ("relu", "gelu"):
@@ -53,7 +63,7 @@ for _activation in ("relu", "gelu"):
 class PyTorch:
     """torch.nn.TransformerEncoderLayer with norm_first, as it is initialised."""
 
-    dim = 16
+    dim = outputs = 16
 
     def __init__(self, activation: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -69,9 +79,12 @@ class PyTorch:
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
-    """`kinds` are those whose name contains it, or one of several with semicolons between."""
-    parts = kinds.split(";")
-    chosen = {name: each for name, each in KINDS.items() if any(part in name for part in parts)}
+    """`kinds` are names, or parts of several, with semicolons between."""
+    chosen = {
+        name: each
+        for name, each in KINDS.items()
+        if any(part == name or (part not in KINDS and part in name) for part in kinds.split(";"))
+    }
     if quick:
         chosen, seeds = dict(list(KINDS.items())[:1]), 1
         yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)
@@ -95,7 +108,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
             "queries": result.queries, "seconds": result.seconds,
-            "bound": -(-target.unknowns // target.dim)}  # fmt: skip
+            "bound": -(-target.unknowns // target.outputs)}  # fmt: skip
 
 
 def summary(

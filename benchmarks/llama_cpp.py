@@ -12,7 +12,8 @@ and values of all layers. `parts`:
   rounding alike. Verified must mean right. The ids in the slots are not looked at;
 - `float32`: the same from the last states in float32, within the same error, `--plain` of them;
 - `last-layer`, only where it is named: the width of the model and rows of its output matrix from
-  the best `--top` log-probabilities with a bias, and what that takes in queries.
+  the best `--top` log-probabilities with a bias, and what that takes in queries. `--servers` of
+  them, of one file, share the questions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,7 @@ def run(
     plain: int = 5,
     top: list[int] = [20],  # noqa: B006 - read, never changed
     threads: int = 1,
+    servers: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
@@ -75,7 +78,7 @@ def run(
         return
     for path in models:
         for count in top if "last-layer" in parts else ():
-            yield last_layer(path, count, threads)
+            yield last_layer(path, count, threads, servers)
         if not set(parts) & set(PARTS):
             continue
         loaded = load_model(path)
@@ -92,10 +95,25 @@ def run(
             yield from in_float32(path.stem, loaded, given[:plain])
 
 
-def last_layer(path: Path, top: int, threads: int) -> Row:
+class Several:
+    """Servers of one file as one oracle: each answers its share of the questions."""
+
+    def __init__(self, servers: list[Completions]) -> None:
+        self.servers = servers
+        self.dim, self.vocabulary = servers[0].dim, servers[0].vocabulary
+        self.pool = ThreadPoolExecutor(len(servers))
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        shares = [rows for rows in sequences.tensor_split(len(self.servers)) if len(rows)]
+        return torch.cat(list(self.pool.map(lambda ask, x: ask(x), self.servers, shares)))
+
+
+def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
     """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
-    with served(path, f"threads={threads}") as url, closing(Completions.at(url)) as server:
-        found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(server))
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(path, f"threads={threads}")) for _ in range(servers)]
+        oracle = Several([stack.enter_context(closing(Completions.at(url))) for url in urls])
+        found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(oracle))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries

@@ -24,9 +24,10 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import REACHES, last
+from keyhole.extract.block import REACHES
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
+from keyhole.extract.blocks.view import last
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block

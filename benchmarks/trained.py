@@ -104,13 +104,9 @@ def expect_known(option: str, given: Sequence[str], known: Collection[str]) -> N
 
 
 def defence(name: str) -> Defence:
-    if ">" in name:
-        first, *later = name.split(">")
-        stages = [(0.0, defence(first))]
-        stages += [
-            (float(at), defence(part)) for at, part in zip(later[::2], later[1::2], strict=True)
-        ]
-        return harden.Stages(tuple(stages))
+    if name.startswith("plain>"):
+        _, share, later = name.split(">")
+        return harden.PlainFirst(float(share), defence(later))
     if "+" in name:
         return harden.Combined(tuple(defence(part) for part in name.split("+")))
     kind, *given = name.split(":")

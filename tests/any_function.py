@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from keyhole.oracle import Oracle, OracleError, ask, identity_of
+
 
 class AnyFunction:
     """An oracle that is any function of sequences."""
@@ -16,6 +18,20 @@ class AnyFunction:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.f(sequences)
+
+
+class Failing:
+    """An endpoint that goes down after `after` answers."""
+
+    def __init__(self, inner: Oracle, after: int) -> None:
+        self.inner, self.dim, self.after = inner, inner.dim, after
+        self.identity = identity_of(inner)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        if len(sequences) > self.after:
+            raise OracleError("no answer: the endpoint is down")
+        self.after -= len(sequences)
+        return ask(self.inner, sequences)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -123,33 +123,6 @@ def hits_in_all(hits: int, drawn: int, population: int, confidence) -> tuple[int
     return held[0], held[-1]
 
 
-def norm_row(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """LayerNorm of one row, or RMSNorm where there is no bias, number by number."""
-    mean = 0.0 if bias is None else sum(x) / len(x)
-    size = (sum((number - mean) ** 2 for number in x) / len(x)) ** 0.5
-    shift = np.zeros(len(x)) if bias is None else bias
-    return np.array([g * (n - mean) / size + b for n, g, b in zip(x, gain, shift, strict=True)])
-
-
-def row_length(u: np.ndarray, gain: np.ndarray, bias: np.ndarray | None) -> float:
-    """The s for which s·u may have come out of a norm, by bisection on a fine grid."""
-    shift = np.zeros(len(u)) if bias is None else bias
-
-    def off(s: float) -> float:
-        return float(np.mean(((s * u - shift) / gain) ** 2)) - 1
-
-    grid = np.geomspace(1e-4, 1e4, 4001)
-    roots: list[float] = []
-    for low, high in itertools.pairwise(grid):
-        if off(low) * off(high) > 0:
-            continue
-        for _ in range(200):
-            middle = (low + high) / 2
-            low, high = (middle, high) if off(low) * off(middle) > 0 else (low, middle)
-        roots.append((low + high) / 2)
-    return min(roots, key=lambda s: abs(np.mean((s * u - shift) / gain)))
-
-
 def cell_misfit(f: np.ndarray, low: np.ndarray, high: np.ndarray, s: float) -> float:
     """−2 log of the chance that numbers f, each with an error of s, lie between low and high."""
 
@@ -324,7 +297,8 @@ def block(
         for weight, t in zip(weights, T, strict=True):
             h = h + weight * (t @ V) @ parts["O"][i]
     u = normed(h, epsilon if behind else epsilon_behind)
-    y = (parts["D"] * u if behind else h) + parts["c"]
+    seen = h if not len(parts["w"]) else parts["w"] @ h
+    y = (parts["D"] * u if behind else seen) + parts["c"]
     for k in range(len(parts["A"])):
         unit = bent(parts["A"][k] @ u + parts["a"][k])
         if len(parts["G"]):

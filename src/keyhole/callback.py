@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ from keyhole.audit.run import audit
 from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Skip
-from keyhole.core.audit import combined
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import write_text
@@ -132,7 +132,11 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
                 return audit(subject, seed=self.seed)
             target = target_of(subject)
             parts = [audit_exposure(target, name, seed=self.seed) for name in self.exposures]
-            return combined(parts, "one model")
+            return replace(
+                parts[0], findings=tuple(each for part in parts for each in part.findings),
+                skips=tuple(dict.fromkeys(each for part in parts for each in part.skips)),
+                seconds=sum(part.seconds for part in parts),
+            )  # fmt: skip
 
     def _given(self, tokenizer: Any, given: Mapping[str, Any]) -> list[Example]:
         """The first rows of the data that there is, as texts with their labels."""

@@ -54,15 +54,14 @@ def read_examples(
     text: str | Sequence[str] = (),
     label: str = "label",
     names: Sequence[str] = (),
-    split: str = "validation",
     limit: int | None = None,
     labelled: bool = True,
 ) -> list[Example]:
     """Examples of a file, or of a dataset on the hub.
 
     `text` names one or two columns of a table, `label` another; `names` are the classes' names in
-    order, where a table may hold names instead of numbers. `split` is for the hub alone. Where
-    `labelled` is False, examples may come without a label (NO_LABEL).
+    order, where a table may hold names instead of numbers. Where `labelled` is
+    False, examples may come without a label (NO_LABEL). Of a dataset, the split validation is read.
     """
     expect_count("the number of texts", limit)
     given = tuple(name for name in ((text,) if isinstance(text, str) else text) if name)
@@ -70,7 +69,7 @@ def read_examples(
     if exists(path, links=True) or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
         rows = _from_file(path, columns)
     else:
-        rows = _from_hub(str(source), split, columns)
+        rows = _from_hub(str(source), columns)
     examples = list(islice((row for row in rows if row.text.strip()), limit))
     if not examples:
         raise InputError(f"there are no texts in {source}")
@@ -246,7 +245,7 @@ def _dream(entry: list[Any], where: str) -> Iterator[Example]:
         )  # fmt: skip
 
 
-def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
+def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
@@ -256,7 +255,7 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
         ) from error
     parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
     try:
-        rows = library.load_dataset(*parts, split=split)
+        rows = library.load_dataset(*parts, split="validation")
     except Exception as error:
         # No network, no such name, a script that is not run: whatever it is, one line.
         raise InputError(

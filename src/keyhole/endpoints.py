@@ -22,7 +22,7 @@ from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.protocol import Oracle, layers
 from keyhole.oracle.storage import load, plant
 from keyhole.oracle.token_questions import Logits
 from keyhole.target import (
@@ -126,10 +126,8 @@ def server_and_model(address: str) -> tuple[str, str]:
 
 def describe(name: str, oracle: Oracle) -> str:
     """What an endpoint is, in words that a report can open with."""
-    layer, kind = oracle, None
-    while kind is None and layer is not None:  # behind degraded answers
-        layer, kind = getattr(layer, "inner", None), getattr(layer, "kind", None)
-    if kind:
+    kinds = (getattr(layer, "kind", None) for layer in layers(oracle))  # behind degraded answers
+    if kind := next(filter(None, kinds), None):
         return f"planted {kind}, d = {oracle.dim} ({name})"
     public, note = without_password(name), getattr(oracle, "note", "")
     about = f"{public}; {note}" if note else public

@@ -268,8 +268,8 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
         ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = "soon"', "a date"),
         ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = 2027-01-01T00:00:00', "a date"),
         ("environment = 1", "a table"),
-        ("[environment.a]\nfail = 1", "unknown key fail"),
-        ("[environment.a.environment.b]\n", "unknown key environment"),
+        ("[environment.a]\nfail = 1", "fail has no meaning"),
+        ("[environment.a.environment.b]\n", "environment has no meaning"),
     ],
 )
 def test_a_mistake_in_a_policy_is_one_line(tmp_path, words, message):

@@ -70,7 +70,6 @@ def test_what_answers_are_is_said_and_is_no_clean_bill(answer, exposure, words):
     assert finding.status is (Status.EXPOSED if vector else Status.NOT_APPLICABLE)
     assert bool(finding.command) is vector
     assert audit.exit_code == (1 if vector else 3)
-    assert audit.skips[0].reason.startswith("give --model")
     assert "takes texts" in audit.target
 
 
@@ -97,40 +96,18 @@ def served(encoder, form):
     return answer
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        (lambda states, _: states, "they are the last states of"),
-        (lambda states, mask: states[mask > 0].mean(0), "they are the mean of the last states of"),
-        (lambda states, _: states[0] / states[0].norm(),
-         "they are the first of the last states, of length one of"),
-        (lambda states, _: states + 0.5 * states.roll(1, 1), "they are not those of"),
-        (lambda states, _: states[:, :7], "gives nothing of that shape"),
-    ],
-)  # fmt: skip
 @pytest.mark.parametrize("length", [-1, 12])
-def test_answers_are_compared_with_the_models_own(encoder, data, form, words, length):
+def test_tokens_are_those_of_the_model(encoder, data, length):
     loaded, folder = encoder
     ids = {**IDS, "shape": [-1, length]}
-    audit, endpoint = audited([MASK, TYPES, ids], served(loaded, form), model=folder, data=data)
+    answer = served(loaded, lambda states, _: states)
+    audit, endpoint = audited([MASK, TYPES, ids], answer, model=folder, data=data)
     (finding,) = audit.findings
-    assert words in finding.reason
-    assert finding.queries == 3
-    assert (finding.error is not None and finding.error < 1e-5) == ("they are the" in words)
+    assert (finding.status, finding.queries) == (Status.EXPOSED, 3)
     assert folder not in audit.identity  # a folder is no identity
     sent = {tensor["name"]: tensor["data"] for tensor in endpoint.requests[0]["inputs"]}
     assert sum(sent["attention_mask"]) == 5
     assert len(sent["input_ids"]) == (5 if length < 0 else 12)
-
-
-def test_labels_of_a_classifier_are_compared(data):
-    def answer(inputs):
-        return [output("label", "BYTES", [1, 1], ["positive"])]
-
-    audit, endpoint = audited([{**TEXT, "shape": [-1, 1]}], answer, model="demo")
-    (finding,) = audit.findings
-    assert "of 3 are what the classifier that ships with Keyhole says" in finding.reason
-    assert endpoint.requests[0]["inputs"][0]["shape"] == [1, 1]
 
 
 def test_what_an_endpoint_answers_wrongly_is_one_line():

@@ -12,7 +12,6 @@ from keyhole.audit import TextTarget, endpoints, texts
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
 from keyhole.core import Status
-from keyhole.core.audit import combined
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
@@ -64,16 +63,3 @@ def test_an_exposure_that_the_target_does_not_have():
         audit_exposure(target_of(HEAD, "a head"), "hidden:1")
     with pytest.raises(InputError, match="scores needs an endpoint, and a model"):
         audit_exposure(target_of(SUBJECT, "a model"), "scores")
-
-
-def test_audits_together():
-    text, scores = audit_exposure(BOTH, "hidden:1"), audit_exposure(BOTH, "scores")
-    other = replace(scores, target="another", identity="its own")
-    made = combined([text, scores, text], "one model")
-    assert made.target == "both"
-    assert made.findings == (*text.findings, *scores.findings)
-    made = combined([text, scores, other], "a test")
-    assert made.target == "2 targets of a test"
-    parts = [finding.part for finding in made.findings]
-    assert parts == ["both, tiny", "both, head", "both, head", "another, head", "another, head"]
-    assert combined([], "nothing").exit_code == 3

@@ -66,11 +66,11 @@ def test_reports_for_pipelines(tmp_path, keyhole):
     assert places == [
         {"artifactLocation": {"uri": "run.sh"}, "region": {"startLine": 2}} for _ in range(2)
     ]
-    again = keyhole("run.sh", "--output=junit=out.junit")
+    again = keyhole("run.sh", "--output=sarif=out.sarif")
     assert again.returncode == 2
     assert "give --force to replace it" in again.stderr
-    printed = keyhole("run.sh", "--output=junit=-")
-    assert printed.stdout == (tmp_path / "out.junit").read_text("utf-8")
+    printed = keyhole("run.sh", "--output=sarif=-")
+    assert printed.stdout == (tmp_path / "out.sarif").read_text("utf-8")
 
 
 def test_formats_that_say_nothing_of_a_configuration(tmp_path, keyhole):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from xml.etree import ElementTree
 
 import pytest
 
@@ -35,10 +34,7 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
     assert done.returncode == 1, done.stderr
     runs = json.loads((tmp_path / "all.sarif").read_text())["runs"]
     assert [run["invocations"][0]["exitCode"] for run in runs] == [1, 1]
-    suites = ElementTree.parse(tmp_path / "all.junit").getroot()
-    assert [suite.attrib["name"] for suite in suites] == list(NAMES)
     assert list(Fleet.load(tmp_path / "all.json").audits) == list(NAMES)
-    assert "Of 2 targets 2 give something away" in (tmp_path / "all.markdown").read_text("utf-8")
     saved = json.loads((tmp_path / "old" / "a-b-2.json").read_text())
     assert saved["name"] == "a-b"
     assert audit_errors(saved) == []

@@ -13,6 +13,7 @@ from keyhole import extract
 from keyhole.core import Status
 from keyhole.extract.blocks import behind
 from keyhole.extract.blocks.canonical import canonical_block, difference
+from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.units import Units, symmetric
 from keyhole.extract.sub_layer import read_attention
@@ -27,7 +28,14 @@ LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True
          "groups": 1, "biases": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}])
+SCORES = {"dim": 6, "heads": 2, "head_dim": 2, "width": 4, "score": True}
+GATED = {"dim": 7, "heads": 1, "head_dim": 2, "width": 2, "activation": "silu", "gated": True,
+         "norm": "layer", "score": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}, SCORES, GATED]
+)
 def test_a_block_answers_as_written(kind):
     target = plant_block(**kind, seed=3)
     X = torch.randn(2, 3, target.dim, generator=torch.Generator().manual_seed(0)).double()
@@ -53,7 +61,8 @@ PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": Fals
 
 
 @pytest.mark.parametrize(
-    "kind", [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED]
+    "kind",
+    [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED, SCORES],
 )
 def test_every_number_comes_back(kind):
     _expect_back(plant_block(**kind))
@@ -72,6 +81,8 @@ def _expect_back(target):
     found = result.model
     assert (found.activation, found.norm) == (target.activation, target.norm)
     assert extract.judge(target, found, 7).worst < 1e-11
+    if target.scores:
+        assert not difference(target, found, 1e-9)
     # A unit's row, its bias and its column of C, of which it is free to be multiplied.
     A, a = target.A, target.a
     if target.norm == "none":
@@ -92,6 +103,16 @@ def _expect_back(target):
 def test_what_is_not_read_is_refused():
     scores = extract.TransformerBlock()(plant("head", dim=6))
     assert scores.status is Status.NOT_APPLICABLE
+    bare = extract.TransformerBlock()(plant_block(**SCORES, norm="none"))
+    assert bare.status is Status.NOT_APPLICABLE
+    assert "norm" in bare.reason
+
+
+def test_what_adds_up_is_chosen():
+    stream = torch.Generator().manual_seed(0)
+    vectors = torch.randn(20, 6, generator=stream, dtype=torch.float64)
+    wanted = torch.randint(0, 2, (20,), generator=stream).double()
+    assert torch.equal(chosen(vectors, wanted @ vectors + 1e-6), wanted)
 
 
 def test_auto_reads_a_block():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from functools import partial
-
 import pytest
 
-from command_line import inside
 from keyhole import extract, oracle
-from keyhole.core import Status, dump
+from keyhole.core import Status
 from keyhole.extract.defences import HonestClient, Trial, trials, try_defence
 from keyhole.oracle import Degradation
 
@@ -39,8 +34,6 @@ def test_defences_that_give_everything_away(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.RECOVERED, tried.reason
     assert tried.attacker_error <= 1e-10
-    assert tried.better
-    assert tried.waiting == (tried.queries if name == "one query a second" else None)
 
 
 @pytest.mark.parametrize("name", [*NEARLY, pytest.param(SLOW, marks=pytest.mark.release)])
@@ -48,7 +41,7 @@ def test_defences_that_cost_the_thief_digits(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.INEXACT
     assert 1e-8 < tried.attacker_error <= 2e-2
-    assert tried.better, "the honest client loses more"
+    assert tried.attacker_error <= tried.honest_error, "the honest client loses more"
     assert tried.honest_error > 1e-3
 
 
@@ -112,48 +105,3 @@ def test_labels_of_long_sequences():
     assert tried.attack == "SignOnly, tokens copied"
     assert tried.status is Status.INEXACT
     assert tried.attacker_error <= 1e-3
-
-
-@pytest.fixture
-def keyhole(tmp_path, monkeypatch, capsys):
-    oracle.save(oracle.plant(dim=3, seed=1), tmp_path / "head.safetensors")
-    oracle.save(oracle.plant("multi-head", dim=3, heads=2), tmp_path / "heads.safetensors")
-    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-
-
-def test_the_command(keyhole, tmp_path, monkeypatch):
-    few = ("no defence", "a budget of half the unknowns", "one query a second")
-    monkeypatch.setattr(
-        "keyhole.extract.defences.trials", lambda *_: [PLANNED[name] for name in few]
-    )
-    done = keyhole("extract", "head.safetensors", "--against-defences", "--json", "--out", "d.json")
-    assert done.returncode == 1, done.stderr
-    data = json.loads(done.stdout)
-    assert [each["defence"] for each in data["tried"]] == list(few)
-    result = extract.DefencesTried.load(tmp_path / "d.json")
-    assert json.loads(dump(result.to_dict())) == data
-    assert extract.DefencesTried.from_dict(data) == result
-    assert "attacker's error" in result.summary()
-    assert replace(result, tried=result.tried[-1:]).summary().endswith("take 12 seconds")
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["head.safetensors", "-o", "rank=2"], "--against-defences has no option 'rank'"),
-        (["head.safetensors", "--method", "tolerant"], "leave --method out"),
-        (["heads.safetensors"], "read one head's scores"),
-        (["head.safetensors", "-o", "usual_norm=0"], "usual_norm must be"),
-    ],
-)
-def test_what_does_not_go_together(options, reason, keyhole):
-    done = keyhole("extract", "--against-defences", *options)
-    assert done.returncode == 2
-    assert reason in done.stderr
-
-
-def test_a_norm_that_honest_tokens_have():
-    (unusual,) = [t for t in trials(DIM, usual_norm=0.01) if t.name == "unusual inputs refused"]
-    tried = try_defence(unusual, TARGET, HonestClient.of(TARGET, usual_norm=0.01), seed=0)
-    assert tried.status is Status.RECOVERED
-    assert 0 < tried.honest_error < 1

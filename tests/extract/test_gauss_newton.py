@@ -7,8 +7,7 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract import gauss_newton
-from keyhole.extract.gauss_newton import Pairs, SingleTokens
+from keyhole.extract.gauss_newton import Pairs, SingleTokens, fitted_head
 
 
 def test_least_squares_agrees_with_a_dense_fit():
@@ -30,9 +29,7 @@ def test_least_squares_agrees_with_a_dense_fit():
     noisy = oracle.Noisy(head, 1e-2)
     a, b = noisy(tokens[:, None]), noisy(pairs)
     start = head.v + 0.01, head.W - 0.01
-    found = gauss_newton.refine(
-        *start, [SingleTokens(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)]
-    )
+    found = fitted_head(*start, [SingleTokens(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)])
     wanted = reference.dense_gauss_newton(
         start[0].numpy(), start[1].numpy(),
         [*tokens[:, None].numpy(), *pairs.numpy()], torch.cat([a, b]).numpy(),

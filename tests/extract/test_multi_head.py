@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import reference
+from any_function import Failing
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
 from keyhole.extract import Status, canonical, same_function
@@ -368,7 +369,7 @@ DEGRADED = {
     "clipped at 3": lambda target: oracle.Clipped(target, 3.0),
     "clipped at 1e6": lambda target: oracle.Clipped(target, 1e6),
     "signs": oracle.SignOnly,
-    "down after 100": lambda target: oracle.Failing(target, 100),
+    "down after 100": lambda target: Failing(target, 100),
 }
 
 

@@ -42,8 +42,8 @@ def test_measured_within_guaranteed_within_stated(dim, margin, seed):
 
 
 def test_the_plan_by_hand():
-    accuracy, bound, margin, dim, chance = 0.1, 2.0, 0.2, 4, 0.05
-    plan = Plan.of(accuracy, bound, margin, dim, chance)
+    accuracy, bound, margin, dim = 0.1, 2.0, 0.2, 4
+    plan = Plan.of(accuracy, bound, margin, dim)
     high = math.e / (1 + math.e)
     slope = 2 + math.e + 1 / math.e
     most = math.sqrt(high / (margin * bound))
@@ -56,7 +56,7 @@ def test_the_plan_by_hand():
     assert plan.least == pytest.approx(math.sqrt((1 - high) * margin / bound))
     assert (plan.most - plan.least) / 2**plan.levels <= 2 * plan.scale_error
     first = halfspace.mean_length(dim) * plan.values_error
-    assert 2 * dim * math.exp(-plan.samples * first**2 / 2) <= chance
+    assert 2 * dim * math.exp(-plan.samples * first**2 / 2) <= halfspace.CHANCE
     assert plan.queries(dim) == plan.samples + 16 * plan.levels
 
 
@@ -117,7 +117,6 @@ def test_a_budget_leaves_what_is_known():
         ({"bound": 0.0}, "bound must be above 0, not 0.0"),
         ({"margin": 0.0}, "the margin must be above 0 and at most 1: got 0.0"),
         ({"accuracy": 1.0}, "accuracy must lie between 0 and 1: got 1.0"),
-        ({"chance": 0.0}, "chance must lie between 0 and 1: got 0.0"),
         ({"margin": 0.9}, "the margin must not exceed 1/√d = 0.577, since ‖v‖ = 1: got 0.9"),
     ],
 )

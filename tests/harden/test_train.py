@@ -23,15 +23,16 @@ from keyhole.harden import (
     CreAT,
     FreeLB,
     Plain,
+    PlainFirst,
     SAttend,
-    Stages,
     Training,
     train,
 )  # fmt: skip
+from keyhole.harden.defences.combined import current
 
 ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), CreAT(),
        Augmented(), AttackMasks(), Combined.strongest(),
-       Stages.plain_first(0.5, AttackMasks())]  # fmt: skip
+       PlainFirst(0.5, AttackMasks())]  # fmt: skip
 
 
 def weights(model):
@@ -132,7 +133,7 @@ def test_what_a_run_cost_is_saved_and_shows_itself_in_a_line(tmp_path):
 
 def test_every_defence_has_a_name_and_options_of_its_own():
     made = {type(DEFENCES.make(name)) for name in DEFENCES}
-    assert made | {Stages} == {type(defence) for defence in ALL}  # --plain-first makes that one
+    assert made | {PlainFirst} == {type(defence) for defence in ALL}  # --plain-first makes that one
     assert DEFENCES.make("sattend", rate=0.5, mode="token") == SAttend(0.5, "token")
     assert DEFENCES.make("strongest", weight=0.5) == Combined.strongest(weight=0.5)
     with pytest.raises(InputError, match="plain has no option mode: it is of sattend"):
@@ -211,31 +212,24 @@ def test_the_rate_rises_and_falls_in_lines():
     assert [rate.pop() for rate in rates] == pytest.approx([1e-3 * factor for factor in factors])
 
 
-def test_stages_follow_each_other():
-    first, second, third = Plain(), AttackMasks(weight=0.5), AttackMasks(weight=1.0)
-    stages = Stages(((0.0, first), (0.3, second), (0.6, third)))
-    shares = (0.0, 0.29, 0.3, 0.59, 0.6, 0.99)
-    assert [stages.at(share) for share in shares] == [first, first, second, second, third, third]
-    assert Stages.plain_first(0.0, second) == second
-    for wrong in (
-        (),
-        ((0.1, first),),
-        ((0.0, first), (0.0, second)),
-        ((0.0, first), (1.0, second)),
-    ):
-        with pytest.raises(InputError, match="stages must begin at rising shares"):
-            Stages(wrong)
+def test_a_defence_follows_plain_training():
+    staged = PlainFirst(0.3, AttackMasks())
+    made = [current(staged, share) for share in (0.0, 0.29, 0.3, 0.99)]
+    assert made == [Plain(), Plain(), AttackMasks(), AttackMasks()]
+    for share in (0.0, 1.0):
+        with pytest.raises(InputError, match="plain_first must be at least 0 and below 1"):
+            PlainFirst(share, AttackMasks())
 
 
 def test_plain_first_is_plain_training_up_to_there():
     examples = small.examples(16)
     plain, staged = small.model(labels=2), small.model(labels=2)
     train_small(Plain(), plain, examples)
-    train_small(Stages.plain_first(0.5, AttackMasks()), staged, examples)
+    train_small(PlainFirst(0.5, AttackMasks()), staged, examples)
     assert not torch.equal(weights(plain), weights(staged))
     halves = small.model(labels=2), small.model(labels=2)
     train_small(Plain(), halves[0], examples, epochs=1, warmup=0.0)
-    train_small(Stages.plain_first(0.9, AttackMasks()), halves[1], examples, epochs=1, warmup=0.0)
+    train_small(PlainFirst(0.9, AttackMasks()), halves[1], examples, epochs=1, warmup=0.0)
     assert torch.equal(weights(halves[0]), weights(halves[1]))
 
 

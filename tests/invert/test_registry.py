@@ -19,7 +19,6 @@ from keyhole.invert.registry import METHODS, Row
 PLANTS = {
     "closed-form": {"symmetric": True},
     "token-by-token": {"causal": True},
-    "residual-stream": {"residual": True, "value_scale": 0.2},
 }
 
 
@@ -53,8 +52,6 @@ def test_names_and_options_that_are_none():
         invert.run(problem, "closed-form")
     with pytest.raises(InputError, match=r"closed-form has no option starts: it is of auto"):
         invert.run(problem, "closed-form", starts=4)
-    with pytest.raises(InputError, match=r"residual-stream has no option seconds: it is of"):
-        invert.run(problem, "residual-stream", seconds=1.0)
     with pytest.raises(InputError, match="starts must be 1 or more, not 0"):
         invert.run(problem, starts=0)
     with pytest.raises(InputError, match="solutions must be 1 or more, not 0"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import warm_process
+from any_function import Failing
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
 from warm_process import Warm
@@ -102,7 +103,7 @@ def test_good_answers_are_kept_and_nan_is_not(tmp_path):
 
 def test_an_outage_keeps_what_came_before(tmp_path):
     path = tmp_path / "run.db"
-    with oracle.Ledger(oracle.Failing(TARGET, after=64), path) as ledger:
+    with oracle.Ledger(Failing(TARGET, after=64), path) as ledger:
         with pytest.raises(oracle.OracleError, match="down"):
             ledger(draw(100))
         assert len(ledger) == 64

@@ -97,62 +97,6 @@ def refused(rationed: oracle.Rationed, client: str, count: int = 1) -> bool:
     return False
 
 
-def test_what_is_kept_of_many_addresses_is_bounded():
-    now = 0.0
-    rationed = oracle.Rationed(TARGET, budget=100, rate=1.0, clock=lambda: now, clients=8)
-    paced = oracle.Rationed(TARGET, rate=1.0, clock=lambda: now)
-    free = oracle.Rationed(TARGET)
-    for number in range(200):
-        now += 0.5
-        for server in (rationed, paced, free):
-            refused(server, f"10.0.0.{number}")
-        assert len(remembered(rationed)) <= 3 * (8 + 1)
-        assert len(remembered(paced)) <= 2 * 2  # who owes nothing any more is forgotten
-    assert not remembered(free)
-
-
-def remembered(rationed: oracle.Rationed) -> list[object]:
-    """Whatever it holds, under whatever name."""
-    held = [value for value in vars(rationed).values() if isinstance(value, dict | list | set)]
-    return [entry for each in held for entry in each]
-
-
-def test_nobody_has_a_fresh_budget_by_being_forgotten():
-    rationed = oracle.Rationed(TARGET, budget=2, clients=2)
-    for client in ("a", "b"):
-        assert not refused(rationed, client, 2)
-    assert not refused(rationed, "c")  # the others: they share one budget
-    assert not refused(rationed, "d")
-    for client in ("a", "b", "c", "d", *(f"other {number}" for number in range(20))):
-        assert refused(rationed, client)
-    for client in ("a", "b"):  # not even after all of those
-        assert refused(rationed, client)
-
-
-def test_nobody_owes_less_to_the_rate_by_being_forgotten():
-    now = 0.0
-    rationed = oracle.Rationed(TARGET, rate=1.0, clock=lambda: now, clients=2)
-    assert not refused(rationed, "a", 4)
-    assert not refused(rationed, "b", 50)
-    assert not refused(rationed, "c", 10)  # shared by all others, until 10
-    now = 5.0  # a need not wait any more, but which of the others must is not stored
-    for client in ("b", "c", "d"):
-        assert refused(rationed, client)
-    now = 10.0
-    assert not refused(rationed, "c")
-    assert refused(rationed, "b")
-
-
-def test_two_debts_that_end_at_once():
-    now = 0.0
-    rationed = oracle.Rationed(TARGET, rate=1.0, clock=lambda: now, clients=1)
-    assert not refused(rationed, "a")
-    assert not refused(rationed, "b")  # shared
-    now = 1.0
-    assert not refused(rationed, "b")
-    assert not refused(rationed, "a")
-
-
 def test_a_refused_batch_costs_nothing():
     now = 0.0
     rationed = oracle.Rationed(TARGET, budget=3, rate=1.0, clock=lambda: now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from any_function import Failing
 from keyhole import oracle
 from keyhole.core.errors import InputError
 
@@ -87,7 +88,7 @@ def test_clipped_shortens_long_tokens_and_leaves_short_ones():
 
 
 def test_failing_goes_down():
-    failing = oracle.Failing(TARGET, after=3)
+    failing = Failing(TARGET, after=3)
     failing(draw(3))
     with pytest.raises(oracle.OracleError, match="the endpoint is down"):
         failing(draw(1))

@@ -51,31 +51,6 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         recover.run(loaded(hidden_act="relu"), anonymous, out=out)
 
 
-def test_a_capture_goes_on_where_it_stopped(tmp_path):
-    subject, out = loaded(), tmp_path / "leaks"
-
-    def stop(path, _leak):
-        raise KeyboardInterrupt(path)
-
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        recover.capture(subject, WORDS, "hidden:1", out=out, noise=0.1, notify=stop)
-    (first,) = stopped.value.args
-    journal = out / "capture.journal"
-    assert journal.read_text().count("\n") == 2
-    written = first.stat().st_mtime_ns
-    for other in ({"seed": 1}, {"noise": 0.2}, {"precision": "int8"}):
-        with pytest.raises(InputError, match=r"this run has .*, that of .*capture\.journal has"):
-            recover.capture(subject, WORDS, "hidden:1", out=out, **{"noise": 0.1, **other})
-    with pytest.raises(InputError, match=r"has texts .*, that of .* has texts"):
-        recover.capture(subject, WORDS[::-1], "hidden:1", out=out, noise=0.1)
-    paths = recover.capture(subject, WORDS, "hidden:1", out=out, noise=0.1)
-    assert not journal.exists()
-    assert first.stat().st_mtime_ns == written  # not made again
-    whole = recover.capture(subject, WORDS, "hidden:1", out=tmp_path / "whole", noise=0.1)
-    digests = [[recover.load_leak(path).digest for path in made] for made in (paths, whole)]
-    assert digests[0] == digests[1]
-
-
 def test_progress_counts_tokens():
     subject, seen = loaded(), []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -11,11 +10,7 @@ import pytest
 
 import keyhole
 import tiny_models as tiny
-from keyhole.core import Audit
 from keyhole.models import load_model
-from keyhole.report import words
-from keyhole.report.formats import FORMATS
-from keyhole.testing import plugin
 
 pytest_plugins = ("pytester",)
 
@@ -68,36 +63,22 @@ def section(result: pytest.RunResult) -> list[str]:
     return text[text.index("= keyhole =") :].split("= short test summary")[0].splitlines()
 
 
-def test_findings_are_shown_and_reported(project):
-    result = project.runpytest_inprocess(
-        *PLUGIN, "--keyhole-report=out/keyhole.json", "--keyhole-report=keyhole.html",
-        "--keyhole-report=sarif=keyhole.sarif",
-    )  # fmt: skip
+def test_findings_are_shown(project):
+    result = project.runpytest_inprocess(*PLUGIN)
     result.assert_outcomes(passed=4, failed=2)
     summary = section(result)
     (leak,) = [line for line in summary if "[test_model.py::test_leak]" in line]
-    assert leak.startswith("given away: model: hidden states of layer 1 (EncoderStates): 100% of t")
+    assert leak.startswith("given away: model: hidden states of layer 1 (EncoderStates): recov")
     assert sum("[test_model.py::test_budget]" in line for line in summary) == 2
     assert any(line.startswith("kept: ") for line in summary)
     result.stdout.fnmatch_lines(
         ["E*AssertionError: *hidden states of layer 1*Fix: *", "E*CouldNotCheck: could not check:*"]
     )
-    audit = Audit.load(project.path / "out" / "keyhole.json")
-    assert audit.target == "3 targets of a test session"
-    places = [(finding.part, words.exposure(finding.exposure)) for finding in audit.findings]
-    assert len(places) == len(set(places)) == 1 + 2 + 6
-    assert ("model", "hidden states of layer 1") in places
-    page = (project.path / "keyhole.html").read_text("utf-8")
-    assert "3 targets of a test session" in page
-    sarif = json.loads((project.path / "keyhole.sarif").read_text("utf-8"))
-    assert sarif["version"] == "2.1.0"
-    assert any("hidden states of layer 1" in each["message"]["text"]
-               for each in sarif["runs"][0]["results"])  # fmt: skip
 
 
 @pytest.mark.release
 def test_the_same_with_workers(pytester):
-    """Two processes that audit the same target: the report has its findings once."""
+    """Two processes that audit the same target: each test has its lines."""
     keyhole.oracle.save(keyhole.oracle.plant(dim=4, seed=3), pytester.path / "planted.safetensors")
     pytester.makepyfile("""
         import pytest
@@ -106,9 +87,9 @@ def test_the_same_with_workers(pytester):
         def test_it(keyhole_audit, number):
             assert len(keyhole_audit("planted.safetensors").findings) == 6
     """)
-    result = pytester.runpytest_subprocess(*PLUGIN, "-n", "2", "--keyhole-report=all.json")
+    result = pytester.runpytest_subprocess(*PLUGIN, "-n", "2")
     result.assert_outcomes(passed=2)
-    assert len(Audit.load(pytester.path / "all.json").findings) == 6
+    assert len(section(result)) > 2 * 6
 
 
 def test_an_audit_is_made_once_a_session(pytester):
@@ -156,28 +137,11 @@ def test_nothing_audited_nothing_said(pytester):
     pytester.makepyfile("def test_it(): pass")
     result = pytester.runpytest_inprocess(*PLUGIN)
     assert "keyhole" not in result.stdout.str().split("rootdir")[-1].replace("keyhole.", "")
-    result = pytester.runpytest_inprocess(*PLUGIN, "--keyhole-report=all.json")
-    assert Audit.load(pytester.path / "all.json").exit_code == 3  # nothing was checked: not clean
-    result.stdout.fnmatch_lines(["json: all.json"])
 
 
 def test_help_says_what_there_is(pytester):
-    result = pytester.runpytest_inprocess(*PLUGIN, "--help")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*--keyhole-report=FILE*"])
     result = pytester.runpytest_inprocess(*PLUGIN, "--fixtures")
     result.stdout.fnmatch_lines(["keyhole_audit*"])
-
-
-@pytest.mark.parametrize("word", ["report.pdf", "pdf=report.pdf", "sarif=", "report.sarif"])
-def test_a_report_in_a_format_that_there_is_not(pytester, word):
-    result = pytester.runpytest_inprocess(*PLUGIN, f"--keyhole-report={word}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*--keyhole-report takes FILE.html, *; {word} is none of these"])
-
-
-def test_the_formats_are_those_of_reports():
-    assert tuple(FORMATS) == plugin.FORMATS
 
 
 def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):

@@ -52,14 +52,13 @@ def test_a_leak_of_a_model_fails_with_one_line_for_each_finding(encoder, exposur
     with pytest.raises(AssertionError) as failed:
         assert_withstands(encoder, exposure, TEXTS, tokenizer=WORDS)
     (line,) = str(failed.value).splitlines()
-    assert line.startswith(f"{attack}: 100% of tokens came back (2 of 2 texts exactly; ")
-    assert "“w1 w2 w3 w4 w5” as “w1 w2 w3 w4 w5”). Fix: " in line
+    assert line.startswith(f"{attack}: recovered, 2 texts, such as “w1 w2 w3 w4 w5”. Fix: ")
 
 
 def test_a_causal_model_and_its_logits():
     model, words = tiny.language_model("gpt2"), tiny.tokenizer(causal=True)
     for exposure in ("hidden:2", "kv:0", "logits"):
-        with pytest.raises(AssertionError, match="100% of tokens came back"):
+        with pytest.raises(AssertionError, match=r": recovered, 1 text, such as “w1 w2 w3”"):
             assert_withstands(model, exposure, "w1 w2 w3", tokenizer=words)
 
 
@@ -85,7 +84,7 @@ def test_scores_of_an_endpoint():
         "full scores (SingleHead)",
         "full scores, low-rank head (LowRank)",
     ]
-    assert all("the weights: recovered, error" in line and "42 queries" in line for line in lines)
+    assert all(": recovered, 42 queries. Fix: " in line for line in lines)
 
 
 def test_an_endpoint_that_does_not_answer_could_not_be_checked():
@@ -106,13 +105,15 @@ def test_flips(classifier):
     with pytest.raises(AssertionError) as failed:
         assert_withstands(classifier, "flips", examples=examples, tokenizer=WORDS, share=0.2)
     lines = str(failed.value).splitlines()
-    assert lines[0].startswith("20% of each head's attention cut (HackAttend): 2 of 2 right")
-    assert "from LABEL_1 to LABEL_0). Fix: Take no attention masks" in lines[0]
+    assert lines[0].startswith(
+        "20% of each head's attention cut (HackAttend): 2 of 2 flipped (100%), "
+    )
+    assert ". Fix: Take no attention masks" in lines[0]
     assert not any("random" in line for line in lines)  # the control is no finding
 
 
 def test_the_gradient_of_a_batch(classifier):
-    with pytest.raises(AssertionError, match=r"gradient of a batch of texts .*100% of tokens"):
+    with pytest.raises(AssertionError, match=r"gradient of a batch .*: recovered, 1 update"):
         assert_withstands(classifier, "gradient", TEXTS, tokenizer=WORDS)
 
 
@@ -139,7 +140,7 @@ def test_a_store(tmp_path):
     with open_store(name) as store:
         target = StoreTarget.of(store, loaded, texts=2)
     target = replace(target, method=PooledEmbedding(brief, lengths=(3,)))
-    with pytest.raises(AssertionError, match=r"stored embedding \(PooledEmbedding\): 100% of tok"):
+    with pytest.raises(AssertionError, match=r"stored embedding \(PooledEmbedding\): 2 of 2 texts"):
         assert_withstands(target, "pooled")
     with pytest.raises(InputError, match="makes vectors of"):
         assert_withstands(name, "pooled", model="demo", sample=2)
@@ -162,7 +163,7 @@ def test_a_model_is_given_back_as_it_was(classifier):
 
 def test_a_model_in_half_precision_is_copied(encoder):
     half = copy.deepcopy(encoder).to(torch.bfloat16)
-    with pytest.raises(AssertionError, match="100% of tokens"):
+    with pytest.raises(AssertionError, match=": recovered"):
         assert_withstands(half, "hidden:1", TEXTS, tokenizer=WORDS)
     assert next(half.parameters()).dtype is torch.bfloat16
 
@@ -172,7 +173,7 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
     (tmp_path / "texts.txt").write_text("w1 w2 w3\n")
     loaded = Loaded(encoder, WORDS, identity(encoder), "mine")
     for target in (tmp_path / "model", loaded):
-        with pytest.raises(AssertionError, match="1 of 1 texts exactly"):
+        with pytest.raises(AssertionError, match="recovered, 1 text, such as"):
             assert_withstands(target, "hidden:1", tmp_path / "texts.txt")
 
 

@@ -34,11 +34,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -57,9 +55,9 @@ from keyhole.assess.assessment import (
 )
 from keyhole.assess.severity import Severity
 from keyhole.core import Finding, Outcome, Skip
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_keys
 from keyhole.core.exposure import RULES, Family, Rule, expect_exposures, expect_returns
-from keyhole.core.files import exists, read_text
+from keyhole.core.files import exists, read_toml
 from keyhole.core.standards import FRAMEWORKS, expect_standard
 
 FILES = ("keyhole.toml", "pyproject.toml")
@@ -96,7 +94,7 @@ def find_policy(folder: Path) -> Path | None:
     """The policy of a folder, if it has one; a pyproject.toml without [tool.keyhole] is none."""
     for name in FILES:
         path = folder / name
-        if exists(path) and (name == FILES[0] or "keyhole" in _tool(_parsed(path))):
+        if exists(path) and (name == FILES[0] or "keyhole" in _tool(read_toml(path, "a policy"))):
             return path
     return None
 
@@ -104,7 +102,7 @@ def find_policy(folder: Path) -> Path | None:
 def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     """The policy in a file, as it is in an environment."""
     path = Path(path)
-    table = _parsed(path)
+    table = read_toml(path, "a policy")
     if path.name == FILES[1]:
         if "keyhole" not in _tool(table):
             raise InputError(f"{path} has no table [tool.keyhole]")
@@ -123,14 +121,6 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     return policy
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    text = read_text(path, "a policy")
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from error
-
-
 def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
     tool = table.get("tool", {})
     return cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
@@ -138,11 +128,7 @@ def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     """A policy with what a table adds to it or replaces."""
-    for key in table:
-        if key not in _KEYS:
-            near = get_close_matches(key, _KEYS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"give {', '.join(_KEYS)}"
-            raise InputError(f"unknown key {key[:40]} in {path}: {hint}")
+    expect_keys(table, _KEYS, str(path))
     changes = {
         _KEYS[key]: _value(key, value, policy, path)
         for key, value in table.items()

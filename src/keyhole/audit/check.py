@@ -6,6 +6,7 @@ so an audit that was stopped goes on with those that are not done (core/journal.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -71,6 +72,7 @@ class Part(ABC):
 
     name: str
     loaded: Any
+    observed: bool = False  # does it give by itself what is checked, or is its model run for that?
 
     @property
     @abstractmethod
@@ -83,17 +85,24 @@ class Part(ABC):
         return 0 if self.loaded is None else largest_matrix(self.loaded.model)
 
     @property
-    def observed(self) -> bool:
-        """Does it give by itself what is checked, or does the auditor run its model?"""
-        return False
-
-    @property
     def settings(self) -> dict[str, Any]:
         """What its findings follow from besides its identity."""
         return {}
 
     @abstractmethod
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]: ...
+
+
+def found(
+    exposure: Exposure, attack: str, status: Status, reason: str, remedy: str, started: float, *,
+    queries: int = 1, **more: Any,
+) -> Checked:  # fmt: skip
+    """One finding, which took from `started` until now."""
+    finding = Finding(
+        exposure=exposure, attack=attack, status=status, reason=reason, remedy=remedy,
+        queries=queries, seconds=time.perf_counter() - started, **more,
+    )  # fmt: skip
+    return Checked((finding,))
 
 
 def nothing_to_try(skip: Skip, exposure: Exposure | None = None) -> Check:

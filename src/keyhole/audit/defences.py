@@ -1,7 +1,7 @@
 """What a defence would change: each in front of the target, attacked by an attacker who knows it.
 
 Asked for by --against-defences. Of an endpoint that scores with one head, every defence that a
-server can put up (extract/defended); of a model, secrets in front of what leaks (recover).
+server can put up (extract/defences.py); of a model, secrets in front of what leaks (recover).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLOSED = "It held against what was tried; memory, keys and the server's own ans
 def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
     """Every defence in front of an endpoint that scores with one head."""
     choice = cache(partial(choose, oracle, seed))
-    client = cache(partial(HonestClient.of, oracle, None, seed))
+    client = cache(partial(HonestClient.of, oracle, seed))
     return [
         Check(
             exposure := Exposure(
@@ -115,7 +115,6 @@ def _text(tried: LeakTried, exposure: Exposure) -> Finding:
         status=tried.status,
         reason=f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}",
         remedy=_GIVEN if broken else _CLOSED,
-        error=None,
         queries=tried.texts + tried.own,
         seconds=tried.seconds,
         known=tried.tokens,

@@ -37,6 +37,7 @@ from keyhole.invert.registry import Row as LeakRow
 from keyhole.invert.solvers.multistart import Solve
 from keyhole.oracle import Counted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.planted import Attention
+from keyhole.oracle.protocol import layers
 from keyhole.report import words
 
 LENGTH = 6  # tokens of the secret input
@@ -49,11 +50,7 @@ class EndpointPart(Part):
 
     name: str
     oracle: Oracle
-    served: bool = False
-
-    @property
-    def observed(self) -> bool:
-        return self.served
+    observed: bool = False  # a server gives it
 
     @property
     def identity(self) -> str:
@@ -130,9 +127,6 @@ def _unanswered(part: str, reason: str) -> Finding:
         status=Status.ORACLE_FAILED,
         reason=reason,
         remedy=Status.ORACLE_FAILED.advice,
-        error=None,
-        queries=0,
-        seconds=0.0,
     )
 
 
@@ -236,12 +230,8 @@ def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
 
 def _layer(oracle: Oracle) -> Attention | None:
     """The planted layer under the wrappers, if there is one that answers for every token."""
-    inner: object = oracle
-    while inner is not None:
-        if isinstance(inner, Attention):
-            return inner if inner.every_token else None
-        inner = getattr(inner, "inner", None)
-    return None
+    planted = (inner for inner in layers(oracle) if isinstance(inner, Attention))
+    return next((inner for inner in planted if inner.every_token), None)
 
 
 def _inverted(

@@ -22,10 +22,8 @@ opened, or a check that cannot be made, is written down as that, and does not st
 
 from __future__ import annotations
 
-import difflib
 import re
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -37,9 +35,9 @@ from keyhole.audit.run import Checking, Plan, Resuming, make, plan_of, reason_of
 from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.endpoint import EndpointOptions, headers_of, without_password
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import InputError, expect_count, expect_keys
 from keyhole.core.exposure import NOT_CHECKED, Exposure
-from keyhole.core.files import exists, read_text
+from keyhole.core.files import exists, read_toml
 from keyhole.core.journal import Journal
 from keyhole.core.options import Option
 from keyhole.core.progress import Track, untracked
@@ -194,12 +192,8 @@ def _journal_key(name: str, plan: Plan) -> str:
 def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:
     """The targets of a file; `base` holds the options that hold where the file says nothing."""
     base = AuditOptions() if base is None else absolute(base, Path.cwd())
-    text = read_text(path, "a fleet file")
-    try:
-        data: dict[str, Any] = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from error
-    _expect_keys(data, ("defaults", "target"), str(path))
+    data = read_toml(path, "a fleet file")
+    expect_keys(data, ("defaults", "target"), str(path))
     defaults = data.get("defaults", {})
     entries = data.get("target", [])
     if not isinstance(defaults, dict):
@@ -289,7 +283,7 @@ def _with(
 ) -> AuditOptions:
     """The options of a table, written over those of `base`."""
     given = {key.replace("-", "_"): value for key, value in given.items()}
-    _expect_keys(given, keys, where)
+    expect_keys(given, keys, where)
     audit: dict[str, Any] = {}
     endpoint: dict[str, Any] = {}
     for key, value in given.items():
@@ -322,14 +316,6 @@ def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
     if any(isinstance(each, str) and "\0" in each for each in (given if several else [given])):
         raise InputError(f"{key} in {where} holds a NUL character")
     return given
-
-
-def _expect_keys(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    for key in given:
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(keys))}"
-            raise InputError(f"{key[:40]} has no meaning in {where}: {hint}")
 
 
 def _members(made: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:

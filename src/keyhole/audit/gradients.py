@@ -14,9 +14,9 @@ from operator import eq
 
 import torch
 
-from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.check import Check, Checked, found, nothing_to_try
 from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
-from keyhole.core import Finding, Skip, Status
+from keyhole.core import Skip, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
@@ -95,20 +95,11 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     if bags and bags[0] >= _MOST:
         status = Status.INEXACT
         notes[-1] += f"; {percent(bags[0])} of the batch's tokens known, in no order"
-    finding = Finding(
-        exposure=exposure,
-        attack="GradientSpans" if results else "",
-        status=status,
-        reason=f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried",
-        remedy=REMEDY,
-        error=None,
-        queries=1,
-        seconds=time.perf_counter() - started,
-        known=results[0].known if results else 0.0,
-        sought="text",
-        texts=tuple(results),
-    )
-    return Checked((finding,))
+    return found(
+        exposure, "GradientSpans" if results else "", status,
+        f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried", REMEDY,
+        started, known=results[0].known if results else 0.0, sought="text", texts=tuple(results),
+    )  # fmt: skip
 
 
 def _nearest(original: Original, recovery: BatchRecovery) -> TextRecovery:

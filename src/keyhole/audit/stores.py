@@ -128,6 +128,7 @@ class StoreTarget(Vectors, Part):
     note: str = ""
     encoder: str | None = None
     others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
+    observed = True
 
     @classmethod
     def of(
@@ -155,10 +156,6 @@ class StoreTarget(Vectors, Part):
             rounding=store.rounding, note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
         )  # fmt: skip
-
-    @property
-    def observed(self) -> bool:
-        return True
 
     @property
     def identity(self) -> str:
@@ -451,7 +448,6 @@ def finding(
         status=status,
         reason=reason,
         remedy=_REMEDY,
-        error=None,
         queries=0 if result is None else len(result.readings),
         seconds=seconds,
         known=0.0 if result is None else result.known,

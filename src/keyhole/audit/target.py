@@ -17,11 +17,10 @@ from typing import Any, cast
 import torch
 
 from keyhole.audit import defences, flips, gradients, texts
-from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
-from keyhole.audit.servers import ServerTarget
+from keyhole.audit.servers import AnswersTarget, ServerTarget
 from keyhole.audit.stores import StoreTarget, likeliest, quick
 from keyhole.audit.texts import LeakTarget, TextTarget
 from keyhole.core import Skip
@@ -385,7 +384,7 @@ class _Opener:
             part = AnswersTarget(base, model, options.endpoint, self._weights(), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
         refuse(options, what, "model", "known", "corpus", "data")
-        return Target(describe(self.name, oracle), (EndpointPart("", oracle, served=True),))
+        return Target(describe(self.name, oracle), (EndpointPart("", oracle, observed=True),))
 
     def _weights(self) -> Loaded | None:
         """The model of --model, with its head; None where none is given."""

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from keyhole.audit.check import Check, Checked, Part, nothing_to_try
-from keyhole.core import OUTCOMES, Finding, Outcome, Skip, Status
+from keyhole.audit.check import Check, Checked, Part, found, nothing_to_try
+from keyhole.core import OUTCOMES, Outcome, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading, Readings
@@ -243,20 +243,11 @@ def _check(
         status, reason = _unread(first, reason)
     if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
-    finding = Finding(
-        exposure=exposure,
-        attack=type(attack).__name__ if results else "",
-        status=status,
-        reason=reason,
-        remedy=row.remedy,
-        error=None,
-        queries=len(texts),
-        seconds=time.perf_counter() - started,
-        known=results[0].known if results else 0.0,
-        sought="text",
+    return found(
+        exposure, type(attack).__name__ if results else "", status, reason, row.remedy, started,
+        queries=len(texts), known=results[0].known if results else 0.0, sought="text",
         texts=tuple(results),
-    )
-    return Checked((finding,))
+    )  # fmt: skip
 
 
 def _unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
@@ -505,10 +496,7 @@ class LeakTarget(Part):
     name: str
     loaded: Loaded
     leaks: Sequence[Opened]
-
-    @property
-    def observed(self) -> bool:
-        return True
+    observed = True
 
     @property
     def identity(self) -> str:
@@ -543,20 +531,12 @@ def _check_file(
     recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
     readings = (reading_alone(loaded.tokenizer, recovery),)
     result = Readings(leak.exposure.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
-    finding = Finding(
-        exposure=exposure,
-        attack=recovery.method,
-        status=recovery.status,
-        reason=recovery.reason,
-        remedy=_IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method),
-        error=None,
-        queries=0,
-        seconds=time.perf_counter() - started,
-        known=result.known if recovery.status is not Status.MISMATCH else 0.0,
-        sought="text",
-        texts=(result,),
-    )
-    return Checked((finding,))
+    return found(
+        exposure, recovery.method, recovery.status, recovery.reason,
+        _IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method), started,
+        queries=0, known=result.known if recovery.status is not Status.MISMATCH else 0.0,
+        sought="text", texts=(result,),
+    )  # fmt: skip
 
 
 def _remedy(leak: Leak, method: str) -> str:

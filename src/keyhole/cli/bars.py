@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rich.live import Live
@@ -49,18 +49,6 @@ def report_resuming(done: int, total: int) -> None:
     say(f"resuming: {done} of {total} checks are done")
 
 
-class _Bar:
-    """A `Progress`, which also takes the time that is left."""
-
-    def __init__(self, standing: Standing, changed: Callable[[bool], None]) -> None:
-        self._standing, self._changed = standing, changed
-        self.expect = standing.expect
-
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        if not self._standing.ended:
-            self._changed(self._standing.report(done, total, note))
-
-
 class Bars:
     """A `Track`: the track of the command's own name is its overall bar, the others are parts.
 
@@ -88,7 +76,8 @@ class Bars:
             elif not is_overall and standing.complete:
                 self._end_part()
 
-        return _Bar(standing, changed)
+        standing.changed = changed
+        return standing
 
     def close(self, finished: bool) -> None:
         if finished:

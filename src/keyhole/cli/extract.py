@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,14 +11,9 @@ from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say
-from keyhole.core import Status, exit_code
+from keyhole.core import exit_code
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.core.errors import InputError
-from keyhole.core.options import CHECKS, ENDPOINT, settings
-
-if TYPE_CHECKING:
-    from keyhole.extract import Extraction
-    from keyhole.extract.defences import DefencesTried
+from keyhole.core.options import CHECKS, ENDPOINT
 
 
 @command(
@@ -26,8 +21,6 @@ if TYPE_CHECKING:
     "keyhole extract target.safetensors --method low-rank --ledger run.db --json",
     "keyhole lab plant rounded.safetensors -o dim=8 -o decimals=3 -o max_norm=10",
     "keyhole extract rounded.safetensors --method tolerant -o answer_error=5e-4 -o max_norm=10",
-    "keyhole lab plant small.safetensors -o dim=8",
-    "keyhole extract small.safetensors --against-defences",
     "keyhole extract ./language-model --method output-layer --reference ./language-model",
 )
 def extract(
@@ -43,15 +36,6 @@ def extract(
     ],
     method: opt.Method = None,
     option: opt.MethodOptions = None,
-    against_defences: Annotated[
-        bool,
-        opt.about(
-            "Put every defence in front of the target, attack each by the method that suits it "
-            "best, and compare the attacker's copy with what an honest client gets.",
-            CHECKS,
-            "--against-defences",
-        ),
-    ] = False,
     reference: Annotated[
         Path | None,
         opt.about(
@@ -74,47 +58,22 @@ def extract(
 
     Without --method it is found out from the answers which one applies.
     """
-    expect_new(*and_tensors(out), force=force)
-    asked: dict[str, Any] = {
-        "ledger": ledger, "seed": seed, "endpoint": endpoint, "authorized": authorized,
-        "notice": say,
-    }  # fmt: skip
-    with interruptible(lambda: _kept(ledger)):
-        if against_defences:
-            if method or reference or budget is not None:
-                given = "--method" if method else "--reference" if reference else "--budget"
-                raise InputError(f"--against-defences chooses its methods: leave {given} out")
-            result, statuses = _against_defences(target, option or [], asked)
-        else:
-            options = {"method": method or "auto", "reference": reference, "budget": budget}
-            result, statuses = _extract(target, option or [], asked | options)
-        if out is not None:
-            result.save(out)
-    answer(result.to_dict(), result.summary(), as_json=as_json)
-    raise typer.Exit(exit_code(statuses))
-
-
-def _extract(
-    target: str, words: list[str], options: dict[str, Any]
-) -> tuple[Extraction, list[Status]]:
     from keyhole.extract.registry import METHODS
     from keyhole.extract.run import run
 
-    options |= opt.method_options(METHODS, options["method"], words)
-    with bars("extract", "queries, the judge's included", each=False) as track:
-        result = run(target, **options, track=track)
-    return result, [result.status]
-
-
-def _against_defences(
-    target: str, words: list[str], options: dict[str, Any]
-) -> tuple[DefencesTried, list[Status]]:
-    from keyhole.extract.defences import against_defences
-
-    options |= settings(words, {"usual_norm": float}, "--against-defences")
-    with bars("extract", "defences") as track:
-        result = against_defences(target, **options, track=track)
-    return result, result.statuses
+    expect_new(*and_tensors(out), force=force)
+    with interruptible(lambda: _kept(ledger)):
+        options = opt.method_options(METHODS, method or "auto", option or [])
+        with bars("extract", "queries, the judge's included", each=False) as track:
+            result = run(
+                target, method or "auto", reference=reference, budget=budget, ledger=ledger,
+                seed=seed, track=track, endpoint=endpoint, authorized=authorized, notice=say,
+                **options,
+            )  # fmt: skip
+        if out is not None:
+            result.save(out)
+    answer(result.to_dict(), result.summary(), as_json=as_json)
+    raise typer.Exit(exit_code([result.status]))
 
 
 def _kept(ledger: Path | None) -> str:

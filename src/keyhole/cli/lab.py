@@ -172,8 +172,8 @@ def capture(
     out: embeddings).
     """
     from keyhole.data import read_texts
-    from keyhole.recover.simulate import UNFINISHED, files_of
     from keyhole.recover.simulate import capture as capture_leaks
+    from keyhole.recover.simulate import files_of
 
     expect_count("--examples", examples)
     forms = degrade or []
@@ -193,18 +193,16 @@ def capture(
     settings(option or (), {}, f"a capture of {expose}")
     texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
     files = files_of(out, len(texts))
-    begun = len(files) > 1 and (out / UNFINISHED).exists()  # then its own leaks may be there
-    if is_folder(files[0].parent) and not begun:  # a folder that is not there yet is made
+    if is_folder(files[0].parent):  # a folder that is not there yet is made
         expect_new(*files, force=force)
-    with interruptible(lambda: _kept(out / UNFINISHED, "leaks", out)):
-        states = ", ".join([precision, *forms])
-        capture_leaks(
-            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
-            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
-            notify=lambda path, leak: show(
-                f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
-            ),
-        )  # fmt: skip
+    states = ", ".join([precision, *forms])
+    capture_leaks(
+        model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+        device=device, allow_pickle=allow_pickle, seed=seed,
+        notify=lambda path, leak: show(
+            f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
+        ),
+    )  # fmt: skip
 
 
 def _examples(
@@ -238,14 +236,12 @@ def _capture_gradient(
     return f"{out}: {what}, {more['precision']}{private}"
 
 
-def _kept(journal: Path, what: str, where: Path | None = None) -> str:
+def _kept(journal: Path, what: str) -> str:
     """What a stopped run has behind it."""
     from keyhole.core.journal import records_in
 
     records = records_in(journal)
-    return (
-        f"{records} {what} are in {where or journal}: the same command resumes" if records else ""
-    )
+    return f"{records} {what} are in {journal}: the same command resumes" if records else ""
 
 
 @command(

@@ -13,7 +13,7 @@ from keyhole.cli.app import command, lab
 from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import dump
 from keyhole.core.errors import InputError, MissingExtra, expect_count
-from keyhole.core.options import CHECKS, OUTPUT, TARGET, settings
+from keyhole.core.options import CHECKS, OUTPUT, TARGET, settings, types_of
 
 if TYPE_CHECKING:
     from keyhole.oracle import MultiHead
@@ -36,10 +36,6 @@ _TAKES = {
     ),
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
     "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps", "layers"),
-}  # fmt: skip
-_SERVED = {
-    "sign_only": bool, "decimals": int, "noise": float, "fresh_noise": float, "max_norm": float,
-    "min_tokens": int, "max_tokens": int, "usual_norm": float,
 }  # fmt: skip
 _RATIONS = {"client_budget": int, "client_rate": float}
 Heads = Annotated[
@@ -151,7 +147,7 @@ def serve(
     """
     from keyhole.oracle.defences import Degradation
 
-    options = settings(option or (), _SERVED | _RATIONS, "serve")
+    options = settings(option or (), types_of(Degradation, hidden=("seed",)) | _RATIONS, "serve")
     rations = {name: options.pop(name, None) for name in _RATIONS}
     degradation = Degradation(**options, seed=seed)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from keyhole.configs.finding import Hit, Rule
+from keyhole.configs.finding import Finding, Rule
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 # Words that stand for any number of options: what is missing may be in them.
@@ -230,7 +230,7 @@ class Program:
     starts: tuple[tuple[str, ...], ...]
     image: re.Pattern[str]
     rules: tuple[Rule, ...]
-    look: Callable[[Options], Iterator[Hit]]
+    look: Callable[[Options], Iterator[Finding]]
 
     def options(self, command: Command) -> Options | None:
         """What the command starts the program with, if it does."""

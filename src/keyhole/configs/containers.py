@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -313,8 +314,8 @@ def _settings(text: str, name: str) -> Iterator[tuple[int, str]]:
 
 # YAML as a tree of texts with their lines: nothing is constructed, and nesting has an end.
 #
-# The tree is built from the parser's events, because building it in PyYAML recurses without a bound
-# (a few thousand brackets end the process). Aliases lead to the same node, never to a copy.
+# PyYAML recurses without a bound (a few thousand brackets end the process), so the depth is looked
+# at first. Aliases lead to the same node, never to a copy.
 
 DEEPEST = 64
 
@@ -350,13 +351,43 @@ Node = Scalar | Items | Mapping
 def documents(text: str) -> list[Node]:
     """The documents of a file, or a ValueError that says why there are none."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    builder = _Builder()
+    made = dict[int, Node]()
     try:
-        for event in yaml.parse(text, Loader=loader):
-            builder.take(event)
+        levels = accumulate(
+            isinstance(event, yaml.CollectionStartEvent)
+            - isinstance(event, yaml.CollectionEndEvent)
+            for event in yaml.parse(text, Loader=loader)
+        )
+        deep = any(level > DEEPEST for level in levels)
+        roots = [] if deep else list(yaml.compose_all(text, Loader=loader))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())[:200]) from error
-    return builder.roots
+    if deep:
+        raise ValueError(f"more than {DEEPEST} levels")
+    return [_node(root, made) for root in roots]
+
+
+def _node(given: Any, made: dict[int, Node]) -> Node:
+    """Each of PyYAML's nodes once."""
+    if id(given) in made:
+        return made[id(given)]
+    line = given.start_mark.line + 1
+    if isinstance(given, yaml.ScalarNode):
+        block = given.style in ("|", ">")
+        made[id(given)] = Scalar(given.value, line + block, given.style != "|")
+    elif isinstance(given, yaml.SequenceNode):
+        made[id(given)] = items = Items(line)
+        items.items.extend(_node(each, made) for each in given.value)
+    else:
+        made[id(given)] = mapping = Mapping(line)
+        for key, each in given.value:  # a collection as a key is legal YAML and means nothing here
+            name, value = getattr(key, "value", ""), _node(each, made)
+            if name == "<<" and isinstance(value, Mapping):  # what stands here comes before it
+                for inner, held in value.pairs.items():
+                    mapping.pairs.setdefault(inner, held)
+            else:
+                mapping.pairs[name if isinstance(name, str) else ""] = value
+    return made[id(given)]
 
 
 def walk(node: Node) -> Iterator[Node]:
@@ -372,61 +403,3 @@ def walk(node: Node) -> Iterator[Node]:
             waiting += reversed(node.items)
         elif isinstance(node, Mapping):
             waiting += reversed(node.pairs.values())
-
-
-class _Builder:
-    """Takes events one by one; `open` are the collections that are not complete yet."""
-
-    def __init__(self) -> None:
-        self.roots: list[Node] = []
-        self.open: list[Items | Mapping] = []
-        self.keys: list[Scalar | None] = []  # the key that waits for its value, for each of them
-        self.anchors: dict[str, Node] = {}
-
-    def take(self, event: Any) -> None:
-        if isinstance(event, yaml.DocumentStartEvent):
-            self.anchors = {}
-        elif isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
-            self._place(self.anchors.get(event.anchor, Scalar("", line)))
-        elif isinstance(event, yaml.ScalarEvent):
-            block = event.style in ("|", ">")
-            line = event.start_mark.line + (2 if block else 1)
-            self._add(event, Scalar(event.value, line, event.style != "|"))
-        elif isinstance(event, yaml.SequenceStartEvent):
-            self._enter(event, Items(event.start_mark.line + 1))
-        elif isinstance(event, yaml.MappingStartEvent):
-            self._enter(event, Mapping(event.start_mark.line + 1))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            self.open.pop()
-            self.keys.pop()
-
-    def _enter(self, event: Any, node: Items | Mapping) -> None:
-        if len(self.open) >= DEEPEST:
-            raise yaml.YAMLError(f"more than {DEEPEST} levels")
-        self._add(event, node)
-        self.open.append(node)
-        self.keys.append(None)
-
-    def _add(self, event: Any, node: Node) -> None:
-        if event.anchor:
-            self.anchors[event.anchor] = node
-        self._place(node)
-
-    def _place(self, node: Node) -> None:
-        if not self.open:
-            self.roots.append(node)
-            return
-        around = self.open[-1]
-        if isinstance(around, Items):
-            around.items.append(node)
-        elif self.keys[-1] is None:
-            # A collection as a key is legal YAML and means nothing here.
-            self.keys[-1] = node if isinstance(node, Scalar) else Scalar("", node.line)
-        else:
-            key, self.keys[-1] = self.keys[-1].text, None
-            if key == "<<" and isinstance(node, Mapping):  # what stands here comes before it
-                for name, value in node.pairs.items():
-                    around.pairs.setdefault(name, value)
-            else:
-                around.pairs[key] = node

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Known, Level, Rule, Source, Unreadable
+from keyhole.configs.finding import Finding, Level, Recognised, Rule, Source, Unreadable
 from keyhole.core import standards
 from keyhole.core.files import SLOT_MAGIC, parse
 
@@ -47,11 +47,11 @@ MODEL_WORDS = (*SETTINGS, "model_type", "architectures", "transformers_version")
 _RETURNED = {"output_hidden_states": HIDDEN_STATES, "output_attentions": ATTENTIONS}
 
 
-def look_at_model(source: Source) -> Iterator[Known]:
-    yield Known("model", "Hugging Face model", 1, tuple(_returned(source)))
+def look_at_model(source: Source) -> Iterator[Recognised]:
+    yield Recognised("model", "Hugging Face model", 1, tuple(_returned(source)))
 
 
-def _returned(source: Source) -> Iterator[Hit]:
+def _returned(source: Source) -> Iterator[Finding]:
     """Settings that are on, wherever they stand: parts of a model have settings of their own."""
     settings = _json(source)
     on = set(_names_that_are_on(settings))
@@ -59,9 +59,9 @@ def _returned(source: Source) -> Iterator[Hit]:
     for match in re.finditer(r'"(\w+)"\s*:\s*true\b', source.text):
         name, line = match[1], source.line_at(match.start())
         if name in on and name in _RETURNED:
-            yield Hit(_RETURNED[name], line, f"{name}: true")
+            yield Finding(_RETURNED[name], line, f"{name}: true")
         elif name in on and name in SETTINGS and generates:
-            yield Hit(SCORES, line, f"{name}: true, with return_dict_in_generate")
+            yield Finding(SCORES, line, f"{name}: true, with return_dict_in_generate")
 
 
 def _names_that_are_on(settings: Any) -> Iterator[str]:
@@ -126,28 +126,28 @@ OUTPUT_WORDS = (
 )  # fmt: skip
 
 
-def look_at_mlserver(source: Source) -> Iterator[Known]:
-    yield Known("model", "model of MLServer", 1, tuple(_mlserver_outputs(source)))
+def look_at_mlserver(source: Source) -> Iterator[Recognised]:
+    yield Recognised("model", "model of MLServer", 1, tuple(_mlserver_outputs(source)))
 
 
-def _mlserver_outputs(source: Source) -> Iterator[Hit]:
+def _mlserver_outputs(source: Source) -> Iterator[Finding]:
     """model-settings.json: the outputs it lists, and the task of the Hugging Face runtime."""
     settings = _json(source)
     outputs = _at(settings, "outputs")
     for output in cast("list[Any]", outputs) if isinstance(outputs, list) else []:
         name = _at(output, "name")
         if isinstance(name, str) and (rule := _rule_for(name)):
-            yield Hit(rule, _line(source, name), f"output {name}")
+            yield Finding(rule, _line(source, name), f"output {name}")
     task = _at(settings, "parameters", "extra", "task")
     if task == "feature-extraction":
-        yield Hit(SERVED_STATES, _line(source, task), "task feature-extraction")
+        yield Finding(SERVED_STATES, _line(source, task), "task feature-extraction")
 
 
-def look_at_triton(source: Source) -> Iterator[Known]:
-    yield Known("model", "model of Triton", 1, tuple(_triton_outputs(source)))
+def look_at_triton(source: Source) -> Iterator[Recognised]:
+    yield Recognised("model", "model of Triton", 1, tuple(_triton_outputs(source)))
 
 
-def _triton_outputs(source: Source) -> Iterator[Hit]:
+def _triton_outputs(source: Source) -> Iterator[Finding]:
     """config.pbtxt: the names inside `output` blocks."""
     text = re.sub(r"#[^\n]*", lambda match: " " * len(match[0]), source.text)
     opening, at = re.compile(r"\boutput\s*:?\s*(?=[\[{])"), 0
@@ -156,7 +156,7 @@ def _triton_outputs(source: Source) -> Iterator[Hit]:
         for match in re.finditer(r"\bname\s*:\s*[\"']([^\"'\n]*)[\"']", block):
             if rule := _rule_for(match[1]):
                 line = source.line_at(start.end() + match.start())
-                yield Hit(rule, line, f"output {match[1]}")
+                yield Finding(rule, line, f"output {match[1]}")
         at = start.end() + len(block)
 
 
@@ -213,17 +213,17 @@ SAVED_STATES = Rule(
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 
-def look_at_saved(path: Path) -> Iterator[Known]:
+def look_at_saved(path: Path) -> Iterator[Recognised]:
     for hit in _saved(path):
-        yield Known("saved file", hit.rule.name, 1, (hit,))
+        yield Recognised("saved file", hit.rule.name, 1, (hit,))
 
 
-def _saved(path: Path) -> Iterator[Hit]:
+def _saved(path: Path) -> Iterator[Finding]:
     try:
         with path.open("rb") as file:
             start = file.read(8)
             if start.startswith(SLOT_MAGIC):
-                yield Hit(SAVED_SLOT, 1, "a saved slot")
+                yield Finding(SAVED_SLOT, 1, "a saved slot")
             elif path.suffix == ".safetensors" and len(start) == 8:
                 (length,) = struct.unpack("<Q", start)
                 # A leak's header is short: one that is longer belongs to a model.
@@ -233,7 +233,7 @@ def _saved(path: Path) -> Iterator[Hit]:
         raise Unreadable(error.strerror or str(error)) from error
 
 
-def _of_tensors(header: bytes) -> Iterator[Hit]:
+def _of_tensors(header: bytes) -> Iterator[Finding]:
     try:
         parsed: Any = parse(header.decode())
     except ValueError:  # no .safetensors file, whatever it is called
@@ -243,9 +243,9 @@ def _of_tensors(header: bytes) -> Iterator[Hit]:
     tensors = cast("dict[str, Any]", parsed)
     leak = _at(tensors, "__metadata__", "leak")
     if leak is not None and _at(tensors, "__metadata__", "keyhole") is not None:
-        yield Hit(SAVED_LEAK, 1, f"a leak of kind {str(leak)[:40]}")
+        yield Finding(SAVED_LEAK, 1, f"a leak of kind {str(leak)[:40]}")
     elif set(tensors) - {"__metadata__"} == {"hidden_states", "token_ids"}:
-        yield Hit(SAVED_STATES, 1, "hidden_states with token_ids")
+        yield Finding(SAVED_STATES, 1, "hidden_states with token_ids")
 
 
 RULES = (

@@ -36,32 +36,13 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A rule that applies at a line; `what` is the setting as it stands there."""
-
-    rule: Rule
-    line: int
-    what: str
-
-
-@dataclass(frozen=True)
-class Known:
-    """Something that was recognised in a file, and the settings of it that open something."""
-
-    what: str  # a server, a store, a model, a saved file
-    name: str
-    line: int
-    hits: tuple[Hit, ...] = ()
-
-
-@dataclass(frozen=True)
 class Finding:
-    """A rule that applies in a file."""
+    """A rule that applies at a line of a file; `what` is the setting as it stands there."""
 
     rule: Rule
-    path: str
     line: int
     what: str
+    path: str = ""
 
     @property
     def message(self) -> str:
@@ -77,21 +58,22 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Recognised:
+    """Something in a file that was read, and the settings of it that open something."""
+
+    what: str  # a server, a store, a model, a saved file
+    name: str
+    line: int
+    findings: tuple[Finding, ...] = ()
+    path: str = ""
+
+
+@dataclass(frozen=True)
 class Unread:
     """A file of a known kind that could not be looked at, and why: it is not called clean."""
 
     path: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Recognised:
-    """A server, a store, a model or a saved file in a file that was read."""
-
-    path: str
-    line: int
-    what: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -141,7 +123,10 @@ class Checked:
             "ignored": list(self.ignored),
             "exit_code": self.exit_code(least),
             "findings": [finding.to_dict() for finding in self.findings],
-            "recognised": [asdict(known) for known in self.recognised],
+            "recognised": [
+                {"path": known.path, "line": known.line, "what": known.what, "name": known.name}
+                for known in self.recognised
+            ],
             "not_recognised": [asdict(file) for file in self.skipped],
             "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],
             "other_files": dict(self.others),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from keyhole.configs.command import Options, Program, Word, reached_from_outside
 from keyhole.configs.containers import Mapping
-from keyhole.configs.finding import Hit, Known, Level, Rule
+from keyhole.configs.finding import Finding, Level, Recognised, Rule
 from keyhole.core import standards
 
 _READ = "keyhole recover MODEL FILE"
@@ -49,23 +49,23 @@ _ADAPTER = re.compile(
 _WORDS = {"local_cpu", "max_local_cpu_size", "max_local_disk_size", "remote_serde"}
 
 
-def _setting(name: str, word: Word) -> Iterator[Hit]:
+def _setting(name: str, word: Word) -> Iterator[Finding]:
     """What a folder or an address of its settings opens."""
     way = _PLAIN_WAY.match(word.text)
     if way and reached_from_outside(Word(way["host"], word.line), "localhost"):
         scheme = word.text.partition("://")[0]
-        yield Hit(REMOTE, word.line, f"{name} {scheme}://{way['host']}")
+        yield Finding(REMOTE, word.line, f"{name} {scheme}://{way['host']}")
     elif not way and word.text.startswith("fs://" if "URL" in name.upper() else ""):
-        yield Hit(PLAIN, word.line, f"{name} {word.text}")
+        yield Finding(PLAIN, word.line, f"{name} {word.text}")
 
 
-def look_at_lmcache_variables(options: Options) -> Iterator[Hit]:
+def look_at_lmcache_variables(options: Options) -> Iterator[Finding]:
     for name in ("LMCACHE_LOCAL_DISK", "LMCACHE_REMOTE_URL"):
         if (word := options.env.get(name)) and word.text.lower() not in ("", "false", "none"):
             yield from _setting(name, word)
 
 
-def _look_at_lmcache(options: Options) -> Iterator[Hit]:
+def _look_at_lmcache(options: Options) -> Iterator[Finding]:
     """Its server: the adapters that caches go to, each a piece of JSON."""
     yield from look_at_lmcache_variables(options)
     for name, value in itertools.pairwise(options.words):
@@ -73,15 +73,15 @@ def _look_at_lmcache(options: Options) -> Iterator[Hit]:
             continue
         adapter = _ADAPTER.search(value.text)
         if '"aesgcm"' in value.text:
-            yield Hit(ONE_KEY, value.line, "--l2-adapter with serde aesgcm")
+            yield Finding(ONE_KEY, value.line, "--l2-adapter with serde aesgcm")
         elif adapter and adapter["kept"]:
             what = f"--l2-adapter {adapter['kept']} without serde aesgcm"
-            yield Hit(PLAIN, value.line, what)
+            yield Finding(PLAIN, value.line, what)
         elif adapter and not re.search(r'"tls_enable"\s*:\s*true', value.text):
-            yield Hit(REMOTE, value.line, f"--l2-adapter {adapter['sent']} without TLS")
+            yield Finding(REMOTE, value.line, f"--l2-adapter {adapter['sent']} without TLS")
 
 
-def lmcache_settings(root: Mapping) -> Iterator[Known]:
+def lmcache_settings(root: Mapping) -> Iterator[Recognised]:
     """LMCache's own file (LMCACHE_CONFIG_FILE): known by names that stand together there alone."""
     if not {"local_disk", "remote_url"} & set(root.pairs) or not _WORDS & set(root.pairs):
         return
@@ -91,7 +91,7 @@ def lmcache_settings(root: Mapping) -> Iterator[Known]:
         if word and word.text.lower() not in ("", "null", "none", "false")
         for hit in _setting(name, word)
     )  # fmt: skip
-    yield Known("server", "LMCache", root.line, hits)
+    yield Recognised("server", "LMCache", root.line, hits)
 
 
 LMCACHE = Program(

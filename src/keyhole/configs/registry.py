@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keyhole.configs import files
@@ -26,7 +26,6 @@ from keyhole.configs.containers import (
 from keyhole.configs.finding import (
     Checked,
     Finding,
-    Known,
     Recognised,
     Rule,
     Skipped,
@@ -49,16 +48,16 @@ class Kind:
 
     name: str
     files: re.Pattern[str]  # their names, with the folder they are in
-    look: Callable[[Path], Iterator[Known]]
+    look: Callable[[Path], Iterator[Recognised]]
     mostly_others: bool = False  # one that names no program is not worth a word
 
 
 def _text(
-    look: Callable[[Source], Iterable[Known]], words: tuple[str, ...]
-) -> Callable[[Path], Iterator[Known]]:
+    look: Callable[[Source], Iterable[Recognised]], words: tuple[str, ...]
+) -> Callable[[Path], Iterator[Recognised]]:
     """A look at the text of a file that has one of `words` in it."""
 
-    def looked(path: Path) -> Iterator[Known]:
+    def looked(path: Path) -> Iterator[Recognised]:
         source = read(path, words)
         if source is not None:
             yield from look(source)
@@ -66,21 +65,21 @@ def _text(
     return looked
 
 
-def _started(commands: Iterable[Command]) -> Iterator[Known]:
+def _started(commands: Iterable[Command]) -> Iterator[Recognised]:
     for command in commands:
         for program in PROGRAMS:
             options = program.options(command)
             if options is not None:
                 hits = tuple(program.look(options))
-                yield Known(program.what, program.name, options.program.line, hits)
+                yield Recognised(program.what, program.name, options.program.line, hits)
 
 
-def _script(source: Source) -> Iterator[Known]:
+def _script(source: Source) -> Iterator[Recognised]:
     for command in from_shell(source.text):
         yield from _started(inner_scripts(command) or [command])
 
 
-def _yaml(source: Source) -> Iterator[Known]:
+def _yaml(source: Source) -> Iterator[Recognised]:
     try:
         roots = documents(source.text)
     except ValueError:  # a template, say: what its lines hold is read as a shell would
@@ -94,27 +93,27 @@ def _yaml(source: Source) -> Iterator[Known]:
         yield from _started(in_yaml(roots, source.path.parent))
 
 
-def _unit(source: Source) -> Iterator[Known]:
+def _unit(source: Source) -> Iterator[Recognised]:
     for command in in_unit(source.text):
         yield from _started([command])
         if not command.words:  # it adds variables to another unit
             yield from _variables_of(command)
 
 
-def _variables(source: Source) -> Iterator[Known]:
+def _variables(source: Source) -> Iterator[Recognised]:
     yield from _variables_of(Command((), in_variables(source.text)))
 
 
-def _variables_of(command: Command) -> Iterator[Known]:
+def _variables_of(command: Command) -> Iterator[Recognised]:
     """Programs whose variables are set, without the line that starts them."""
     for variable, (program, look) in VARIABLES.items():
         if word := command.env.get(variable):
             hits = tuple(look(Options(word, (), command)))
-            yield Known(program.what, program.name, word.line, hits)
+            yield Recognised(program.what, program.name, word.line, hits)
 
 
 def _kind(
-    name: str, pattern: str, look: Callable[[Source], Iterable[Known]],
+    name: str, pattern: str, look: Callable[[Source], Iterable[Recognised]],
     words: tuple[str, ...] = _PROGRAM_WORDS, *, mostly_others: bool = False,
 ) -> Kind:  # fmt: skip
     return Kind(name, re.compile(pattern), _text(look, words), mostly_others)
@@ -205,15 +204,13 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
         looked += 1
         if not known:
             skipped.append(skip)
-        recognised += sorted(
-            {Recognised(str(path), each.line, each.what, each.name) for each in known},
-            key=lambda each: (each.line, each.name),
-        )
-        hits = {(hit.line, hit.rule.id, hit.what): hit for each in known for hit in each.hits}
+        parts = {(each.line, each.name, each.what): each for each in known}
+        recognised += [replace(each, path=str(path)) for _, each in sorted(parts.items())]
+        found = {(f.line, f.rule.id, f.what): f for each in known for f in each.findings}
         findings += [
-            Finding(hit.rule, str(path), hit.line, hit.what)
-            for _, hit in sorted(hits.items())
-            if hit.rule.id not in ignored
+            replace(finding, path=str(path))
+            for _, finding in sorted(found.items())
+            if finding.rule.id not in ignored
         ]
     return Checked(
         tuple(findings), tuple(unread), looked, tuple(sorted(ignored)), tuple(recognised),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from keyhole.configs.command import Options, Program, Word, reached_from_outside
 from keyhole.configs.containers import Mapping, Node, Scalar, walk
-from keyhole.configs.finding import Hit, Known, Level, Rule
+from keyhole.configs.finding import Finding, Level, Recognised, Rule
 from keyhole.configs.helm import in_cluster_only, inside
 from keyhole.configs.lmcache import LMCACHE, lmcache_settings, look_at_lmcache_variables
 from keyhole.core import standards
@@ -24,7 +24,7 @@ _YES = ("true", "1", "yes", "on")
 
 def _without_key(
     options: Options, rule: Rule, host: Word | None, default: str, missing: str, listens: str = ""
-) -> Iterator[Hit]:
+) -> Iterator[Finding]:
     """A server that other machines reach, and that asks for no key; `missing` names the key."""
     command = options.command
     if command.local or options.opaque or not reached_from_outside(host, default):
@@ -33,7 +33,7 @@ def _without_key(
     line = host.line if host else options.program.line
     if command.cluster and command.published:  # which says more than where the container listens
         where, line = command.published.text, command.published.line
-    yield Hit(rule, line, f"{where}, {missing}")
+    yield Finding(rule, line, f"{where}, {missing}")
 
 
 def _mounted(options: Options, folder: str) -> bool:
@@ -103,24 +103,24 @@ LLAMA_PROMPT_LOG = Rule(
 )  # fmt: skip
 
 
-def _look_at_llama_cpp(options: Options) -> Iterator[Hit]:
+def _look_at_llama_cpp(options: Options) -> Iterator[Finding]:
     if path := options.option("--slot-save-path", env="LLAMA_ARG_SLOT_SAVE_PATH"):
-        yield Hit(LLAMA_SLOT_FILES, path.line, f"--slot-save-path {path.text}".strip())
+        yield Finding(LLAMA_SLOT_FILES, path.line, f"--slot-save-path {path.text}".strip())
     if folder := options.option("--log-prompts-dir"):
-        yield Hit(LLAMA_PROMPT_LOG, folder.line, f"--log-prompts-dir {folder.text}".strip())
+        yield Finding(LLAMA_PROMPT_LOG, folder.line, f"--log-prompts-dir {folder.text}".strip())
     embedding = options.has("--embedding", "--embeddings", env="LLAMA_ARG_EMBEDDINGS")
     pooling = options.option("--pooling", env="LLAMA_ARG_POOLING")
     if embedding and pooling and pooling.text == "none":
-        yield Hit(LLAMA_TOKEN_STATES, pooling.line, "--pooling none")
+        yield Finding(LLAMA_TOKEN_STATES, pooling.line, "--pooling none")
     elif embedding:
-        yield Hit(LLAMA_EMBEDDINGS, embedding.line, "--embeddings")
+        yield Finding(LLAMA_EMBEDDINGS, embedding.line, "--embeddings")
     for flag, env, rule in (
         ("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", LLAMA_SLOTS),
         ("--props", "LLAMA_ARG_ENDPOINT_PROPS", LLAMA_PROPS),
         ("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", LLAMA_METRICS),
     ):
         if given := options.has(flag, env=env):
-            yield Hit(rule, given.line, flag)
+            yield Finding(rule, given.line, flag)
     host = options.option("--host", env="LLAMA_ARG_HOST")
     key = options.option("--api-key", env="LLAMA_API_KEY")
     if not (key or options.option("--api-key-file", env="LLAMA_ARG_API_KEY_FILE")):
@@ -210,43 +210,43 @@ VLLM_KEY_FOR_SOME = Rule(
 )  # fmt: skip
 
 
-def _look_at_vllm(options: Options) -> Iterator[Hit]:
+def _look_at_vllm(options: Options) -> Iterator[Finding]:
     yield from _vllm_answers(options)
     if transfer := options.option("--kv-transfer-config", "--kv-transfer-config.kv-connector"):
         # Its name alone is shown: other settings of a connector may be secrets.
         name = re.search(r"[A-Za-z0-9]*Connector[A-Za-z0-9]*(?!_)\b", transfer.text)
         connector = "a connector" if name is None else name[0]
         rule = VLLM_HIDDEN_STATES if "HiddenStates" in connector else VLLM_KV_FILES
-        yield Hit(rule, transfer.line, f"--kv-transfer-config {connector}")
+        yield Finding(rule, transfer.line, f"--kv-transfer-config {connector}")
     yield from look_at_lmcache_variables(options)
     for flag in ("--enable-prefix-caching", "--enable-prompt-tokens-details"):
         if given := options.has(flag):
-            yield Hit(VLLM_PREFIX_CACHE, given.line, flag)
+            yield Finding(VLLM_PREFIX_CACHE, given.line, flag)
     host, listens = options.option("--host"), "it listens at all addresses"
     key = options.option("--api-key", env="VLLM_API_KEY")
     if key is None:
         yield from _without_key(options, VLLM_OPEN, host, _ANYWHERE, "no --api-key", listens)
     elif not options.command.local and reached_from_outside(host, _ANYWHERE):
         where = f"--host {host.text}" if host else listens
-        yield Hit(VLLM_KEY_FOR_SOME, key.line, f"{where}, with a key")
+        yield Finding(VLLM_KEY_FOR_SOME, key.line, f"{where}, with a key")
 
 
-def _vllm_answers(options: Options) -> Iterator[Hit]:
+def _vllm_answers(options: Options) -> Iterator[Finding]:
     most = options.option("--max-logprobs")
     if most and re.fullmatch(r"-1|\d+", most.text) and not 0 <= int(most.text[:9]) <= _CAP:
-        yield Hit(VLLM_LOGPROBS, most.line, f"--max-logprobs {most.text}")
+        yield Finding(VLLM_LOGPROBS, most.line, f"--max-logprobs {most.text}")
     if given := options.has("--enable-prompt-embeds"):
-        yield Hit(VLLM_PROMPT_EMBEDS, given.line, "--enable-prompt-embeds")
+        yield Finding(VLLM_PROMPT_EMBEDS, given.line, "--enable-prompt-embeds")
     pooler = options.option("--pooler-config", "--pooler-config.task")
     if pooler and re.search(r"\btoken_embed\b", pooler.text):
-        yield Hit(VLLM_TOKEN_STATES, pooler.line, "--pooler-config task token_embed")
+        yield Finding(VLLM_TOKEN_STATES, pooler.line, "--pooler-config task token_embed")
         return
     release = re.search(r":v?0\.(\d+)", options.image.text if options.image else "")
     older = release is not None and int(release[1]) < _ONE_TASK
     for name, values in (_POOLING_BEFORE if older else _POOLING).items():
         value = options.option(name)
         if value and value.text in values:
-            yield Hit(VLLM_TOKEN_STATES, value.line, f"{name} {value.text}")
+            yield Finding(VLLM_TOKEN_STATES, value.line, f"{name} {value.text}")
             return
 
 
@@ -293,11 +293,11 @@ SGLANG_OPEN = Rule(
 )  # fmt: skip
 
 
-def _look_at_sglang(options: Options) -> Iterator[Hit]:
+def _look_at_sglang(options: Options) -> Iterator[Finding]:
     if given := options.has("--enable-return-hidden-states"):
-        yield Hit(SGLANG_HIDDEN_STATES, given.line, "--enable-return-hidden-states")
+        yield Finding(SGLANG_HIDDEN_STATES, given.line, "--enable-return-hidden-states")
     if given := options.has("--is-embedding"):
-        yield Hit(SGLANG_EMBEDDINGS, given.line, "--is-embedding")
+        yield Finding(SGLANG_EMBEDDINGS, given.line, "--is-embedding")
     if not options.option("--api-key"):
         host = options.option("--host")
         yield from _without_key(options, SGLANG_OPEN, host, "127.0.0.1", "no --api-key")
@@ -336,7 +336,7 @@ _ADDRESS = re.compile(r"(https?://)?(?P<host>\d+\.\d+\.\d+\.\d+|\[?::1?\]?)?(:\d
 _OLLAMA_CLIENT = {"pull", "push", "run", "create", "list", "show", "cp", "rm", "ps"}
 
 
-def _look_at_ollama(options: Options) -> Iterator[Hit]:
+def _look_at_ollama(options: Options) -> Iterator[Finding]:
     texts = {word.text for word in options.words}
     if texts & _OLLAMA_CLIENT and "serve" not in texts and options.program is options.image:
         return
@@ -346,21 +346,21 @@ def _look_at_ollama(options: Options) -> Iterator[Hit]:
         return
     if host is None and command.published and _in_own_image(options, OLLAMA):
         where = command.published  # its image sets OLLAMA_HOST=0.0.0.0
-        yield Hit(OLLAMA_OPEN, where.line, f"{where.text}, and Ollama has no keys")
+        yield Finding(OLLAMA_OPEN, where.line, f"{where.text}, and Ollama has no keys")
 
 
-def _look_at_ollama_variables(options: Options) -> Iterator[Hit]:
+def _look_at_ollama_variables(options: Options) -> Iterator[Finding]:
     """What OLLAMA_HOST and OLLAMA_ORIGINS open, wherever they are set."""
     command, origins = options.command, options.env.get("OLLAMA_ORIGINS")
     if origins and "*" in (part.strip() for part in origins.text.split(",")):
-        yield Hit(OLLAMA_ORIGINS, origins.line, f"OLLAMA_ORIGINS={origins.text}")
+        yield Finding(OLLAMA_ORIGINS, origins.line, f"OLLAMA_ORIGINS={origins.text}")
     host = options.env.get("OLLAMA_HOST")
     address = None if host is None else _ADDRESS.fullmatch(host.text)
     inside = command.local or (command.cluster and (not command.published or command.external_env))
     if host is None or address is None or inside:
         return
     if reached_from_outside(Word(address["host"] or _ANYWHERE, host.line), _ANYWHERE):
-        yield Hit(OLLAMA_OPEN, host.line, f"OLLAMA_HOST={host.text}")
+        yield Finding(OLLAMA_OPEN, host.line, f"OLLAMA_HOST={host.text}")
 
 
 OLLAMA = Program(
@@ -400,23 +400,19 @@ TGI_LOGPROBS = Rule(
 )  # fmt: skip
 
 
-def _look_at_tei(options: Options) -> Iterator[Hit]:
+def _look_at_tei(options: Options, rule: Rule = TEI_OPEN) -> Iterator[Finding]:
     if not options.option("--api-key", env="API_KEY"):
         host = options.option("--hostname", env="HOSTNAME")
         yield from _without_key(
-            options, TEI_OPEN, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
+            options, rule, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
         )
 
 
-def _look_at_tgi(options: Options) -> Iterator[Hit]:
+def _look_at_tgi(options: Options) -> Iterator[Finding]:
     most = options.option("--max-top-n-tokens", env="MAX_TOP_N_TOKENS")
     if most and most.text.isdecimal() and int(most.text[:9]) > _CAP:
-        yield Hit(TGI_LOGPROBS, most.line, f"--max-top-n-tokens {most.text}")
-    if not options.option("--api-key", env="API_KEY"):
-        host = options.option("--hostname", env="HOSTNAME")
-        yield from _without_key(
-            options, TGI_OPEN, host, _ANYWHERE, "no --api-key", "it listens at all addresses"
-        )
+        yield Finding(TGI_LOGPROBS, most.line, f"--max-top-n-tokens {most.text}")
+    yield from _look_at_tei(options, TGI_OPEN)
 
 
 TEI = Program(
@@ -465,17 +461,17 @@ QDRANT_OPEN = Rule(
 )  # fmt: skip
 
 
-def _look_at_chroma(options: Options) -> Iterator[Hit]:
+def _look_at_chroma(options: Options) -> Iterator[Finding]:
     reset = options.env.get("ALLOW_RESET") or options.env.get("CHROMA_ALLOW_RESET")
     if reset and reset.text.lower() in _YES:
-        yield Hit(CHROMA_RESET, reset.line, f"ALLOW_RESET={reset.text}")
+        yield Finding(CHROMA_RESET, reset.line, f"ALLOW_RESET={reset.text}")
     if not any(name.startswith("CHROMA_SERVER_AUTH") for name in options.env):
         host = options.option("--host")
         default = _ANYWHERE if _in_own_image(options, CHROMA) else "localhost"
         yield from _without_key(options, CHROMA_OPEN, host, default, "no authentication")
 
 
-def _look_at_qdrant(options: Options) -> Iterator[Hit]:
+def _look_at_qdrant(options: Options) -> Iterator[Finding]:
     host = options.env.get("QDRANT__SERVICE__HOST")
     key = options.env.get("QDRANT__SERVICE__API_KEY")
     # A configuration of its own may hold the key: then it is looked at by itself.
@@ -510,7 +506,7 @@ _WEAVIATE_LOGINS = (
 _RIGHTS = ("RBAC", "ADMINLIST")
 
 
-def _look_at_weaviate(options: Options) -> Iterator[Hit]:
+def _look_at_weaviate(options: Options) -> Iterator[Finding]:
     """Where no login is configured, it lets everybody in."""
     anonymous = options.env.get(_ANONYMOUS)
     login = [name for name in _WEAVIATE_LOGINS if _on(options.env.get(name))]
@@ -521,19 +517,19 @@ def _look_at_weaviate(options: Options) -> Iterator[Hit]:
         yield from _look_at_weaviate_variables(options)
 
 
-def _look_at_weaviate_variables(options: Options) -> Iterator[Hit]:
+def _look_at_weaviate_variables(options: Options) -> Iterator[Finding]:
     anonymous = options.env.get(_ANONYMOUS)
     # A list of rights may leave none to somebody without a name.
     limited = any(_on(options.env.get(f"AUTHORIZATION_{name}_ENABLED")) for name in _RIGHTS)
     if anonymous and anonymous.text.lower() in _YES and not limited:
-        yield Hit(WEAVIATE_OPEN, anonymous.line, f"{_ANONYMOUS}={anonymous.text}")
+        yield Finding(WEAVIATE_OPEN, anonymous.line, f"{_ANONYMOUS}={anonymous.text}")
 
 
 def _on(word: Word | None) -> bool:
     return word is not None and (word.text.lower() in _YES or "$" in word.text)
 
 
-def _look_at_milvus(options: Options) -> Iterator[Hit]:
+def _look_at_milvus(options: Options) -> Iterator[Finding]:
     # It takes common.security.authorizationEnabled in any case, with dots or underscores.
     plain = {re.sub(r"[._]", "", name).lower(): word for name, word in options.env.items()}
     asks = plain.get("commonsecurityauthorizationenabled")
@@ -542,7 +538,7 @@ def _look_at_milvus(options: Options) -> Iterator[Hit]:
         yield from _without_key(options, MILVUS_OPEN, None, _ANYWHERE, "authorization is not on")
 
 
-def look_at_settings(roots: list[Node]) -> Iterator[Known]:
+def look_at_settings(roots: list[Node]) -> Iterator[Recognised]:
     """Configuration files of stores' own, known by what stands in them, also inside other files."""
     for root in roots:
         if isinstance(root, Mapping):
@@ -557,22 +553,22 @@ def look_at_settings(roots: list[Node]) -> Iterator[Known]:
                         yield from look_at_settings(inside(text))
 
 
-def _own_settings(root: Mapping) -> Iterator[Known]:
+def _own_settings(root: Mapping) -> Iterator[Recognised]:
     reset = root.scalar("allow_reset")
     if reset and reset.text.lower() in _YES:
-        hit = Hit(CHROMA_RESET, reset.line, "allow_reset: true")
-        yield Known("store", "Chroma", reset.line, (hit,))
+        hit = Finding(CHROMA_RESET, reset.line, "allow_reset: true")
+        yield Recognised("store", "Chroma", reset.line, (hit,))
     service, storage = root.mapping("service"), root.mapping("storage")
     if service and storage and "storage_path" in storage.pairs:
         host, key = service.scalar("host"), service.scalar("api_key")
         hits = ()
         if reached_from_outside(host, _ANYWHERE) and not (key and key.text):
             line = host.line if host else service.line
-            hits = (Hit(QDRANT_OPEN, line, "service without api_key"),)
-        yield Known("store", "Qdrant", service.line, hits)
+            hits = (Finding(QDRANT_OPEN, line, "service without api_key"),)
+        yield Recognised("store", "Qdrant", service.line, hits)
 
 
-def _weaviate_settings(node: Mapping) -> Iterator[Known]:
+def _weaviate_settings(node: Mapping) -> Iterator[Recognised]:
     logins = node.mapping("authentication")
     anonymous = None if logins is None else logins.mapping("anonymous_access")
     if logins is None or anonymous is None:
@@ -582,17 +578,17 @@ def _weaviate_settings(node: Mapping) -> Iterator[Known]:
     limited = any(part is not None and _on(part.scalar("enabled")) for part in lists)
     hits = ()
     if enabled and enabled.text.lower() in _YES and not limited and not in_cluster_only(node):
-        hits = (Hit(WEAVIATE_OPEN, enabled.line, "anonymous_access.enabled: true"),)
-    yield Known("store", "Weaviate", anonymous.line, hits)
+        hits = (Finding(WEAVIATE_OPEN, enabled.line, "anonymous_access.enabled: true"),)
+    yield Recognised("store", "Weaviate", anonymous.line, hits)
 
 
-def _milvus_settings(node: Mapping) -> Iterator[Known]:
+def _milvus_settings(node: Mapping) -> Iterator[Recognised]:
     security = node.mapping("security")
     asks = None if security is None else security.scalar("authorizationEnabled")
     if asks is not None:
-        off = Hit(MILVUS_OPEN, asks.line, f"authorizationEnabled: {asks.text}")
+        off = Finding(MILVUS_OPEN, asks.line, f"authorizationEnabled: {asks.text}")
         hits = () if _on(asks) or "{{" in asks.text else (off,)
-        yield Known("store", "Milvus", asks.line, hits)
+        yield Recognised("store", "Milvus", asks.line, hits)
 
 
 CHROMA = Program(
@@ -633,7 +629,7 @@ MILVUS = Program(
 )
 PROGRAMS = (LLAMA_CPP, VLLM, LMCACHE, SGLANG, OLLAMA, TEI, TGI, CHROMA, QDRANT, WEAVIATE, MILVUS)
 # Variables that tell which program a file of variables is for.
-VARIABLES: dict[str, tuple[Program, Callable[[Options], Iterator[Hit]]]] = {
+VARIABLES: dict[str, tuple[Program, Callable[[Options], Iterator[Finding]]]] = {
     "OLLAMA_HOST": (OLLAMA, _look_at_ollama_variables),
     "OLLAMA_ORIGINS": (OLLAMA, _look_at_ollama_variables),
     _ANONYMOUS: (WEAVIATE, _look_at_weaviate_variables),

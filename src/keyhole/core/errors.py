@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Any, cast, get_args
 
 
@@ -80,6 +81,15 @@ def expect_among(name: str, value: object, known: Any) -> None:
     names = get_args(known) or tuple(cast("Iterable[str]", known))
     if value not in names:
         raise InputError(f"{name} must be one of {', '.join(names)}, not {value}")
+
+
+def expect_keys(given: Iterable[str], keys: Collection[str], where: str) -> None:
+    """Refuse a key of a file that is none of these, with the one that was probably meant."""
+    for key in given:
+        if key not in keys:
+            near = get_close_matches(key, keys, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(keys))}"
+            raise InputError(f"{key[:40]} has no meaning in {where}: {hint}")
 
 
 def first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,14 @@ def read_text(path: str | Path, what: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(what, path, error) from error
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    text = read_text(path, what)
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from error
 
 
 def read_tensors(

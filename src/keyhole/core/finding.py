@@ -50,9 +50,9 @@ class Finding:
     status: Status
     reason: str
     remedy: str
-    error: float | None
-    queries: int
-    seconds: float
+    error: float | None = None
+    queries: int = 0
+    seconds: float = 0.0
     lower_bound: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()

@@ -47,6 +47,7 @@ def untracked(name: str, total: int | None = None) -> Progress:  # noqa: ARG001
 class Standing:
     """Where one piece of work stands: it never goes back, and its end is all of it.
 
+    A `Progress`, which also takes the time that is left; `changed` is told whether more is done.
     Time left is measured from the first report on: what was done by then may have cost nothing.
     """
 
@@ -62,6 +63,11 @@ class Standing:
         self._clock, self._began, self._share = clock, clock(), 0.0
         self._first: tuple[float, int] | None = None
         self._left: tuple[float, float] | None = None  # when it was reported, and what
+        self.changed: Callable[[bool], object] = bool
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+        if not self.ended:
+            self.changed(self.report(done, total, note))
 
     def expect(self, left: float) -> None:
         """Whoever works knows better than a count tells how many seconds are to come."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from keyhole.disrupt.budget import Budget
 from keyhole.disrupt.disruption import Control
 from keyhole.disrupt.tasks import Question
-from keyhole.disrupt.units import Units
+from keyhole.disrupt.units import FixedCuts, Units
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
@@ -31,15 +31,12 @@ class Verdict:
     masked: Tensor  # (b, units)
 
 
-class _FixedCuts(Untouched):
-    """Attention with these units (b, units) cut; notes which probabilities are zero."""
+class _NotedCuts(FixedCuts):
+    """Notes which probabilities are zero."""
 
     def __init__(self, units: Units, cut: Tensor) -> None:
-        self.units, self.mask = units, cut
+        super().__init__(units, cut)
         self.zeros: list[Tensor] = []
-
-    def cut(self, site: Site, shape: torch.Size) -> Tensor:
-        return self.units.at(self.mask, self.units.places[site.index]).reshape(shape)
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         del site
@@ -53,7 +50,7 @@ def judge(
     logits: list[Tensor] = []
     masked: list[Tensor] = []
     for indices in _parts(question, batch):
-        cuts = _FixedCuts(units, cut[indices])
+        cuts = _NotedCuts(units, cut[indices])
         with torch.no_grad(), rewriting(model, cuts):
             logits.append(question.part(indices).logits(model))
         masked.append(torch.cat(cuts.zeros, 1) & cut[indices] & units.exists[indices])
@@ -87,7 +84,7 @@ def run_control(model: Any, question: Question, units: Units, batch: int) -> tup
             own = part.logits(model)
             with rewriting(model, Untouched()):
                 untouched = part.logits(model)
-            with rewriting(model, _FixedCuts(units, nothing)):
+            with rewriting(model, FixedCuts(units, nothing)):
                 zero = part.logits(model)
         flips = (part.predicted(zero) != part.predicted(own)).any(-1).sum()
         result = result.joined(

@@ -44,7 +44,6 @@ class Question:
     labels: Tensor
     target: Tensor | None
     special: Tensor | None  # as the tokenizer marks them, where it did
-    given: int  # positions of the text before a continuation was appended
 
     @property
     def size(self) -> int:
@@ -144,7 +143,6 @@ def ask(
     inputs = {name: value.to(device) for name, value in batch.items()}
     special = inputs.pop("special_tokens_mask", None)
     inputs.pop("labels", None)
-    given = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
     if task in ("classification", "choice"):
         if labels is None:
             raise InputError("a classifier needs labels")
@@ -153,7 +151,7 @@ def ask(
         labels = own if labels is None else labels
     labels = _shaped(labels, len(next(iter(inputs.values()))), device, "labels")
     wanted = None if target is None else _target(target, labels)
-    return Question(task, inputs, labels, wanted, special, given)
+    return Question(task, inputs, labels, wanted, special)
 
 
 def _task(model: Any, batch: Batch) -> Task:
@@ -223,7 +221,7 @@ def _continued(
     count = count if given is None else given.shape[1]
     answer: list[Tensor] = []
     for step in range(count):
-        question = Question("causal", inputs, inputs["input_ids"][:, :1], None, None, 0)
+        question = Question("causal", inputs, inputs["input_ids"][:, :1], None, None)
         if given is None:
             with torch.no_grad():
                 answer.append(question.logits(model)[:, 0].argmax(-1))

@@ -139,6 +139,16 @@ class Units:
         )
 
 
+class FixedCuts(Untouched):
+    """Attention with these units (b, units) cut."""
+
+    def __init__(self, units: Units, cut: Tensor) -> None:
+        self.units, self.mask = units, cut
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor:
+        return self.units.at(self.mask, self.units.places[site.index]).reshape(shape)
+
+
 class Look(Untouched):
     """Keeps the probabilities that came by."""
 

@@ -9,7 +9,6 @@ from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.canonical import canonical, same_function
-from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
@@ -40,7 +39,6 @@ __all__ = [
     "AttentionSubLayer",
     "Auto",
     "Check",
-    "DefencesTried",
     "Extraction",
     "Fitted",
     "FittedLayer",
@@ -64,8 +62,6 @@ __all__ = [
     "Tolerant",
     "TolerantAsPublished",
     "TransformerBlock",
-    "Tried",
-    "against_defences",
     "canonical",
     "choose",
     "judge",

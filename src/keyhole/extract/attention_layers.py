@@ -45,7 +45,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.block import expect_vectors, last
+from keyhole.extract.blocks.view import expect_vectors, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import levenberg, refined
 from keyhole.extract.judge import Method

@@ -33,7 +33,8 @@ from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_errors, own_error, smallest
 from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.block import TransformerBlock, last
+from keyhole.extract.block import TransformerBlock
+from keyhole.extract.blocks.view import last
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted, Refined, find_norm
@@ -300,7 +301,8 @@ def _choice(
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
             return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
-        fallbacks = () if arithmetic.exact else (fit,)
+        block = TransformerBlock(seed=seed, tolerance=accepted)
+        fallbacks = (block,) if arithmetic.exact else (fit,)
         return Choice(
             Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallbacks=fallbacks
         )

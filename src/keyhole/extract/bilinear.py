@@ -116,17 +116,9 @@ class ProbeBasis:
 
     @classmethod
     def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
-        d = len(v)
         v = v / v.abs().max()
         unit_v = v / torch.linalg.vector_norm(v)
-        R = random_orthogonal(d, stream)
-        # A reflection that takes R v̂ to the diagonal; then Q = HR does what is promised.
-        mirror = R @ unit_v - 1 / math.sqrt(d)
-        norm = torch.linalg.vector_norm(mirror)
-        if norm > 1e-8:
-            mirror = mirror / norm
-            R = R - 2 * torch.outer(mirror, mirror @ R)
-        return cls(R, unit_v)
+        return cls(equalised(unit_v[None], random_orthogonal(len(v), stream))[0], unit_v)
 
     @property
     def deltas(self) -> Tensor:
@@ -141,6 +133,14 @@ class ProbeBasis:
 
 def lengths(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1)
+
+
+def equalised(g: Tensor, Q: Tensor) -> Tensor:
+    """The orthogonal rows Q turned so that all have the same positive product with g (R, d)."""
+    target = Q.sum(0) / math.sqrt(len(Q))
+    mirror = g / lengths(g).unsqueeze(1) - target
+    square = (mirror * mirror).sum(1).clamp(min=1e-28)[:, None, None]
+    return Q - (mirror @ Q.mT).unsqueeze(2) * (2 / square * mirror.unsqueeze(1))
 
 
 def random_units(count: int, d: int, stream: torch.Generator) -> Tensor:

@@ -1,8 +1,8 @@
 """A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
 
 The target is `y` of oracle/block.py. Nothing of this is assumed: whether there are norms and which,
-the activation, gates, widths, heads and every ε show in the answers. Vectors of the last token are
-asked for.
+the activation, gates, widths, heads and every ε show in the answers, the last token's vectors or
+scores.
 
     single tokens        the softmax of one token is 1: y is a function of one vector
     blocks/units.py      the units of the feed-forward layer from how it bends
@@ -32,7 +32,12 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
 about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
-behind the sums (BERT) are blocks/behind.py's. Answers of one number are refused.
+behind the sums (BERT) are blocks/behind.py's.
+
+Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
+w is what s grows with, units and M follow as above with more questions for one number in an answer,
+and heads are gated units themselves (blocks/heads.py). Without norms, and with positions, they are
+refused.
 """
 
 from __future__ import annotations
@@ -45,14 +50,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
-from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.kinks import (
     find_relu_units,
     find_relu_units_on_sphere,
@@ -60,8 +65,9 @@ from keyhole.extract.blocks.kinks import (
     straight_on_sphere,
 )
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
+from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
-from keyhole.extract.gauss_newton import refined
+from keyhole.extract.gauss_newton import levenberg, refined
 from keyhole.extract.judge import Method
 from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import read_attention
@@ -70,14 +76,17 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
-_FAR = 2.0**20  # lengths at which a norm sees the token alone
-_LONG = 2.0**16
+_LONG, _LONGER = 2.0**16, 2.0**24  # of vectors, and of scores
+_MIDDLE = 2.0**12  # at which heads of a block that gives scores are read
+_HEADS = {16.0: ["O"], 1.0: ["Q", "q", "O"]}  # lengths of the last token, and what it shows
+_RANK = 1e-6  # of the largest singular value of a head's matrix
 _MORE = 1.5  # answers for each unknown of a fit
 _MANY = 4.0  # likewise, where their rounding is what limits it
 _SHORTER = (256.0, 16.0, 4.0)  # how long tokens are while M is sought
 _LENGTHS = (16.0, 4.0, 1.0, 0.25)  # and in the fit of everything
 _STEPS = 12  # of Gauss–Newton, at the most
 _SETTLED = 1e-6
+_ATTEMPTS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _NEWTON = 20
 # Of √d: p and x in [p + x ; p]. With rotary positions p is 0.
@@ -94,13 +103,12 @@ _FRESH = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # of the answers: how far attention may be off before it is polished
 _MOST = 3000  # numbers that are polished together
-_SAME = 1e-9
 _SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
 
 @dataclass(frozen=True)
 class TransformerBlock(Method):
-    """Exact extraction of a whole block that returns vectors."""
+    """Exact extraction of a whole block that returns vectors, or behind norms scores."""
 
     seed: int = 0
     tolerance: float = 1e-8
@@ -120,7 +128,7 @@ class TransformerBlock(Method):
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        view = _View.open(oracle, stream)
+        view = View.open(oracle, stream)
         network: _Network | Behind
         if view.norm == "behind":
             network = undone = read_behind(
@@ -133,12 +141,12 @@ class TransformerBlock(Method):
             network, undone = _behind_norms(view, stream)
         model = self._model(view, network, undone, stream)
         yield Step(
-            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+            model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
         )
 
     def _model(
         self,
-        view: _View,
+        view: View,
         network: _Network | Behind,
         undone: _Undone | Behind,
         stream: torch.Generator,
@@ -149,11 +157,14 @@ class TransformerBlock(Method):
         why = "what was read does not answer alike"
         for reach in REACHES.get(view.norm, (1.0,) * _AGAIN):
             try:
-                layer = read_attention(undone.surroundings(), stream, undone.total, reach)
-                if isinstance(network, Behind):
-                    model = network.block(network.polished(layer, stream))
+                if view.scores and isinstance(undone, _Undone):
+                    model = _with_heads(undone, stream)
                 else:
-                    model = _assembled(view, network, layer)
+                    layer = read_attention(undone.surroundings(), stream, undone.total, reach)
+                    if isinstance(network, Behind):
+                        model = network.block(network.polished(layer, stream))
+                    else:
+                        model = _assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -175,7 +186,7 @@ def _coarse(oracle: Oracle) -> float:
     return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
-def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
+def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     """All numbers at once, by least squares: the solves in a row cost digits.
 
     In a wide block those of attention only; the feed-forward layer's were fitted together.
@@ -188,103 +199,28 @@ def _polished(view: _View, model: Block, stream: torch.Generator) -> Block:
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     unknowns = sum(getattr(model, name).numel() for name in names)
-    count = math.ceil(more * unknowns / view.dim) + 16
+    count = math.ceil(more * unknowns / view.numbers) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     y = ask(view.oracle, tokens)
     return refined(model, names, [(tokens, y, torch.ones_like(y))])
 
 
 @dataclass(frozen=True)
-class _View:
-    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
-
-    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
-    """
-
-    oracle: Oracle
-    norm: str
-    axes: Tensor
-    every_token: bool
-    causal: bool
-
-    @property
-    def dim(self) -> int:
-        return self.oracle.dim
-
-    @classmethod
-    def open(cls, oracle: Oracle, stream: torch.Generator) -> _View:
-        """Which norms there are: how answers grow with a token, and whether its mean matters."""
-        d = oracle.dim
-        x = math.sqrt(d) * random_orthogonal(d, stream)[0]
-        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
-        expect_vectors(pairs, d)
-        every = pairs.ndim == 3
-        causal = every and bool(
-            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
-        )
-        view = cls(oracle, "none", torch.eye(d, dtype=torch.float64), every, causal)
-        one, two, shifted = view.ask(_FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
-        if float(two.abs().max()) < 2 * math.sqrt(_FAR):
-            return replace(view, norm="behind")
-        if float((two - one - _FAR * x).abs().max()) > 1e-3 * math.sqrt(_FAR):
-            return view
-        rest = one - _FAR * x
-        moved = shifted - _FAR * (x + x.mean().sign()) - rest
-        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
-            return replace(view, norm="rms")
-        ones = torch.ones(d, 1, dtype=torch.float64)
-        rows = torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1)
-        return replace(view, norm="layer", axes=torch.linalg.qr(rows)[0][:, 1:].contiguous())
-
-    def ask(self, tokens: Tensor) -> Tensor:
-        """Answers to single tokens (n, d)."""
-        return last(self.oracle, tokens.unsqueeze(1))
-
-    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
-        """What stands behind a norm, in coordinates (n, e)."""
-        if self.norm == "none":
-            return tokens
-        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
-
-    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
-        """Random ones, of so many times the length √d."""
-        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
-        return length * xi @ self.axes.mT
-
-
-def expect_vectors(answers: Tensor, dim: int) -> None:
-    """Are answers as long as a token?"""
-    if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
-            "a layer that is added to its tokens gives vectors as long as they are",
-        )
-
-
-def last(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """The last token's vectors."""
-    parts = sequences.split(batch_rows(*sequences.shape[1:]))
-    answers = torch.cat([ask(oracle, part) for part in parts])
-    return answers[:, -1] if answers.ndim == 3 else answers
-
-
-@dataclass(frozen=True)
 class _Network:
-    """`h ↦ h + C·f(N(h)) + c`, in the coordinates of the view."""
+    """`h ↦ h·R + C·f(N(h)) + c`, in the coordinates of the view, R its residual."""
 
-    view: _View
+    view: View
     units: Units
     c: Tensor
     epsilon: float = 0.0
 
     def __call__(self, h: Tensor) -> Tensor:
-        return h + values(self.units, self.view.normed(h, self.epsilon)) @ self.units.C.mT + self.c
+        inside = values(self.units, self.view.normed(h, self.epsilon))
+        return h @ self.view.residual + inside @ self.units.C.mT + self.c
 
     def slopes(self, h: Tensor) -> Tensor:
-        """dy/dh, (n, d, d) with h last."""
-        identity = torch.eye(h.shape[1], dtype=torch.float64)
-        return identity + _slopes(self.view, self.units, h, self.epsilon)
+        """dy/dh, (n, m, d) with h last."""
+        return self.view.residual.mT + _slopes(self.view, self.units, h, self.epsilon)
 
     def undone(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """An h that answers with y, by Newton's method; what is left, relative to y."""
@@ -322,13 +258,13 @@ def _inner_slopes(units: Units, u: Tensor) -> Tensor:
     return (slope * gates)[..., None] * units.A + inside[..., None] * units.G
 
 
-def _slopes(view: _View, units: Units, h: Tensor, epsilon: float) -> Tensor:
-    """d(C·f(N(h)))/dh, (n, d, d)."""
+def _slopes(view: View, units: Units, h: Tensor, epsilon: float) -> Tensor:
+    """d(C·f(N(h)))/dh, (n, m, d)."""
     outer = units.C @ _inner_slopes(units, view.normed(h, epsilon))
     return _in_front(view, outer, h, epsilon)
 
 
-def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
+def _in_front(view: View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     """Derivatives by h, from those (n, m, e) by N(h)."""
     if view.norm == "none":
         return outer
@@ -340,32 +276,37 @@ def _in_front(view: _View, outer: Tensor, h: Tensor, epsilon: float) -> Tensor:
     return full / size[:, None, None]
 
 
-def _count(view: _View, units: Units, more: float = _MORE) -> int:
+def _count(view: View, units: Units, more: float = _MORE) -> int:
     """Answers for a fit of all numbers of the units, and of a linear map beside."""
     width, e = units.A.shape
-    numbers = width * (e + 1) * (2 if len(units.G) else 1) + (width + e + 1) * view.dim
-    return math.ceil(more * numbers / view.dim) + 16
+    numbers = width * (e + 1) * (2 if len(units.G) else 1) + width * view.numbers
+    return math.ceil(more * (numbers + (e + 1) * view.dim) / view.numbers) + 16
 
 
 def _of_lengths(
-    view: _View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
+    view: View, units: Units, lengths: Sequence[float], more: float, stream: torch.Generator
 ) -> Tensor:
     """So many tokens, of several lengths."""
     count = math.ceil(_count(view, units, more) / len(lengths)) + 8
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: _View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d = view.dim
-    if straight(view.ask, d, stream):
-        units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
-    else:
-        units, lengths = find_units(Field(view.ask, d, sphere=False), stream), (1.0,)
-    # Of long tokens, half are on either side of every kink, whatever the bias.
-    x = _of_lengths(view, units, lengths, _MANY, stream)
-    ones = torch.ones(len(x), 1, dtype=torch.float64)
-    units, _, linear, left = fit(units, Known(x, torch.cat([x, ones], 1)), view.ask(x))
-    _expect_fitted(left)
+    bent = not straight(view.ask, d, stream)
+
+    def start() -> tuple[Units, Tensor]:
+        if bent:
+            units, lengths = find_units(Field(view.ask, d, sphere=False, numbers=d), stream), (1.0,)
+        else:  # of long tokens, half are on either side of every kink, whatever the bias
+            units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
+        x = _of_lengths(view, units, lengths, _MANY, stream)
+        beside = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        units, _, linear, left = fit(units, Known(x, beside), view.ask(x))
+        _expect_fitted(left)
+        return units, linear
+
+    units, linear = attempted(start, _ATTEMPTS if bent else 1)
     single = _Single(units, linear[:-1], linear[-1])
     for long, short in _PAIRS:
         p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
@@ -428,6 +369,8 @@ def _signs(units: Units, beside: Tensor) -> Tensor | None:
     products = (units.A[:, :, None] * units.C.mT[:, None]).flatten(1)  # A_k ⊗ c_k
     if len(units.G):
         shares = torch.zeros(len(units.A), dtype=torch.float64)
+    elif products.shape[1] < len(products):
+        shares = chosen(products, -beside.flatten())
     else:
         shares = least_squares(products.mT, -beside.flatten()[:, None])[:, 0]
     turned = (shares > 0.5).to(torch.float64)
@@ -444,23 +387,28 @@ def _turned(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _behind_norms(view: View, stream: torch.Generator) -> tuple[_Network, _Undone]:
     d, e = view.axes.shape
     shrink = math.sqrt(d / e)
 
-    def far(xi: Tensor, length: float = _FAR) -> Tensor:
+    def far(xi: Tensor, length: float = FAR) -> Tensor:
         x = length * xi @ view.axes.mT
-        return view.ask(x) - x
+        return view.ask(x) - x @ view.residual
 
     nearer = partial(far, length=_LONG)
-    if straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
-    else:
-        units = find_units(Field(far, e, sphere=True), stream)
-        units = replace(units, A=units.A / shrink, G=units.G / shrink)
-    units, start = _rough(view, units, stream)
+    kinked = not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream)
+
+    def start() -> tuple[Units, _Shifted]:
+        if kinked:
+            units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+        else:
+            units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
+            units = replace(units, A=units.A / shrink, G=units.G / shrink)
+        return _rough(view, units, stream)
+
+    units, inputs = attempted(start, _ATTEMPTS)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
-    units, inputs, linear, left = fit(units, replace(start, x=x), view.ask(x))
+    units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
     _expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
     return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
@@ -470,7 +418,7 @@ def _behind_norms(view: _View, stream: torch.Generator) -> tuple[_Network, _Undo
 class _Shifted:
     """u = N(h) with h = x + N(x)M + b, where M, b and both ε are sought: (e + 1)·d + 2 numbers."""
 
-    view: _View
+    view: View
     x: Tensor
     M: Tensor
     b: Tensor
@@ -487,15 +435,15 @@ class _Shifted:
 
     @property
     def added(self) -> Tensor:
-        return self.h
+        return self.h @ self.view.residual
 
     @property
     def beside(self) -> Tensor:
         return torch.ones(len(self.x), 1, dtype=torch.float64)
 
     def jacobian(self, units: Units) -> Tensor:
-        view, d = self.view, self.view.dim
-        outer = torch.eye(d, dtype=torch.float64) + _slopes(view, units, self.h, self.behind)
+        view = self.view
+        outer = view.residual.mT + _slopes(view, units, self.h, self.behind)
         t = view.normed(self.x, self.epsilon)
         of_M = torch.einsum("ne,nmj->nmej", t, outer).flatten(2)
         front = (view.normed(self.x, self.epsilon + _TINY) - t) / _TINY @ self.M
@@ -513,52 +461,60 @@ class _Shifted:
         )  # fmt: skip
 
 
-def _rough(view: _View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
+def _rough(view: View, units: Units, stream: torch.Generator) -> tuple[Units, _Shifted]:
     """What long tokens show, y − x = u·Λ + C·f(u) + κ with u = N(x); then M, b and the signs."""
     d, e = view.axes.shape
-    x = view.tokens(_count(view, units), _LONG, stream)
+    x = view.tokens(_count(view, units), _LONGER if view.scores else _LONG, stream)
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
-    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x)
+    units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x @ view.residual)
     _expect_fitted(left / 1e3)
     M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for length in _SHORTER:
         M, b = _attention_sum(view, units, linear, (M, b), length, stream)
-    turned = _signs(units, linear[:-1] - M)
+    turned = _signs(units, linear[:-1] - M @ view.residual)
     if turned is None:
         raise _not_a_block()
     return _turned(units, turned), _Shifted(view, x, M, b)
 
 
 def _attention_sum(
-    view: _View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    view: View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """M and b from tokens of one length, by Gauss–Newton steps, while the units' signs are open.
 
-    With h = x + tM + b, t = N(x) and u = N(h), y = h + u(Λ − M) + C·f(u) + κ − b.
+    With h = x + tM + b, t = N(x) and u = N(h), y = hR + u(Λ − MR) + C·f(u) + κ − bR.
     """
     M, b = start
     e, d = M.shape
-    identity = torch.eye(d, dtype=torch.float64)
-    x = view.tokens(math.ceil(_MORE * (e + 1)) + 8, length, stream)
+    R = view.residual
+    x = view.tokens(math.ceil(_MORE * (e + 1) * d / view.numbers) + 8, length, stream)
     y, t = view.ask(x), view.normed(x, 0.0)
-    for _ in range(_STEPS):
+
+    def look(both: Tensor) -> tuple[Tensor, Tensor]:
+        M, b = both[: e * d].view(e, d), both[e * d :]
         h = x + t @ M + b
         u = view.normed(h, 0.0)
-        beside = linear[:-1] - M
-        rest = y - (h + u @ beside + values(units, u) @ units.C.mT + linear[-1] - b)
+        beside = linear[:-1] - M @ R
+        miss = (h - b) @ R + u @ beside + values(units, u) @ units.C.mT + linear[-1] - y
         outer = units.C @ _inner_slopes(units, u) + beside.mT
         outer = _in_front(view, outer, h, 0.0)
-        of_M = torch.einsum("ne,nmj->nmej", t, outer + identity)
-        of_M = of_M - torch.einsum("ne,mj->nmej", u, identity)
-        step = least_squares(
-            torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1), rest.flatten()[:, None]
-        )[:, 0]
-        M, b = M + step[: e * d].view(e, d), b + step[e * d :]
-        if float(step.abs().max()) <= _SETTLED:
-            break
-    return M, b
+        of_M = torch.einsum("ne,nmj->nmej", t, outer + R.mT)
+        of_M = of_M - torch.einsum("ne,mj->nmej", u, R.mT)
+        return miss.flatten(), torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1)
+
+    both = torch.cat([M.flatten(), b])
+    if view.scores:  # from M = 0 one number shows too little of it for whole steps
+        both = levenberg(look, both)[0]
+    else:
+        for _ in range(_STEPS):
+            miss, J = look(both)
+            step = least_squares(J, miss[:, None])[:, 0]
+            both = both - step
+            if float(step.abs().max()) <= _SETTLED:
+                break
+    return both[: e * d].view(e, d), both[e * d :]
 
 
 @dataclass(frozen=True)
@@ -570,7 +526,7 @@ class _Undone:
     its direction are one to attention.
     """
 
-    view: _View
+    view: View
     network: _Network
     M: Tensor
     b: Tensor
@@ -606,7 +562,52 @@ class _Undone:
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
 
-def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
+def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
+    """Of a block that gives scores: W_h and what w shows of M_h, then M_h from shorter tokens."""
+    view, M = undone.view, undone.M
+    (d, e), w = view.axes.shape, view.residual
+
+    def value(t: Tensor, asking: Tensor) -> Tensor:
+        left = 1 - t.square().sum(1, keepdim=True) / d
+        tokens = torch.stack([(undone.epsilon / left).sqrt() * t, _MIDDLE * asking], 1)
+        x = tokens[:, -1] @ view.axes.mT
+        y = last(view.oracle, tokens @ view.axes.mT)
+        return y - undone.network(x + view.normed(x, undone.epsilon) @ M + undone.b)
+
+    heads = read_heads(value, e, math.sqrt(d), stream)
+    count = len(heads.v)
+    own = heads.v - (M @ w)[:, 0] / count  # of what w shows, beyond an even share
+    O = M / count + own[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
+    grow = math.sqrt(d / e)  # to tokens behind an RMS norm of the coordinates
+    identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
+    layer = SubLayer(
+        Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=undone.b,
+        frequencies=heads.c[:, :0], epsilon=undone.epsilon * d / e,
+    )  # fmt: skip
+    model = _assembled(view, undone.network, layer)
+    for length, names in _HEADS.items():
+        unknowns = sum(getattr(model, name).numel() for name in names)
+        tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
+        tokens = tokens.unflatten(0, (-1, 2))
+        tokens[:, -1] *= length
+        y = ask(view.oracle, tokens)
+        model = refined(model, names, [(tokens, y, torch.ones_like(y))])
+    seen = view.axes @ view.axes.mT  # steps may leave what no token has in Q
+    Q, K = _factored(seen @ model.Q @ model.K.mT)
+    V, O = _factored(model.V @ model.O)  # noqa: E741
+    q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
+    return replace(model, Q=Q, K=K, q=q, V=V, O=O.mT.contiguous())
+
+
+def _factored(products: Tensor) -> tuple[Tensor, Tensor]:
+    """X and Y with products XYᵀ (heads, n, m), of the rank that they have."""
+    left, sizes, right = torch.linalg.svd(products, full_matrices=False)
+    rank = int((sizes > _RANK * sizes[:, :1]).sum(1).max())
+    root = sizes[:, None, :rank].sqrt()
+    return left[..., :rank] * root, right.mT[..., :rank] * root
+
+
+def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
     d, e = view.axes.shape
     units, lift = network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
@@ -622,7 +623,8 @@ def _assembled(view: _View, network: _Network, layer: SubLayer) -> Block:
         V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
         frequencies=layer.frequencies,
         A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
-        c=network.c, activation=units.activation, norm=view.norm,
+        c=network.c, w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]),
+        activation=units.activation, norm=view.norm,
         epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
         every_token=view.every_token, causal=view.causal,
     )  # fmt: skip

@@ -1,82 +1,28 @@
-"""`keyhole extract TARGET --against-defences` as a function: every defence, from both sides.
+"""Every defence of a server in front of a target, attacked as it is best attacked, from both sides.
 
 Errors are measured on one set of questions, against the answers of the bare target, so that they
 can be compared: an attacker whose copy is off by less than the server's own answers has a better
-server than its clients have.
+server than its clients have. `keyhole audit --against-defences` and `keyhole lab defences` run it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status
-from keyhole.core.endpoint import without_password
-from keyhole.core.errors import InputError, expect_number
-from keyhole.core.progress import Progress, Track, silent, untracked
-from keyhole.core.result import Result, environment
-from keyhole.endpoints import open_endpoint
+from keyhole.core.progress import Progress, silent
 from keyhole.extract.adapted import Adapted
-from keyhole.extract.auto import Kind, choose
 from keyhole.extract.judge import NEARLY
 from keyhole.extract.ordinary_questions import usual_norm_of
-from keyhole.oracle.connection import EndpointOptions
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
-from keyhole.oracle.ledger import Notice, ignored, session
-from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
+from keyhole.oracle.protocol import Counted, Oracle, ask
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target
-
-
-def against_defences(
-    target: str | Oracle,
-    *,
-    usual_norm: float | None = None,
-    ledger: str | Path | None = None,
-    seed: int = 0,
-    track: Track = untracked,
-    endpoint: EndpointOptions | None = None,
-    authorized: bool = False,
-    notice: Notice = ignored,
-) -> DefencesTried:
-    """Put every defence in front of a target, attack it as it is best attacked, and measure both.
-
-    `target` is what the command line takes, or any oracle that answers with one head's scores; the
-    defences are added in this process. `usual_norm` is the norm of an honest client's
-    tokens, d^¼ if not given. The attacker knows which defence it meets. `endpoint`, `authorized`
-    and `notice` are as for an extraction.
-    """
-    name = without_password(target) if isinstance(target, str) else identity_of(target)
-    oracle = target
-    if isinstance(oracle, str):
-        oracle = open_endpoint(oracle, options=endpoint, authorized=authorized)
-    with session({"": oracle}, ledger=ledger, notice=notice) as parts:
-        ready = parts[""]
-        expect_one_head(ready, seed)
-        client = HonestClient.of(ready, usual_norm, seed)
-        planned = trials(ready.dim, usual_norm, seed)
-        overall = track("extract", len(planned))
-        tried: list[Tried] = []
-        for number, trial in enumerate(planned):
-            overall(number, note=trial.name)
-            tried.append(try_defence(trial, ready, client, seed))
-        overall(len(planned))
-    return DefencesTried(name, oracle.dim, tuple(tried), seed)
-
-
-def expect_one_head(oracle: Oracle, seed: int) -> None:
-    """Refuse a target that the attacks on defences are not for."""
-    kind = choose(oracle, seed).kind
-    if kind is not Kind.HEAD:
-        raise InputError(
-            f"the attacks on defences read one head's scores; this target gives {kind}"
-        )
 
 
 def try_defence(
@@ -100,7 +46,6 @@ def try_defence(
         refused=honest.refused,
         queries=result.queries,
         seconds=result.seconds,
-        waiting=None if trial.rate is None else result.queries / trial.rate,
     )
 
 
@@ -131,8 +76,7 @@ def _setting(trial: Trial, dim: int) -> str:
 class Tried:
     """One defence. Errors are relative, on an honest client's questions; None: no copy.
 
-    `refused` is the share of the honest client's questions that the defence refuses. `waiting` is
-    how long an attacker with one address waits for its answers, in seconds, where a rate holds it.
+    `refused` is the share of the honest client's questions that the defence refuses.
     """
 
     defence: str
@@ -145,65 +89,6 @@ class Tried:
     refused: float
     queries: int
     seconds: float
-    waiting: float | None = None
-
-    @property
-    def better(self) -> bool:
-        """Has the attacker a better copy than the answers that honest clients get?"""
-        error = self.attacker_error
-        return error is not None and error <= max(self.honest_error, _SAME)
-
-
-@dataclass(frozen=True, repr=False)
-class DefencesTried(Result):
-    """Every defence in front of one target, each with the attack that adapts to it."""
-
-    target: str
-    dim: int
-    tried: tuple[Tried, ...]
-    seed: int = 0
-    environment: dict[str, str] = field(default_factory=environment)
-
-    kind: ClassVar[str] = "defences"
-
-    @property
-    def statuses(self) -> list[Status]:
-        return [each.status for each in self.tried]
-
-    def summary(self) -> str:
-        head = ("defence", "attack", "attacker's error", "honest error", "refused", "queries")
-        rows = [
-            (
-                each.defence, each.attack,
-                "nothing" if each.attacker_error is None else f"{each.attacker_error:.1e}",
-                f"{each.honest_error:.1e}", f"{each.refused:.0%}", f"{each.queries:,}",
-            )
-            for each in self.tried
-        ]  # fmt: skip
-        widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        ]
-        better = sum(each.better for each in self.tried)
-        lines.append(
-            f"in {better} of {len(self.tried)} cases the attacker's copy is at least as exact as "
-            "the answers that honest clients get"
-        )
-        lines += [
-            f"{each.defence}: at that rate the queries take {_duration(each.waiting)}"
-            for each in self.tried
-            if each.waiting is not None
-        ]
-        return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    """In the largest unit of which there is one at least."""
-    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.0f} seconds"
 
 
 @dataclass(frozen=True)
@@ -222,9 +107,9 @@ class Trial:
         return None if self.budget is None else int(self.budget * (dim * dim + dim))
 
 
-def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
+def trials(dim: int, seed: int = 0) -> list[Trial]:
     """One of each kind, alone and combined, for tokens of the usual norm and scores of about 1."""
-    norm = usual_norm_of(dim) if usual_norm is None else usual_norm
+    norm = usual_norm_of(dim)
     none = Degradation(seed=seed)
     bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
     return [
@@ -266,16 +151,15 @@ class Service:
 
 @dataclass(frozen=True)
 class HonestClient:
-    """Questions of 4, 8 and 16 random tokens whose norms lie about `usual_norm`, and the truth."""
+    """Questions of 4, 8 and 16 random tokens whose norms lie about the usual one, and the truth."""
 
     questions: tuple[Tensor, ...]
     truth: Tensor
 
     @classmethod
-    def of(cls, target: Oracle, usual_norm: float | None = None, seed: int = 0) -> HonestClient:
+    def of(cls, target: Oracle, seed: int = 0) -> HonestClient:
         """Asks the bare target, as its owner can."""
-        expect_number("usual_norm", usual_norm, above=0)
-        norm = usual_norm_of(target.dim) if usual_norm is None else usual_norm
+        norm = usual_norm_of(target.dim)
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         questions: list[Tensor] = []
         for length in _LENGTHS:

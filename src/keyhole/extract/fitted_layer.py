@@ -16,7 +16,6 @@ Where answers are off by ±τ whatever their size, tokens are made longer: φ(tx
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from keyhole.extract.fitted import (
     token_size,
 )
 from keyhole.extract.gauss_newton import refined, uncertainty
+from keyhole.extract.relu_network import Folds, neurons
 from keyhole.oracle.planted import Head, OneLayer, Parametric
 from keyhole.oracle.protocol import Oracle
 
@@ -50,7 +50,7 @@ _EXPLAINED = 1.5  # root mean square of residuals in units of the answers' round
 _STARTS = 4  # of the folds
 _ALL = ("W", "A", "w")
 _LENGTHS = (2, 3, 4)
-_SIGNED = 12  # neurons whose sides are found by trying all
+_SIDED = 0.1  # of the neurons: a linear part that signs need not explain
 
 _Part = tuple[Tensor, Tensor, Tensor]  # sequences, an even or odd part of their answers, its errors
 
@@ -78,7 +78,9 @@ class FittedLayer(Fitted):
         folds = self._folds(even, stream)
         X, rise, error = odd
         v = least_squares(X[:, 0] / error[:, None], (rise / error)[:, None])[:, 0]
-        A, w = _sided(folds, v)
+        n, sign = folds.w.abs()[:, None] * folds.A, folds.w.sign()
+        layer, _ = neurons(Folds(n, sign), v / 2, exact=_SIDED)
+        A, w = layer.A, layer.w
         if dim * (dim + len(A)) > UNKNOWNS:
             raise Unsuccessful(Status.UNVERIFIED, "the layer is too wide to be fitted at once")
         heads: Asked = []
@@ -156,22 +158,6 @@ def _unexplained(missed: float, what: str) -> Unsuccessful:
 def _missed(model: Parametric, asked: Asked) -> float:
     misses = torch.cat([(model(X) - y) / error for X, y, error in asked])
     return float(misses.square().mean().sqrt())
-
-
-def _sided(folds: _Folds, odd: Tensor) -> tuple[Tensor, Tensor]:
-    """A and w with `Σ_i ±w_i a_i = odd`; what no signs explain goes into two opposite neurons."""
-    parts = folds.w[:, None] * folds.A
-    count = len(parts)
-    signs = torch.ones(1, count).double()
-    if count <= _SIGNED:
-        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=count)), dtype=odd.dtype)
-    rest = odd - signs @ parts
-    best = int(torch.linalg.vector_norm(rest, dim=1).argmin())
-    A, w, left = signs[best, :, None] * folds.A, folds.w, rest[best]
-    if float(torch.linalg.vector_norm(left)) > 0.1 * float(torch.linalg.vector_norm(parts)):
-        half = torch.stack([left, -left])
-        A, w = torch.cat([A, half]), torch.cat([w, torch.tensor([0.5, -0.5]).double()])
-    return A.contiguous(), w
 
 
 @dataclass(frozen=True, eq=False)

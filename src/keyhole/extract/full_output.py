@@ -32,7 +32,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal, random_units
-from keyhole.extract.extraction import Step, setting
+from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
 from keyhole.extract.vector_answers import VectorOracle, open_vectors, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
@@ -40,6 +40,7 @@ from keyhole.oracle.protocol import Oracle
 
 _SAME = 1e-6  # relative; forms that disagree by more do not come from one head
 _INDEPENDENT = 1e4  # the worst condition of values that are solved for side by side
+_NONE = 1e-6  # relative; singular values of V below this are none
 _ATTEMPTS = 3
 _EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free with every token
 
@@ -50,9 +51,6 @@ class FullOutput(Method):
 
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = setting(
-        1e-6, "singular values of V below this, relative to the largest, are none"
-    )
 
     def expected_queries(self, dim: int) -> int | None:
         """The most that one head with invertible values takes; less if every token answers."""
@@ -75,7 +73,7 @@ class FullOutput(Method):
         first = Step(_layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
         same = max(_SAME, 16 * self.tolerance)  # of inexact answers more is to be expected
-        single = _SingleHead(vectors, total, stream, self.resolution, same)
+        single = _SingleHead(vectors, total, stream, same)
         if single.possible():
             yield from single.steps(unknowns)
             if single.confirmed:
@@ -110,18 +108,13 @@ class _SingleHead:
     """The attempt to read the answers as those of one head with values V."""
 
     def __init__(
-        self,
-        vectors: VectorOracle,
-        V: Tensor,
-        stream: torch.Generator,
-        resolution: float,
-        same: float,
+        self, vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
     ) -> None:
         self._vectors = vectors
         self._same = same
         self._V = V
         self._stream = stream
-        self._keys, self._rank = key_basis(V, resolution)
+        self._keys, self._rank = key_basis(V)
         self.confirmed = False
 
     def possible(self) -> bool:
@@ -169,14 +162,14 @@ class _SingleHead:
             yield Step(layer(Z), unknowns, unknowns)
 
 
-def key_basis(V: Tensor, resolution: float) -> tuple[Tensor, int]:
+def key_basis(V: Tensor) -> tuple[Tensor, int]:
     """A basis of keys (rows) and the rank r of V: any r in a row have independent values.
 
     The first r are the left singular vectors u_i of V, whose values are orthogonal. Directions
     that V does not see ride on those: u_i + k.
     """
     U, sizes, _ = torch.linalg.svd(V, full_matrices=True)
-    rank = int((sizes > resolution * sizes[0]).sum())
+    rank = int((sizes > _NONE * sizes[0]).sum())
     keys = U.mT.clone()
     if rank:
         index = torch.arange(rank, len(keys))

@@ -1,14 +1,13 @@
-"""All parameters of one head at once, by nonlinear least squares on every answer paid for.
+"""Least squares on answers: all parameters of one head, of any model, or what has a Jacobian.
 
 For Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) when errors are
 random: solving each answer for one form, as the theorem does, wastes what answers say jointly
-(every one depends on v). Gauss–Newton on
+(every one depends on v). `fitted_head` is Gauss–Newton on
 
     Σ_k (f_θ(X_k) − a_k)²,   f = ξ·vᵀx + α·g·vᵀδ,  α = σ(gξ·δᵀWx),  θ = (v, W)
 
-needs J only as products: with D and X the lists of δ and x, `D·dW·Xᵀ` holds every δᵀdWx, so a
-step of conjugate gradients costs a few products of d×d matrices, and nothing is ever stored of
-the size d²×d².
+whose Jacobian, d² + d columns wide, is never made, only multiplied with: with D and X the lists of
+δ and x, `D·W·Xᵀ` holds every δᵀWx, so that a product costs a few of d×d matrices.
 """
 
 from __future__ import annotations
@@ -25,34 +24,21 @@ from keyhole.core.numerics import least_squares
 from keyhole.oracle.planted import Parametric
 
 _STEPS = 8
-_INNER = 100  # conjugate gradients
-_TINY = 1e-16  # of the squared gradient: where the inner loop ends
-_EXACT = 1e-30  # of the squared answers: residuals that are only rounding
+_INNER = 100  # conjugate gradients for a step,
+_TINY = 1e-12  # of the squared slope: where they end
+_EXACT = 1e-30  # of the squared answers: misses that are only rounding
 _HALVINGS = 8
 _GAIN = 1e-4  # relative gain of a step below which it is the last
-
-Theta = tuple[Tensor, Tensor]  # v, W
 Model = Callable[[Tensor], tuple[Tensor, Tensor]]  # unknowns to misses and their Jacobian
 
 
-@dataclass(frozen=True)
-class Linear:
-    """Answers around some θ: residuals, and products with the Jacobian and its transpose."""
-
-    residual: Tensor
-    push: Callable[[Theta], Tensor]
-    pull: Callable[[Tensor], Theta]
-
-
 class Asked(Protocol):
-    """Questions of one kind and their answers, as least squares sees them."""
+    """Questions of one kind, their answers, and what a head would have answered."""
 
     @property
     def answers(self) -> Tensor: ...
 
-    def residual(self, theta: Theta) -> Tensor: ...
-
-    def at(self, theta: Theta) -> Linear: ...
+    def predicted(self, v: Tensor, W: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -65,16 +51,9 @@ class SingleTokens:
     def questions(self, rows: slice) -> Tensor:
         return self.tokens[rows].unsqueeze(1)
 
-    def residual(self, theta: Theta) -> Tensor:
-        return self.tokens @ theta[0] - self.answers
-
-    def at(self, theta: Theta) -> Linear:
-        nothing = torch.zeros_like(theta[1])
-        return Linear(
-            self.residual(theta),
-            lambda change: self.tokens @ change[0],
-            lambda r: (self.tokens.mT @ r, nothing),
-        )
+    def predicted(self, v: Tensor, W: Tensor) -> Tensor:
+        del W
+        return self.tokens @ v
 
 
 @dataclass(frozen=True)
@@ -99,97 +78,61 @@ class Pairs:
         last = self.xi[rows, None] * self.xs[self.j[rows]]
         return torch.stack([last + self.g[rows, None] * self.deltas[self.i[rows]], last], dim=1)
 
-    def residual(self, theta: Theta) -> Tensor:
-        alpha, signal = self._gates(theta)
-        return self.xi * (self.xs @ theta[0])[self.j] + alpha * signal - self.answers
-
-    def at(self, theta: Theta) -> Linear:
-        alpha, signal = self._gates(theta)
-        on_form = alpha * (1 - alpha) * signal * self.g * self.xi  # ∂f/∂(δᵀWx)
-        on_delta = alpha * self.g  # ∂f/∂(vᵀδ); for vᵀx it is ξ
-
-        def push(change: Theta) -> Tensor:
-            dv, dW = change
-            moved = self.xi * (self.xs @ dv)[self.j] + on_delta * (self.deltas @ dv)[self.i]
-            return moved + on_form * (self.deltas @ dW @ self.xs.mT)[self.i, self.j]
-
-        def pull(r: Tensor) -> Theta:
-            x = torch.zeros(len(self.xs), dtype=r.dtype).index_add(0, self.j, self.xi * r)
-            delta = torch.zeros(len(self.deltas), dtype=r.dtype).index_add(0, self.i, on_delta * r)
-            form = torch.zeros(len(self.deltas), len(self.xs), dtype=r.dtype)
-            form.index_put_((self.i, self.j), on_form * r, accumulate=True)
-            return self.xs.mT @ x + self.deltas.mT @ delta, self.deltas.mT @ form @ self.xs
-
-        return Linear(self.residual(theta), push, pull)
-
-    def _gates(self, theta: Theta) -> tuple[Tensor, Tensor]:
-        """α and g·vᵀδ for every answer."""
-        v, W = theta
+    def predicted(self, v: Tensor, W: Tensor) -> Tensor:
         forms = (self.deltas @ W @ self.xs.mT)[self.i, self.j]
-        return torch.sigmoid(self.g * self.xi * forms), self.g * (self.deltas @ v)[self.i]
+        signal = self.g * (self.deltas @ v)[self.i]
+        return self.xi * (self.xs @ v)[self.j] + torch.sigmoid(self.g * self.xi * forms) * signal
 
 
-Answers = Sequence[Asked]
+def fitted_head(v: Tensor, W: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
+    """v and W at the nearest minimum of the squared misses of all answers."""
+    answers, d = torch.cat([part.answers.flatten() for part in asked]), len(v)
 
+    def model(flat: Tensor) -> Tensor:
+        head = flat[:d], flat[d:].view(d, d)
+        return torch.cat([part.predicted(*head).flatten() for part in asked])
 
-def refine(v: Tensor, W: Tensor, answers: Answers) -> Theta:
-    """The nearest minimum of the squared residuals, by Gauss–Newton from (v, W)."""
-    theta = v, W
-    cost = _cost(theta, answers)
-    rounding = _EXACT * sum(float(part.answers.square().sum()) for part in answers)
+    flat = torch.cat([v, W.flatten()])
     for _ in range(_STEPS):
-        if cost <= rounding:
+        miss = answers - model(flat)
+        cost, step = float(miss @ miss), _gauss_newton(model, flat, miss)
+        if cost <= _EXACT * float(answers @ answers):
             break
-        change = _gauss_newton(theta, answers)
         for halving in range(_HALVINGS):
-            step = 0.5**halving
-            trial = theta[0] - step * change[0], theta[1] - step * change[1]
-            new = _cost(trial, answers)
-            if new < cost:
+            ahead = flat + 0.5**halving * step
+            left = float((answers - model(ahead)).square().sum())
+            if left < cost:
                 break
         else:
-            return theta
-        theta, gain, cost = trial, cost - new, new
-        if gain <= _GAIN * cost:
-            return theta
-    return theta
-
-
-def _cost(theta: Theta, answers: Answers) -> float:
-    return sum(float(part.residual(theta).square().sum()) for part in answers)
-
-
-def _gauss_newton(theta: Theta, answers: Answers) -> Theta:
-    """The minimiser of ‖J·change − residual‖, by conjugate gradients on the normal equations."""
-    parts = [part.at(theta) for part in answers]
-    r = [part.residual for part in parts]
-    change = torch.zeros_like(theta[0]), torch.zeros_like(theta[1])
-    gradient = _pull(parts, r)
-    direction, size = gradient, _square(gradient)
-    least = _TINY * size
-    for _ in range(_INNER):
-        moved = [part.push(direction) for part in parts]
-        curvature = sum(float(m.square().sum()) for m in moved)
-        if size <= least or not curvature > 0:
             break
-        length = size / curvature
-        change = change[0] + length * direction[0], change[1] + length * direction[1]
-        r = [each - length * m for each, m in zip(r, moved, strict=True)]
-        gradient = _pull(parts, r)
-        old, size = size, _square(gradient)
-        ratio = size / old
-        direction = gradient[0] + ratio * direction[0], gradient[1] + ratio * direction[1]
-    return change
+        flat = ahead
+        if cost - left <= _GAIN * left:
+            break
+    return flat[:d], flat[d:].view(d, d)
 
 
-def _pull(parts: list[Linear], r: list[Tensor]) -> Theta:
-    pulled = [part.pull(each) for part, each in zip(parts, r, strict=True)]
-    v, W = torch.stack([p[0] for p in pulled]), torch.stack([p[1] for p in pulled])
-    return v.sum(0), W.sum(0)
+def _gauss_newton(model: Callable[[Tensor], Tensor], at: Tensor, miss: Tensor) -> Tensor:
+    """The step that minimises ‖J·step − miss‖, by conjugate gradients on the normal equations."""
+    x, r = at.clone().requires_grad_(), torch.zeros_like(miss, requires_grad=True)
+    answers = model(x)
+    (linear,) = torch.autograd.grad(answers, x, r, create_graph=True)  # Jᵀr, whose slope is J
 
+    def pulled(r: Tensor) -> Tensor:
+        return torch.autograd.grad(answers, x, r, retain_graph=True)[0]
 
-def _square(theta: Theta) -> float:
-    return float(theta[0].square().sum() + theta[1].square().sum())
+    step, slope = torch.zeros_like(at), pulled(miss)
+    direction, size = slope, float(slope @ slope)
+    enough = _TINY * size
+    for _ in range(_INNER):
+        (moved,) = torch.autograd.grad(linear, r, direction, retain_graph=True)
+        curvature = float(moved @ moved)
+        if size <= enough or not curvature > 0:
+            break
+        step, miss = step + size / curvature * direction, miss - size / curvature * moved
+        slope = pulled(miss)
+        size, before = float(slope @ slope), size
+        direction = slope + size / before * direction
+    return step
 
 
 def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:

@@ -45,7 +45,6 @@ class NuclearNorm(Method):
     oversampling: float = setting(6.0, "measurements for each of the rank·d unknowns")
     seed: int = 0
     tolerance: float = 1e-6
-    solver: str = setting("CLARABEL", "solver that CVXPY calls")
 
     def __post_init__(self) -> None:
         expect_count("rank", self.rank)
@@ -93,7 +92,7 @@ class NuclearNorm(Method):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the judge finds out how inaccurate
-                problem.solve(solver=self.solver)
+                problem.solve(solver="CLARABEL")
         except cp.error.SolverError as error:
             raise Unsuccessful(Status.MISMATCH, f"the convex program failed: {error}") from error
         if Z.value is None:

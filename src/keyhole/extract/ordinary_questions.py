@@ -35,11 +35,10 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import least_squares
-from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import within_reach
 from keyhole.extract.extraction import Step, setting
-from keyhole.extract.gauss_newton import Linear, SingleTokens, Theta, levenberg
+from keyhole.extract.gauss_newton import SingleTokens, fitted_head, levenberg
 from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -176,9 +175,8 @@ class _State:
         """All answers at once: each of them depends on v."""
         images = self._asked[-len(self._last) :]  # of the same sizes; before them stands v's own
         joined = WithContext.joined([part for part in images if isinstance(part, WithContext)])
-        self._v, self._W = gauss_newton.refine(
-            self._v, self._solved(), [*self._asked[: -len(images)], joined]
-        )
+        asked = [*self._asked[: -len(images)], joined]
+        self._v, self._W = fitted_head(self._v, self._solved(), asked)
 
     def step(self) -> Step:
         d = self._oracle.dim
@@ -212,18 +210,9 @@ class _State:
         return max(self._method.answer_error, rounding, torch.finfo(torch.float64).tiny)
 
 
-# Answers to `[a ; C]` for many first tokens a next to the same others C, and to C alone.
-#
-# With u = Wb for the last token b, and A the attention of each token,
-#
-#     f = Σ_i A_i·vᵀx_i,   ∂f/∂(x_iᵀu) = A_i·(vᵀx_i − f),   ∂f/∂(vᵀx_i) = A_i,
-#
-# which is what least squares on all answers (gauss_newton.py) needs.
-
-
 @dataclass(frozen=True)
 class WithContext:
-    """First tokens (s, m, d) next to others (s, k, d), of which the last is b, in s sets.
+    """First tokens a (s, m, d) next to the same others C (s, k, d), of which the last is b.
 
     `answers` (s, m + 1) are those to `[a ; C]`, and in the end of a row the one to C alone.
     """
@@ -237,49 +226,14 @@ class WithContext:
         columns = zip(*((p.tokens, p.others, p.answers) for p in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
-    def residual(self, theta: Theta) -> Tensor:
-        first, rest = self._attention(theta)
-        return self._answer(theta, first, rest) - self.answers
-
-    def at(self, theta: Theta) -> Linear:
-        v, _ = theta
-        first, rest = self._attention(theta)
-        answer = self._answer(theta, first, rest)
-        firsts, others, last = self._firsts, self.others, self.others[:, -1]
-        on_first = first * (firsts @ v - answer)
-        on_rest = rest * ((others @ v)[:, None] - answer[..., None])
-
-        def push(change: Theta) -> Tensor:
-            dv, dW = change
-            du = (last @ dW.mT)[..., None]
-            moved = on_first * (firsts @ du)[..., 0] + (on_rest @ (others @ du))[..., 0]
-            return moved + first * (firsts @ dv) + (rest @ (others @ dv)[..., None])[..., 0]
-
-        def pull(r: Tensor) -> Theta:
-            each = r[..., None]
-            du = firsts.mT @ (on_first[..., None] * each) + others.mT @ (on_rest.mT @ each)
-            dv = firsts.mT @ (first[..., None] * each) + others.mT @ (rest.mT @ each)
-            return dv[..., 0].sum(0), du[..., 0].mT @ last
-
-        return Linear(answer - self.answers, push, pull)
-
-    @property
-    def _firsts(self) -> Tensor:
-        """The first tokens, and a zero where there is none."""
-        return torch.cat([self.tokens, torch.zeros_like(self.tokens[:, :1])], 1)
-
-    def _attention(self, theta: Theta) -> tuple[Tensor, Tensor]:
-        """A of the first tokens (s, m + 1), 0 where there is none; of the others (s, m + 1, k)."""
-        u = (self.others[:, -1] @ theta[1].mT)[..., None]
-        none = torch.full_like(self.answers[:, :1], -math.inf)
-        scores = torch.cat([(self.tokens @ u)[..., 0], none], 1)
-        rest = (self.others @ u).mT.expand(-1, scores.shape[1], -1)
-        A = torch.cat([scores[..., None], rest], -1).softmax(-1)
-        return A[..., 0], A[..., 1:]
-
-    def _answer(self, theta: Theta, first: Tensor, rest: Tensor) -> Tensor:
-        v = theta[0]
-        return first * (self._firsts @ v) + (rest @ (self.others @ v)[..., None])[..., 0]
+    def predicted(self, v: Tensor, W: Tensor) -> Tensor:
+        u = (self.others[:, -1] @ W.mT)[..., None]
+        first, rest = self.tokens @ u, (self.others @ u).mT
+        scores = torch.cat([first, rest.expand(-1, first.shape[1], -1)], -1)
+        value = (self.others @ v)[:, None]
+        values = torch.cat([(self.tokens @ v)[..., None], value.expand_as(scores[..., 1:])], -1)
+        alone = (rest.softmax(-1) * value).sum(-1)
+        return torch.cat([(scores.softmax(-1) * values).sum(-1), alone], 1)
 
 
 def fit_values(asked: WithContext) -> tuple[Tensor, float]:

@@ -470,14 +470,19 @@ class Folds:
         return cls(torch.empty(0, d, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
 
 
-def neurons(folds: Folds, linear: Tensor, *, orient: bool = True) -> tuple[ReluFfn, int]:
-    """A network with these folds and this linear part, and the number of its unknowns."""
+def neurons(
+    folds: Folds, linear: Tensor, *, orient: bool = True, exact: float = _EXACT
+) -> tuple[ReluFfn, int]:
+    """A network with these folds and this linear part, and the number of its unknowns.
+
+    Up to `exact` of the sum of the folds, a remainder is an error and not two neurons.
+    """
     halves = 0.5 * folds.signs.unsqueeze(1) * folds.normals
-    o = _orientations(halves, linear) if orient else torch.ones_like(folds.signs)
+    o = _orientations(halves, linear, exact) if orient else torch.ones_like(folds.signs)
     remainder = linear - o @ halves
     A, w = o.unsqueeze(1) * folds.normals, folds.signs
     size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(linear)
-    if torch.linalg.vector_norm(remainder) <= _EXACT * size:
+    if torch.linalg.vector_norm(remainder) <= exact * size:
         # ℓ was read directly and is the better known: spread the difference over the neurons.
         A = A + (2 / max(1, len(w))) * torch.outer(w, remainder)
         return ReluFfn(A, w), max(A.numel(), len(linear))
@@ -486,7 +491,7 @@ def neurons(folds: Folds, linear: Tensor, *, orient: bool = True) -> tuple[ReluF
     return ReluFfn(A, w), A.numel() - len(remainder)  # two neurons, one vector
 
 
-def _orientations(halves: Tensor, linear: Tensor) -> Tensor:
+def _orientations(halves: Tensor, linear: Tensor, exact: float) -> Tensor:
     """Signs o with `oᵀ halves = ℓ` if they are found, else some signs."""
     inverse = torch.linalg.pinv(halves)  # (d, m)
     size = torch.linalg.vector_norm(halves, dim=1).sum()
@@ -497,7 +502,7 @@ def _orientations(halves: Tensor, linear: Tensor) -> Tensor:
     for _ in range(1 if independent else _REFLECTIONS):
         solution = z - (z @ halves - linear) @ inverse
         o = torch.where(solution < 0, -1.0, 1.0).to(torch.float64)
-        if torch.linalg.vector_norm(o @ halves - linear) <= _EXACT * size:
+        if torch.linalg.vector_norm(o @ halves - linear) <= exact * size:
             return o
         z = z + (2 * solution - z).clamp(-1, 1) - solution
     if independent or len(halves) > _FEW:

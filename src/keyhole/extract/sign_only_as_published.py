@@ -67,7 +67,7 @@ class Plan:
     levels: int
 
     @classmethod
-    def of(cls, accuracy: float, bound: float, margin: float, dim: int, chance: float) -> Plan:
+    def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
         entry = accuracy / dim
         share = entry / (2 * bound * _SLOPE)
         u = (share / _HIGH) / (2 + share / _HIGH)
@@ -75,7 +75,7 @@ class Plan:
         least, most = math.sqrt(_LOW * margin / bound), math.sqrt(_HIGH / (margin * bound))
         scale_error = share * margin / (2 * bound * most)
         levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
-        samples = samples_for_entries(dim, values_error, chance)
+        samples = samples_for_entries(dim, values_error, CHANCE)
         return cls(values_error, scale_error, least, most, samples, levels)
 
     def queries(self, dim: int) -> int:
@@ -89,17 +89,14 @@ class SignOnlyAsPublished(SignMethod):
     bound: float = field(metadata={"help": "B: the norm of W is at most this"})
     margin: float = field(metadata={"help": "η: every |v_i| is at least this, for v of length 1"})
     accuracy: float = setting(0.1, "ε: bound on the norms of the errors of W and v")
-    chance: float = setting(CHANCE, "that v is further off than stated")
     seed: int = 0
 
     def __post_init__(self) -> None:
         expect_number("bound", self.bound, above=0)
         if not 0 < self.margin <= 1:
             raise InputError(f"the margin must be above 0 and at most 1: got {self.margin}")
-        for name in ("accuracy", "chance"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise InputError(f"{name} must lie between 0 and 1: got {value}")
+        if not 0 < self.accuracy < 1:
+            raise InputError(f"accuracy must lie between 0 and 1: got {self.accuracy}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):
@@ -114,7 +111,7 @@ class SignOnlyAsPublished(SignMethod):
         return _EXACT
 
     def plan(self, dim: int) -> Plan:
-        return Plan.of(self.accuracy, self.bound, self.margin, dim, self.chance)
+        return Plan.of(self.accuracy, self.bound, self.margin, dim)
 
     def expected_queries(self, dim: int) -> int:
         return self.plan(dim).queries(dim)
@@ -125,7 +122,7 @@ class SignOnlyAsPublished(SignMethod):
             self.accuracy,
             self.expected_queries(dim),
             f"no label is wrong, ‖W‖ ≤ {self.bound:g}, every |v_i| ≥ {self.margin:g} of ‖v‖ = 1 "
-            f"and the average is not among the {percent(self.chance)} furthest off",
+            f"and the average is not among the {percent(CHANCE)} furthest off",
         )
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:

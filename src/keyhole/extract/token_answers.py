@@ -173,7 +173,7 @@ class ChosenTokens:
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            values = self._raise(prompt, ids) if self._top else self._bisect(prompt, *ids)
+            values = self._raise(prompt, [ids])[0] if self._top else self._bisect(prompt, *ids)
             if float(values.min()) > ABSENT:
                 self._chosen, self._asked = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -200,16 +200,18 @@ class ChosenTokens:
     def _read(self, prompt: Tensor, tokens: list[int]) -> Tensor:
         """Their logits, but for one number that all tokens of a prompt share."""
         if self._top == 1:
-            return torch.cat([self._raise(prompt, [token]) for token in tokens] or [_NONE])
+            return self._raise(prompt, [[token] for token in tokens])[:, 0] if tokens else _NONE
         reference = self._chosen[0]
         asked = [token for token in tokens if token != reference]
         if not self._top:
             zeros = torch.zeros(len(tokens) - len(asked), dtype=torch.float64)
             return torch.cat([zeros, self._bisect(prompt, reference, *asked)])
         parts: list[Tensor] = [torch.zeros(len(tokens) - len(asked), dtype=torch.float64)]
-        for start in range(0, len(asked), self._top - 1):
-            values = self._raise(prompt, [reference, *asked[start : start + self._top - 1]])
-            parts.append(torch.where(values[1:] > ABSENT, values[1:] - values[0], ABSENT))
+        size = self._top - 1
+        groups = [[reference, *asked[at : at + size]] for at in range(0, len(asked), size)]
+        for _, alike in itertools.groupby(groups, len):
+            first, values = self._raise(prompt, list(alike)).tensor_split([1], 1)
+            parts.append(torch.where(values > ABSENT, values - first, ABSENT).flatten())
         return torch.cat(parts)
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
@@ -229,20 +231,23 @@ class ChosenTokens:
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
         return torch.where(inside, low + step / 2, ABSENT)
 
-    def _raise(self, prompt: Tensor, tokens: list[int]) -> Tensor:
-        """Logits of raised tokens. Those that the largest bias leaves a probability of zero, next
-        to the reference that is sampled, get more of it."""
-        values = torch.full((len(tokens),), ABSENT, dtype=torch.float64)
-        more = torch.zeros_like(values)
+    def _raise(self, prompt: Tensor, groups: list[list[int]]) -> Tensor:
+        """Logits of raised tokens (groups, tokens). Those that the largest bias leaves a
+        probability of zero, next to the reference that is sampled, get more of it."""
+        tokens = torch.tensor(groups)
+        values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
+        more, left = torch.zeros_like(values), torch.arange(len(groups))
         ladder = [bias for bias in _BIASES if bias >= self._bias]
         for bias in (*ladder, ladder[-1]):
             biases = bias + more
-            biases[0] += _REFERENCE
-            values = ask(self._oracle, question(prompt, torch.tensor(tokens), biases))[0]
+            biases[:, 0] += _REFERENCE
+            asked = torch.cat([question(prompt, tokens[i], biases[i]) for i in left])
+            values[left] = ask(self._oracle, asked)
             absent = values <= ABSENT
-            if not bool(absent.any()):
+            left = absent.any(1).nonzero()[:, 0]
+            if not len(left):
                 self._bias = bias
-            if not bool(absent.any()) or len(tokens) == 1:  # one is sampled, whatever its bias
+            if not len(left) or tokens.shape[1] == 1:  # one is sampled, whatever its bias
                 break
             if bias == ladder[-1]:
                 more[absent] = _FURTHER

@@ -37,11 +37,10 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
-from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Step, setting
-from keyhole.extract.gauss_newton import Pairs, SingleTokens
+from keyhole.extract.gauss_newton import Pairs, SingleTokens, fitted_head
 from keyhole.extract.intervals import Forms, Interval, weights_named
 from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
@@ -198,7 +197,7 @@ class _State:
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
         if len(self._estimates) > 1 and self._method.refine:
-            v, W = gauss_newton.refine(v, W, self._answers)
+            v, W = fitted_head(v, W, self._answers)
         v, W = self.v.clamp(v), self.W.clamp(W)
         proved = bool(self.W.finite.all())
         return Step(

@@ -8,7 +8,7 @@ from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.augmented import Augmented
-from keyhole.harden.defences.combined import Combined, Stages
+from keyhole.harden.defences.combined import Combined, PlainFirst
 from keyhole.harden.defences.creat import CreAT
 from keyhole.harden.defences.defence import Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
@@ -22,6 +22,6 @@ from keyhole.harden.train import Training, train
 
 __all__ = [
     "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Augmented", "Combined", "CreAT", "Defence",
-    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Smoothed", "Smoothing",
-    "Stages", "Trained", "Training", "attack", "evaluate", "run", "standard", "train",
+    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "PlainFirst", "SAttend", "Smoothed",
+    "Smoothing", "Trained", "Training", "attack", "evaluate", "run", "standard", "train",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from keyhole.core.progress import Progress, Track, untracked
 from keyhole.data import Example, read_examples
 from keyhole.disrupt import HackAttend
 from keyhole.harden.defences import DEFENCES
-from keyhole.harden.defences.combined import Stages
+from keyhole.harden.defences.combined import PlainFirst
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
@@ -102,7 +102,7 @@ def run(
     for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:
             raise InputError(f"{option} must be at least 0 and below 1, got {share}")
-    method = Stages.plain_first(plain_first, method)
+    method = PlainFirst(plain_first, method) if plain_first else method
     expect_writable(Path(out), str(model))
     if checkpoint is not None:
         expect_folder(Path(checkpoint))

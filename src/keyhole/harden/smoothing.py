@@ -44,9 +44,9 @@ from keyhole.data import NO_LABEL, Batch, Example, encode
 from keyhole.disrupt.hack_attend import Spare
 from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.tasks import Question, ask
-from keyhole.disrupt.units import Units, survey
+from keyhole.disrupt.units import FixedCuts, Units, survey
 from keyhole.models.anatomy import fitting
-from keyhole.models.masking import Site, Untouched, rewriting
+from keyhole.models.masking import rewriting
 
 Kind = Literal["random", "partition"]
 
@@ -191,16 +191,13 @@ def at_least(hits: int, drawn: int, doubt: float) -> float:
     return float(betaincinv(hits, drawn - hits + 1, doubt)) if hits else 0.0
 
 
-class Kept(Untouched):
+class Kept(FixedCuts):
     """Attention of which the units `kept` (m, units) are left, for m masks of one text."""
 
     empties = True
 
     def __init__(self, units: Units, kept: Tensor) -> None:
-        self.units, self.kept = units, kept
-
-    def cut(self, site: Site, shape: torch.Size) -> Tensor:
-        return ~self.units.at(self.kept, self.units.places[site.index]).reshape(shape)
+        super().__init__(units, ~kept)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
-from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.starts import mean_field
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
@@ -34,7 +33,7 @@ __all__ = [
     "LBFGS", "Adam", "AttentionMaps", "AttentionOutput", "Auto", "Bounds", "Certificate",
     "ClosedForm", "GradientDescent", "GradientDescentAsPublished", "HiddenStates", "Inversion",
     "KeyValues", "Leak", "LevenbergMarquardt", "Logits", "Mark", "ModifiedNewton", "NewtonCG",
-    "Pooled", "Problem", "RegularizedNewton", "ResidualStream", "TextRecovery", "TokenByToken",
+    "Pooled", "Problem", "RegularizedNewton", "TextRecovery", "TokenByToken",
     "bounds", "certify", "degrade", "gauss_newton_product", "gradient", "hessian",
     "hessian_blocks", "hessian_product", "jacobian", "leak_of", "load_leak", "loss", "mean_field",
     "plant", "recover_text", "recover_texts", "recovering", "run",

@@ -22,7 +22,6 @@ from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.multistart import Solve
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
-from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 STARTS = 256  # of every search from many starts, by default
@@ -78,5 +77,4 @@ METHODS: Registry[Solve, Row] = Registry(
     _search("gradient-descent-as-published", GradientDescentAsPublished, _PUBLISHED),
     Entry("closed-form", closed_form, method=ClosedForm),
     Entry("token-by-token", TokenByToken),
-    Entry("residual-stream", ResidualStream),
 )  # fmt: skip

@@ -30,6 +30,7 @@ from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import check_sequences
 from keyhole.oracle.storage import load
 
+_HOST = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
@@ -98,12 +99,11 @@ def serve(
     path: str | Path,
     *,
     name: str,
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    degradation: Degradation | None = None,
-    client_budget: int | None = None,
-    client_rate: float | None = None,
-    begun: Callable[[], None] = lambda: None,
+    port: int,
+    degradation: Degradation,
+    client_budget: int | None,
+    client_rate: float | None,
+    begun: Callable[[], None],
 ) -> None:
     """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong.
 
@@ -114,11 +114,11 @@ def serve(
     Rationed(target, client_budget, client_rate)  # refuses numbers that make no sense
     if not _NAME.fullmatch(name):
         raise InputError(f"a name consists of letters, digits, '.', '_' and '-': got {name}")
-    _expect_free(host, port)
+    _expect_free(port)
     settings = Settings(
-        host=host,
+        host=_HOST,
         http_port=port,
-        grpc_port=_free_port(host),  # MLServer insists on one; nothing here speaks to it
+        grpc_port=_free_port(),  # MLServer insists on one; nothing here speaks to it
         metrics_endpoint=None,
         parallel_workers=0,
         debug=False,
@@ -129,7 +129,7 @@ def serve(
         parameters=ModelParameters(
             uri=str(Path(path).resolve()),
             extra={
-                **(degradation or Degradation()).flags(),
+                **degradation.flags(),
                 "client_budget": client_budget,
                 "client_rate": client_rate,
             },
@@ -152,26 +152,21 @@ async def _run(settings: Any, model: Any) -> None:
     await server.start([model])
 
 
-def _expect_free(host: str, port: int) -> None:
+def _expect_free(port: int) -> None:
     """MLServer's own server ends the process where it cannot listen, without a message."""
     if not 0 < port < 2**16:
         raise InputError(f"the port must lie between 1 and {2**16 - 1}: got {port}")
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{host} is no address of this machine: {why}") from error
-    try:
-        with socket.socket(address[0]) as probe:
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address[4])
+            probe.bind((_HOST, port))
     except OSError as error:
         raise KeyholeError(
-            f"cannot listen on {host}:{port} ({error.strerror}): try another --port"
+            f"cannot listen on {_HOST}:{port} ({error.strerror}): try another --port"
         ) from error
 
 
-def _free_port(host: str) -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])

@@ -24,7 +24,7 @@ is meant; the decoder is a model of its own (pairs.py). What a model does not sh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, first_line
 from keyhole.models.hooks import Wanted, eager, hooks, unhooked
-from keyhole.models.rotary import Rotation, turn_of, ways_to_undo
 
 _LENGTH = 6  # tokens of the texts that are run
 _MOVED = 1e-5  # of a state's length: a larger change is no rounding
@@ -493,7 +492,7 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
     turns = [
         turn
         for call in calls
-        if (turn := turn_of(call.name, call.args, call.kwargs, call.output, _LENGTH)) is not None
+        if (turn := _turn_of(call.name, call.args, call.kwargs, call.output, _LENGTH)) is not None
     ]
     handed = {call.name for call in calls if cache_among(call.args, call.kwargs) is not None}
     layers = getattr(own_cache(getattr(given, "past_key_values", None)), "layers", ())
@@ -513,7 +512,7 @@ def _with_keys(base: nn.Module, found: Found, repeated: Tensor) -> Found:
     for number, each in keys.items():
         if still and _differ(each):
             # A model whose states differ for another reason turns keys as in its first block.
-            ways = ways_to_undo(each, turns)
+            ways = _ways_to_undo(each, turns)
             known = next((way for way, undone in ways if not _differ(undone)), known)
             rotations[number - 1] = known
     return replace(
@@ -530,3 +529,114 @@ def _differ(keys: Tensor) -> bool:
     """Do keys (1, h, n, k) of one token change with the position?"""
     rounded = max(_TURNED, 4 * torch.finfo(keys.dtype).eps)  # cosines and sines are rounded as well
     return _moved(keys, keys[:, :, :1].expand_as(keys), rounded)
+
+
+# Rotary positions, put on keys and undone, as the model itself turns them.
+#
+# RoFormer, arXiv 2104.09864: a cached key is `R_p k`, with `R_p` a rotation by the position `p` in
+# each plane of two coordinates. So `k = R_pᵀ (R_p k)`. Models that stretch their context multiply
+# the rotation by a factor, which is divided out as well.
+#
+# The angles come from the module that gives the model its own: one that turns numbers of positions
+# into cosines and sines. Which coordinates make a plane (neighbours, or halves apart), and whether
+# the first numbers of a key are turned or the last, differs between models; the way that leaves the
+# keys of one repeated token the same at all positions is right.
+
+_POSITIONS, _STATES = "its positions", "its states"  # arguments that change from call to call
+_EVEN = 0.01  # of their mean: how much the squared lengths of (cos, sin) may differ
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The path of the module that gives angles, its arguments by place or name, and the planes.
+
+    `angles` are the numbers that it gives for each plane, once; planes are `neighbours` or halves
+    apart, among the first numbers of a key or the `last` ones.
+    """
+
+    module: str
+    given: tuple[tuple[int | str, Any], ...]
+    angles: slice
+    neighbours: bool = False
+    last: bool = False
+
+    def turn(self, base: nn.Module, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (b, heads, n, k) as a cache holds them at positions (b, n)."""
+        return self._turned(keys, *self._angles(base, keys, positions))
+
+    def undo(self, base: nn.Module, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (b, heads, n, k) of a cache without their positions (b, n)."""
+        return self.undone(keys, *self._angles(base, keys, positions))
+
+    def undone(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        length = cos.square() + sin.square()
+        return self._turned(keys, cos / length, -sin / length)
+
+    def _angles(self, base: nn.Module, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines and sines (b, 1, n, planes) that the model turns keys by."""
+        now = {_POSITIONS: positions, _STATES: keys.new_zeros(1)}
+        given = [(place, now.get(value, value)) for place, value in self.given]
+        args = [value for place, value in given if isinstance(place, int)]
+        named = {place: value for place, value in given if isinstance(place, str)}
+        pair = _cos_sin(cast("Any", base.get_submodule(self.module))(*args, **named))
+        cos, sin = cast("tuple[Tensor, Tensor]", pair)
+        return cos[..., self.angles].unsqueeze(1), sin[..., self.angles].unsqueeze(1)
+
+    def _turned(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size, axis = 2 * cos.shape[-1], -1 if self.neighbours else -2
+        start = keys.shape[-1] - size if self.last else 0
+        before, part, after = keys.tensor_split([start, start + size], -1)
+        x, y = part.unflatten(-1, (-1, 2) if self.neighbours else (2, -1)).unbind(axis)
+        turned = torch.stack([x * cos - y * sin, y * cos + x * sin], axis).flatten(-2)
+        return torch.cat([before, turned, after], -1)
+
+
+_Turn = tuple[Rotation, Tensor, Tensor]  # with the cosines and sines (…, 1, n, planes) it gave
+
+
+def _turn_of(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, length: int
+) -> _Turn | None:
+    """A call of a module that turned `length` positions into cosines and sines; None for others."""
+    given = [(place, _placeholder(value)) for place, value in [*enumerate(args), *kwargs.items()]]
+    pair = _cos_sin(output)
+    if pair is None or not any(value is _POSITIONS for _, value in given):
+        return None
+    cos, sin = pair
+    lengths = (cos.float().square() + sin.float().square()).flatten()
+    if cos.ndim not in (2, 3) or cos.shape[-2] != length or cos.shape[-1] % 2:
+        return None
+    if float(lengths.max() - lengths.min()) > _EVEN * float(lengths.mean()):
+        return None
+    half, angles = cos.shape[-1] // 2, slice(None)  # one for each plane, or each of them twice
+    if torch.equal(cos[..., :half], cos[..., half:]):
+        angles = slice(half)
+    elif torch.equal(cos[..., ::2], cos[..., 1::2]):
+        angles = slice(None, None, 2)
+    rotation = Rotation(name, tuple(given), angles)
+    return rotation, cos[..., angles].unsqueeze(-3), sin[..., angles].unsqueeze(-3)
+
+
+def _ways_to_undo(keys: Tensor, turns: Sequence[_Turn]) -> Iterator[tuple[Rotation, Tensor]]:
+    """Every way in which keys (1, heads, n, k) may have been turned, and what they were then."""
+    for rotation, cos, sin in turns:
+        for neighbours, last in ((False, False), (True, False), (False, True), (True, True)):
+            tried = replace(rotation, neighbours=neighbours, last=last)
+            if 2 * cos.shape[-1] <= keys.shape[-1]:
+                yield tried, tried.undone(keys, cos, sin)
+
+
+def _placeholder(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _STATES if value.is_floating_point() else _POSITIONS
+
+
+def _cos_sin(output: Any) -> tuple[Tensor, Tensor] | None:
+    if isinstance(output, Tensor) and output.is_complex():
+        return output.real, output.imag
+    pair = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+        return None
+    cos, sin = cast("tuple[Tensor, Tensor]", pair)
+    return (cos, sin) if cos.is_floating_point() and cos.shape == sin.shape else None

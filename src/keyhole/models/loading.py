@@ -23,22 +23,22 @@ import json
 import logging
 import math
 import re
+import struct
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import available, expect_device, expect_memory, shown
-from keyhole.models.nomic_gguf import ARCHITECTURE, NomicFile
 
 T = TypeVar("T")
 STORED = "stored_as"  # of a linear map: the type in which a GGUF file has its weights
@@ -178,7 +178,7 @@ def load_model(
     def load_weights() -> Any:
         if nomic := _nomic(where, options):
             if task != "base":
-                raise InputError(f"a GGUF file of {ARCHITECTURE} has no head for {task}")
+                raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
             return nomic.model(dtype, device), {"missing_keys": ()}
         return getattr(library, AUTO_CLASSES[task]).from_pretrained(
             where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
@@ -254,7 +254,7 @@ def _note_types(model: Any, path: Path) -> None:
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     architecture = reader.fields["general.architecture"].contents()
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    if architecture == ARCHITECTURE:
+    if architecture == NOMIC:
         given = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in _linear(model)}
     else:
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)
@@ -376,13 +376,13 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     return str(path), {"local_files_only": True}
 
 
-def _nomic(where: str, options: dict[str, Any]) -> NomicFile | None:
-    """A GGUF file that is read here, because the library does not."""
-    return (
-        NomicFile.of(Path(where) / options["gguf_file"], transformers())
-        if options.get("gguf_file")
-        else None
-    )
+def _nomic(where: str, options: dict[str, Any]) -> _NomicFile | None:
+    """A GGUF file that is read here, because the library does not; no more of it is read yet."""
+    if not options.get("gguf_file"):
+        return None
+    path = Path(where) / options["gguf_file"]
+    with path.open("rb") as file:
+        return _NomicFile(path) if _NAMED in file.read(_FIRST) else None
 
 
 def _hub_answers() -> bool:
@@ -509,3 +509,103 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
                 part.training = training
             for weight, required in gradients:
                 weight.requires_grad_(required)
+
+
+# NomicBERT from a GGUF file, which the transformers library has as a model but not in that form.
+#
+# nomic-embed-text is the embedding model that several local servers come with. llama.cpp keeps the
+# projections of queries, keys and values as one matrix, and marks tokens that begin a word with `▁`
+# where BERT's vocabulary marks those that go on with `##`.
+
+NOMIC = "nomic-bert"
+# As a file names it: the type of a value (a string), its length, the value.
+_NAMED = b"general.architecture" + struct.pack("<IQ", 8, len(NOMIC)) + NOMIC.encode()
+_FIRST = 4096  # bytes, in which a file says its architecture
+_NAMES = {  # of a block
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_output_norm": "post_attention_layernorm",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "layer_output_norm": "post_mlp_layernorm",
+}
+_TABLES = {
+    "token_embd.weight": "embeddings.word_embeddings.weight",
+    "token_types.weight": "embeddings.token_type_embeddings.weight",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+
+
+class _NomicFile:
+    """A GGUF file of this architecture: configuration, model and tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def reader(self) -> Any:
+        return importlib.import_module("gguf").GGUFReader(str(self.path))
+
+    def _value(self, name: str) -> Any:
+        field = self.reader.fields.get(f"{NOMIC}.{name}")
+        if field is None:
+            raise InputError(f"the GGUF file does not say {NOMIC}.{name}")
+        return field.contents()
+
+    @property
+    def config(self) -> Any:
+        tensors = {tensor.name: tensor.shape for tensor in self.reader.tensors}
+        return transformers().NomicBertConfig(
+            vocab_size=int(tensors["token_embd.weight"][1]),
+            type_vocab_size=int(tensors["token_types.weight"][1]),
+            hidden_size=self._value("embedding_length"),
+            num_hidden_layers=self._value("block_count"),
+            num_attention_heads=self._value("attention.head_count"),
+            head_dim=self._value("embedding_length") // self._value("attention.head_count"),
+            intermediate_size=self._value("feed_forward_length"),
+            max_position_embeddings=self._value("context_length"),
+            layer_norm_eps=self._value("attention.layer_norm_epsilon"),
+            rope_parameters={"rope_type": "default", "rope_theta": self._value("rope.freq_base")},
+            architectures=["NomicBertModel"],
+        )
+
+    def model(self, dtype: torch.dtype, device: str | torch.device) -> Any:
+        with torch.random.fork_rng():
+            model = transformers().NomicBertModel(self.config)
+        model.load_state_dict(self._weights())  # every weight, or an error that names those missing
+        return model.to(device, dtype)
+
+    def _weights(self) -> dict[str, Tensor]:
+        quants = importlib.import_module("gguf").quants
+        found: dict[str, Tensor] = {}
+        for tensor in self.reader.tensors:
+            numbers = quants.dequantize(tensor.data, tensor.tensor_type)
+            values = torch.from_numpy(np.array(numbers, dtype=np.float32))
+            _, number, name = (
+                tensor.name.split(".", 2) if tensor.name[:4] == "blk." else ("", "", "")
+            )
+            if name == "attn_qkv.weight":
+                for letter, part in zip("qkv", values.chunk(3), strict=True):
+                    found[f"layers.{number}.self_attn.{letter}_proj.weight"] = part.contiguous()
+                continue
+            names, given, inside = (
+                (_NAMES, name, f"layers.{number}.") if name else (_TABLES, tensor.name, "")
+            )
+            stem, _, ending = given.rpartition(".")
+            known = names.get(given) or (f"{names[stem]}.{ending}" if stem in names else None)
+            if known is None:
+                raise InputError(f"the GGUF file has {tensor.name}, which {NOMIC} does not have")
+            found[inside + known] = values
+        return found
+
+    @property
+    def tokenizer(self) -> Any:
+        tokens: list[str] = self.reader.fields["tokenizer.ggml.tokens"].contents()
+        return transformers().BertTokenizer(vocab={_written(t): n for n, t in enumerate(tokens)})
+
+
+def _written(token: str) -> str:
+    """A token as BERT's vocabulary has it."""
+    if token.startswith("▁"):
+        return token[1:]
+    return token if token[:1] == "[" and token[-1:] == "]" else f"##{token}"

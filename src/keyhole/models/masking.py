@@ -33,7 +33,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,11 @@ from keyhole.core.errors import InputError
 from keyhole.models.hooks import configurations, hooks
 from keyhole.models.loading import transformers
 
-__all__ = ["Rewrite", "Site", "Sites", "Untouched", "rewriting", "sites_of"]
-
 _CLOSED = 50.0  # e⁻⁵⁰ is nothing next to 1; Swin masks with −100, the others with the minimum
 
 
 @contextmanager
-def rewriting(model: nn.Module, rewrite: Rewrite) -> Generator[Sites]:
+def rewriting(model: nn.Module, rewrite: Untouched) -> Generator[Sites]:
     """Every attention call of `model` goes through `rewrite` until the context ends."""
     _register()
     with _LOCK:
@@ -194,59 +192,37 @@ class Site:
     kind: str  # "self" or "cross"
 
 
-class Rewrite(Protocol):
-    """What to do at each site; `shape` is (batch, heads, queries, keys), tensors broadcast to it.
+class Untouched:
+    """What to do at each site: a rewrite that changes nothing; override what you need.
 
-    Vision models with windows (Swin) have the windows in the batch axis.
+    `shape` is (batch, heads, queries, keys), and tensors broadcast to it. Vision models with
+    windows (Swin) have the windows in the batch axis. With `empties`, a row that a cut empties
+    contributes nothing, instead of staying as it was.
     """
 
-    @property
-    def empties(self) -> bool:
-        """Does a row that a cut empties contribute nothing, instead of staying as it was?"""
-        ...
+    empties: bool = False
 
     def begin(self, inputs: Mapping[str, Any]) -> bool | None:
         """A forward pass starts, with these arguments. False: leave this one alone.
 
         It then runs with the implementation that the model had before, bit for bit.
         """
-        ...
-
-    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
-        """Boolean, True: may not be attended to. The row renormalises over the rest."""
-        ...
-
-    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
-        """A factor on the probabilities; the row does not renormalise."""
-        ...
-
-    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
-        """A summand to the probabilities: zeros that want a gradient are what attacks rank by."""
-        ...
-
-    def seen(self, site: Site, probabilities: Tensor) -> None:
-        """The probabilities after the cut, before gate, bump and dropout; part of the graph."""
-        ...
-
-
-class Untouched:
-    """A rewrite that changes nothing; override what you need."""
-
-    empties: bool = False
-
-    def begin(self, inputs: Mapping[str, Any]) -> bool | None:
         del inputs
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """Boolean, True: may not be attended to. The row renormalises over the rest."""
         del site, shape
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A factor on the probabilities; the row does not renormalise."""
         del site, shape
 
     def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A summand to the probabilities: zeros that want a gradient are what attacks rank by."""
         del site, shape
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
+        """The probabilities after the cut, before gate, bump and dropout; part of the graph."""
         del site, probabilities
 
 
@@ -270,7 +246,7 @@ _CROSS = ("cross", "encoder_attn", "encdec")
 class Watch:
     """One model under one rewrite: numbers its attention calls, forward pass by forward pass."""
 
-    def __init__(self, model: nn.Module, rewrite: Rewrite) -> None:
+    def __init__(self, model: nn.Module, rewrite: Untouched) -> None:
         self.model = model
         self.rewrite = rewrite
         self.sites = Sites()

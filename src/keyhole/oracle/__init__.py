@@ -6,7 +6,6 @@ from keyhole.oracle.completions import VectorPrompts
 from keyhole.oracle.defences import (
     Clipped,
     Degradation,
-    Failing,
     LengthLimited,
     Noisy,
     Rationed,
@@ -33,7 +32,6 @@ __all__ = [
     "Counted",
     "Degradation",
     "EndpointOptions",
-    "Failing",
     "Head",
     "Ledger",
     "LengthLimited",

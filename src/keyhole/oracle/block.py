@@ -14,6 +14,8 @@ matrices and biases behind them. With LayerNorms behind the sums (BERT),
     y_i = E·N(D·h_i + C·f(h_i) + c) + e                 (D and E diagonal)
 
 D is the gain of the first norm, whose bias is part of a and c; E and e are those of the second.
+
+A score `w·y_n` of the last token has C and c of one row: w·h_n + C·f(N(h_n)) + c.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu-tanh": _tanh_gelu,
     "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -57,7 +60,8 @@ class Block(Parametric):
     """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention's as there.
 
     `D`, `E` and `e` (d) are of norms behind the sums, and empty without. `epsilon` is that of the
-    first norm, `epsilon_behind` of the second.
+    first norm, `epsilon_behind` of the second. `w` (d) is empty where answers are vectors; scores
+    are of blocks with norms in front, or none.
     """
 
     Q: Tensor
@@ -76,6 +80,7 @@ class Block(Parametric):
     D: Tensor = field(default_factory=_none)
     E: Tensor = field(default_factory=_none)
     e: Tensor = field(default_factory=_none)
+    w: Tensor = field(default_factory=_none)
     activation: str = "relu"
     norm: str = "none"
     epsilon: float = 0.0
@@ -83,7 +88,7 @@ class Block(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "block"
-    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c", "D", "E", "e")
+    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c", "D", "E", "e", "w")
 
     def __post_init__(self) -> None:
         expect_among("activation", self.activation, tuple(ACTIVATIONS))
@@ -93,10 +98,13 @@ class Block(Parametric):
         self._require("a", self.a, width)
         self._require("G", self.G, width if len(self.G) else 0, d)
         self._require("g", self.g, len(self.G))
-        self._require("C", self.C, d, width)
-        self._require("c", self.c, d)
+        self._require("w", self.w, d if self.scores else 0)
+        self._require("C", self.C, self.outputs, width)
+        self._require("c", self.c, self.outputs)
         for name in ("D", "E", "e"):
             self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
+        if self.scores and (self.norm == "behind" or self.every_token):
+            raise InputError("a score is the last token's, and no norm stands behind the sums")
         if self.sub_layer.outputs != d:
             raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
 
@@ -105,8 +113,12 @@ class Block(Parametric):
         return self.A.shape[1]
 
     @property
+    def scores(self) -> bool:
+        return len(self.w) > 0
+
+    @property
     def outputs(self) -> int:
-        return self.dim
+        return 1 if self.scores else self.dim
 
     @cached_property
     def sub_layer(self) -> SubLayer:
@@ -160,14 +172,15 @@ class Block(Parametric):
             y = self.D * h + self.feed_forward(h)
             return self.E * self.normed(y, self.epsilon_behind) + self.e
         h = asking + self.sub_layer.answers(self.normed(tokens, self.epsilon))
-        return h + self.feed_forward(self.normed(h, self.epsilon_behind))
+        behind = self.feed_forward(self.normed(h, self.epsilon_behind))
+        return h @ self.w + behind[..., 0] if self.scores else h + behind
 
 
 def plant_block(
     dim: int = 16, *, heads: int = 4, groups: int | None = None, head_dim: int | None = None,
     width: int = 32, activation: str = "gelu", gated: bool = False, norm: str = "rms",
     rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
-    causal: bool = False, seed: int = 0,
+    causal: bool = False, score: bool = False, seed: int = 0,
 ) -> Block:  # fmt: skip
     """A random block of known weights; states and scores of about 1 for tokens of norm √d."""
     stream = torch.Generator().manual_seed(seed)
@@ -185,6 +198,7 @@ def plant_block(
         if norm == "behind"
         else {}
     )
+    m = 1 if score else dim
     return Block(
         Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
         K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,
@@ -192,7 +206,7 @@ def plant_block(
         frequencies=turns.repeat(groups, 1) if rotary else normal(groups, 0),
         A=normal(width, dim) * narrow, a=normal(width) * share,
         G=normal(gates, dim) * narrow, g=normal(gates) * share,
-        C=normal(dim, width) * width**-0.5, c=normal(dim) * share,
+        C=normal(m, width) * width**-0.5, c=normal(m) * share, w=normal(dim * score) * narrow,
         activation=activation, norm=norm, epsilon=epsilon, epsilon_behind=epsilon,
         every_token=every_token, causal=causal, **behind,
     )  # fmt: skip

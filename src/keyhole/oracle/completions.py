@@ -34,7 +34,15 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, Server, server_http
+from keyhole.oracle.probe import (
+    LIMITS,
+    MANY,
+    SAFE,
+    TOKEN_ID,
+    Server,
+    logprobs_of,
+    server_http,
+)
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
@@ -158,7 +166,7 @@ class Completions:
             "logprob_token_ids": [token for token, _ in pairs],
         })  # fmt: skip
         if _named(answer) is not None:  # vLLM's are those before the bias
-            known = dict(_pairs(answer))
+            known = logprobs_of(answer)
             numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
             return torch.tensor(numbers, dtype=torch.float64)
         given: dict[int, float] = {}
@@ -220,17 +228,9 @@ def _entries(answer: Any) -> Entries:
         return answer
     pairs: list[tuple[int, float]] = []
     with suppress(KeyError, IndexError, TypeError, ValueError):
-        pairs = _pairs(answer)
+        pairs = [(int(token), value) for token, value in logprobs_of(answer).items()]
     ids = np.array([token for token, _ in pairs], dtype=np.int64)
     return ids, np.array([value for _, value in pairs], dtype=np.float64)
-
-
-def _pairs(answer: Any) -> list[tuple[int, float]]:
-    if (named := _named(answer)) is not None:
-        entries = named["top_logprobs"][0].items()
-        return [(int(name.removeprefix(TOKEN_ID)), float(value)) for name, value in entries]
-    entries = _first(answer)["top_logprobs"]
-    return [(int(entry["id"]), float(entry["logprob"])) for entry in entries]
 
 
 def _named(answer: Any) -> Any:

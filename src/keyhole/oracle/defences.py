@@ -1,7 +1,7 @@
 """What servers do to questions and answers: wrappers that can be put around any oracle.
 
 They refuse questions, clip tokens, round answers or add noise to them, give signs alone, limit what
-each client may ask, or fail. A refusal is an `http.Refused` with the status that a server would
+each client may ask. A refusal is an `http.Refused` with the status that a server would
 answer with; a batch with one such question in it is refused as a whole.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.oracle.http import Refused
-from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
+from keyhole.oracle.protocol import Oracle, ask, identity_of
 
 
 class Wrapper:
@@ -181,20 +182,6 @@ class Clipped(Wrapper):
         return ask(self.inner, sequences * factor)
 
 
-class Failing(Wrapper):
-    """An endpoint that goes down after `after` answers."""
-
-    def __init__(self, inner: Oracle, after: int) -> None:
-        super().__init__(inner)
-        self.after = after
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        if len(sequences) > self.after:
-            raise OracleError("no answer: the endpoint is down")
-        self.after -= len(sequences)
-        return ask(self.inner, sequences)
-
-
 @dataclass(frozen=True)
 class Degradation:
     """What a server does to questions and answers, as a file or a command line says it.
@@ -279,8 +266,6 @@ class Degradation:
 
 _SPENT = 403
 _TOO_FAST = 429
-_CLIENTS = 1 << 16  # remembered by name: about 10 MB
-_OTHERS = "\0"  # the name that all further clients share; no address looks like this
 
 
 class TooFast(Refused):
@@ -299,10 +284,6 @@ class Rationed(Wrapper):
 
     A batch that exceeds the budget is refused as a whole. After a batch of m
     queries the client must wait m / `rate` seconds, so batches of any size are held to the rate.
-
-    Memory is bounded, or an attacker with many addresses could fill it. Waiting times are forgotten
-    when they end, spent budgets never. The first `clients` have a ration each; all later ones share
-    one, so that nobody gets a fresh ration by being forgotten.
     """
 
     def __init__(
@@ -311,51 +292,27 @@ class Rationed(Wrapper):
         budget: int | None = None,
         rate: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        clients: int = _CLIENTS,
     ) -> None:
         expect_count("a client's budget", budget, 0)
         expect_number("a client's rate", rate, above=0)
-        expect_count("clients", clients, 1)
         super().__init__(inner)
-        self.budget, self.rate, self.clients = budget, rate, clients
-        self._clock = clock
-        self._spent: dict[str, int] = {}
+        self.budget, self.rate, self._clock = budget, rate, clock
+        self._spent: Counter[str] = Counter()
         self._waiting: dict[str, float] = {}  # until when each client must wait
 
     def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
         count = len(sequences)
-        payer = self._within_budget(client, count)
-        self._charge_rate(client, count)
-        if self.budget is not None and count:
-            self._spent[payer] = self._spent.get(payer, 0) + count
-        return ask(self.inner, sequences)
-
-    def _within_budget(self, client: str, count: int) -> str:
-        """The name under which the queries are charged; refuses more than the budget has left."""
-        payer = self._name(client, self._spent)
-        if self.budget is not None and self._spent.get(payer, 0) + count > self.budget:
-            left = self.budget - self._spent.get(payer, 0)
+        left = count if self.budget is None else self.budget - self._spent[client]
+        if count > left:
             raise Refused(
                 f"a client has {self.budget:,} queries: {count:,} more exceed the {left:,} left",
                 _SPENT,
             )
-        return payer
-
-    def _charge_rate(self, client: str, count: int) -> None:
-        """Refuse a client that must still wait; else note how long it must wait from now."""
-        if self.rate is None:
-            return
-        now = self._clock()
-        self._waiting = {name: end for name, end in self._waiting.items() if end > now}
-        name = self._name(client, self._waiting)
-        if name in self._waiting:
-            raise TooFast(self.rate, self._waiting[name] - now)
-        self._waiting[name] = now + count / self.rate
-
-    def _name(self, client: str, remembered: Collection[str]) -> str:
-        """The name under which a client is remembered: its own, or the shared one.
-
-        Which clients share a ration is not stored: while one is in use, every new client shares it.
-        """
-        full = len(remembered) >= self.clients or _OTHERS in remembered
-        return _OTHERS if full and client not in remembered else client
+        if self.rate is not None:
+            now = self._clock()
+            wait = self._waiting.get(client, now) - now
+            if wait > 0:
+                raise TooFast(self.rate, wait)
+            self._waiting[client] = now + count / self.rate
+        self._spent[client] += count
+        return ask(self.inner, sequences)

@@ -29,6 +29,7 @@ import httpcore
 import httpx
 
 from keyhole.core.errors import InputError
+from keyhole.core.text import inert
 from keyhole.oracle.protocol import OracleError
 
 _BUSY = frozenset({429, 502, 503, 504})
@@ -300,9 +301,7 @@ def as_object(data: object, url: str) -> dict[str, Any]:
 
 def shown(text: object, max_length: int = 80) -> str:
     """What a server sent, as part of one line: no line breaks, no control characters."""
-    line = " ".join(str(text)[: 4 * max_length].split())
-    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
-    return safe if len(safe) <= max_length else f"{safe[:max_length]}…"
+    return inert(str(text), max_length)
 
 
 def _secrets(headers: Mapping[str, str]) -> list[bytes]:

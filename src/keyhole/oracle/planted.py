@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ class Parametric(ABC):
     @abstractmethod
     def dim(self) -> int: ...
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name, as they are stored."""
+        return {name: value for name, value in self._fields() if isinstance(value, Tensor)}
 
     @abstractmethod
     def answers(self, tokens: Tensor) -> Tensor:
@@ -42,7 +43,10 @@ class Parametric(ABC):
 
     def flags(self) -> dict[str, str]:
         """What is not a tensor but changes the answers."""
-        return {}
+        return {n: str(v) for n, v in self._fields() if isinstance(v, bool | int | float | str)}
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(each.name, getattr(self, each.name)) for each in fields(cast("Any", self))]
 
     @property
     def unknowns(self) -> int:
@@ -85,9 +89,6 @@ class Head(Parametric):
     @property
     def dim(self) -> int:
         return self.v.shape[0]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "v": self.v}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(-1)
@@ -155,16 +156,6 @@ class BiasedHeads(Parametric):
     def dim(self) -> int:
         return self.v.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "v": self.v, "c": self.c, "b": self.b}
-
-    def flags(self) -> dict[str, str]:
-        return {
-            "normed": str(self.normed),
-            "centred": str(self.centred),
-            "epsilon": repr(self.epsilon),
-        }
-
     def answers(self, tokens: Tensor) -> Tensor:
         if self.normed:
             tokens = attention.normed(tokens, self.epsilon, centred=self.centred)
@@ -194,9 +185,6 @@ class OneLayer(Parametric):
     def dim(self) -> int:
         return self.A.shape[-1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "A": self.A, "w": self.w}
-
     def answers(self, tokens: Tensor) -> Tensor:
         hidden = attention.output(tokens, self.W.mT, self.A.mT, last=True)
         return torch.relu(hidden) @ self.w
@@ -217,9 +205,6 @@ class ReluFfn(Parametric):
     @property
     def dim(self) -> int:
         return self.A.shape[1]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"A": self.A, "w": self.w}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return torch.relu(tokens[:, -1] @ self.A.mT) @ self.w
@@ -246,12 +231,6 @@ class Attention(Parametric):
     @property
     def dim(self) -> int:
         return self.V.shape[1]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "V": self.V}
-
-    def flags(self) -> dict[str, str]:
-        return {"every_token": str(self.every_token), "causal": str(self.causal)}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(
@@ -292,12 +271,6 @@ class AttentionLayers(Parametric):
     def sizes(self) -> list[int]:
         """How many heads each layer has."""
         return self.layers.unique_consecutive(return_counts=True)[1].tolist()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "V": self.V, "layers": self.layers}
-
-    def flags(self) -> dict[str, str]:
-        return {"every_token": str(self.every_token), "causal": str(self.causal)}
 
     @property
     def unknowns(self) -> int:
@@ -361,13 +334,6 @@ class OutputMatrix(Parametric):
         if rank % 2 == 0:
             return rank
         return rank - 1 if self.constant else rank + 1
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"W": self.W, "tokens": self.tokens}
-
-    def flags(self) -> dict[str, str]:
-        flags = {"constant": self.constant, "blocks": self.blocks, "rotated": self.rotated}
-        return {name: str(value) for name, value in flags.items()}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return tokens[:, -1] @ self.W.mT

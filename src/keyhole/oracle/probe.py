@@ -230,18 +230,22 @@ def _by_id(entries: Any) -> dict[int, float]:
     return {int(entry["id"]): float(entry["logprob"]) for entry in entries}
 
 
-def _openai_content(answer: Any) -> dict[Any, float]:
-    """llama.cpp's form of OpenAI's, in which tokens have their numbers, or OpenAI's own."""
+def logprobs_of(answer: Any) -> dict[Any, float]:
+    """What follows a prompt in llama.cpp's own form or in OpenAI's, by the tokens' numbers.
+
+    By their texts where they have none: llama.cpp gives numbers in OpenAI's form too, vLLM where it
+    is asked to.
+    """
+    if "choices" not in answer:
+        return _by_id(answer["completion_probabilities"][0]["top_logprobs"])
     logprobs = answer["choices"][0]["logprobs"]
-    if "content" in logprobs:
-        entries = logprobs["content"][0]["top_logprobs"]
-        return (
-            _by_id(entries)
-            if "id" in entries[0]
-            else {entry["token"]: float(entry["logprob"]) for entry in entries}
-        )
-    entries = logprobs["top_logprobs"][0].items()
-    return {_number(token): float(value) for token, value in entries}
+    if "content" not in logprobs:
+        entries = logprobs["top_logprobs"][0].items()
+        return {_number(token): float(value) for token, value in entries}
+    entries = logprobs["content"][0]["top_logprobs"]
+    if "id" in entries[0]:
+        return _by_id(entries)
+    return {entry["token"]: float(entry["logprob"]) for entry in entries}
 
 
 def _number(token: str) -> int | str:
@@ -272,7 +276,7 @@ ROUTES = (
     ),
     Route(
         "llama.cpp", "/completion", LOGPROBS, f"{_PROXY} and takes n_probs out of requests.",
-        lambda answer: _by_id(answer["completion_probabilities"][0]["top_logprobs"]),
+        logprobs_of,
         {"prompt": "$text", "n_predict": 1, "n_probs": MANY, "temperature": 0},
         arithmetic="8-bit blocks", numbered=True,
     ),
@@ -287,12 +291,12 @@ ROUTES = (
     ),
     Route(
         "OpenAI's form", "/v1/completions", LOGPROBS, f"Cap logprobs at a few (20); {_PROXY}.",
-        _openai_content,
+        logprobs_of,
         {"model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": MANY, "temperature": 0},
     ),
     Route(
         "OpenAI's form", "/v1/chat/completions", LOGPROBS, f"Cap top_logprobs at a few; {_PROXY}.",
-        _openai_content,
+        logprobs_of,
         {
             "model": "$model", "messages": [{"role": "user", "content": "$text"}], "max_tokens": 1,
             "logprobs": True, "top_logprobs": MANY, "temperature": 0,
@@ -311,11 +315,11 @@ ROUTES = (
     Route(
         "vLLM", "/v1/completions", LOGPROBS,
         f"--max-logprobs does not cap logprob_token_ids: {_PROXY} and takes it out of requests.",
-        _openai_content, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
+        logprobs_of, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
     ),
     Route(
         "vLLM", "/invocations", LOGPROBS, f"Its --api-key does not guard this route: {_PROXY}.",
-        _openai_content, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
+        logprobs_of, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
     ),
     Route(
         "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",

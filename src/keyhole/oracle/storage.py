@@ -31,28 +31,18 @@ from keyhole.oracle.planted import (
     MultiHead,
     OneLayer,
     OutputMatrix,
+    Parametric,
     ReluFfn,
 )
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
-Planted = (
-    Head
-    | MultiHead
-    | BiasedHeads
-    | OneLayer
-    | ReluFfn
-    | Attention
-    | AttentionLayers
-    | OutputMatrix
-    | SubLayer
-    | Block
-)
+Planted = Parametric
 KINDS = (
     "head", "multi-head", "one-layer", "relu", "attention", "attention-layers", "orthogonal-heads",
 )  # fmt: skip
 # What a file may hold, by kind; orthogonal heads are stored as heads like any other.
-_CLASSES: dict[str, type[Planted]] = {
+_CLASSES: dict[str, type[Any]] = {
     planted.kind: planted
     for planted in (
         Head,

@@ -78,9 +78,6 @@ class SubLayer(Parametric):
     def rotary(self) -> bool:
         return self.frequencies.shape[1] > 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.NAMES}
-
     def flags(self) -> dict[str, str]:
         flags = {
             "residual": str(self.residual), "every_token": str(self.every_token),

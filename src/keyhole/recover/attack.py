@@ -6,9 +6,7 @@ the leak. It proposes ids and says what that cost; whether they are right is the
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,49 +32,17 @@ Made = TypeVar("Made")
 
 
 class TokenCount:
-    """How many tokens of all leaks fit so far, which a progress bar shows, and each one's seconds.
+    """How many tokens of all leaks fit so far, which a progress bar shows."""
 
-    What passes until an attack has a proposal belongs to the leaks that it worked on meanwhile, in
-    equal parts; judging a proposal belongs to its leak. What happens to a result once it is out
-    belongs to nobody. All seconds together are the time that the recovery took.
-    """
-
-    def __init__(
-        self, leaks: Sequence[Leak] = (), progress: Progress = silent, since: float | None = None
-    ) -> None:
+    def __init__(self, leaks: Sequence[Leak] = (), progress: Progress = silent) -> None:
         self._total = sum(leak.length or 0 for leak in leaks)
         self._progress = progress
         self._fitting: dict[int, int] = {}
-        self._under_way: set[int] = set()
-        self._since = time.perf_counter() if since is None else since
-        self._spent: defaultdict[int, float] = defaultdict(float)
-
-    def begin(self, numbers: Iterable[int]) -> None:
-        """These leaks are worked on from now on."""
-        self._under_way.update(numbers)
 
     def set(self, number: int, tokens: int, note: str = "") -> None:
         """So many tokens of leak `number` fit."""
-        self._under_way.add(number)
         self._fitting[number] = tokens
         self._progress(sum(self._fitting.values()), self._total, note)
-
-    def share(self, *ready: int) -> None:
-        """The time since the last proposal is theirs that were worked on; some are ready now."""
-        now, numbers = time.perf_counter(), {*self._under_way, *ready}
-        for number in numbers:
-            self._spent[number] += (now - self._since) / len(numbers)
-        self._since = now
-        self._under_way.clear()
-
-    def seconds(self, number: int) -> float:
-        """What leak `number` took in all, what has passed since `share` included."""
-        self._under_way &= {number}
-        self.share(number)
-        return self._spent[number]
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
 
 
 @dataclass(frozen=True, eq=False)

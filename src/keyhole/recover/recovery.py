@@ -8,10 +8,10 @@ Verdict, and every recovery is one type, judged token by token and saved like al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from keyhole.core import Status, environment
 from keyhole.core.result import Result
@@ -55,10 +55,8 @@ class Verdict:
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
 
-class Judge(Protocol):
-    """Runs the model of `target` on a proposal and compares with `leak`."""
-
-    def __call__(self, target: Any, leak: Any, ids: list[int], /) -> Verdict: ...
+# Runs the model of a target on proposed ids and compares with the leak.
+Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):
@@ -97,9 +95,9 @@ class TextRecovery(Recovery):
     leaked one, where one vector leaked. `passes` counts forward–backward passes plus `forwards`,
     those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
     the forward passes that were spent once for the model and layer, on no text in particular,
-    `tested` the tokens that a left-to-right search tried. `seconds` are those of this text: of what
-    was done for several at once, its share. `pieces` are the tokens as they are written: one for
-    each mark, joined they are the text.
+    `tested` the tokens that a left-to-right search tried. `seconds` passed since the text before
+    this one came, or since the start. `pieces` are the tokens as they are written: one for each
+    mark, joined they are the text.
     """
 
     status: Status

@@ -64,23 +64,6 @@ class LeakRead:
     exact: bool | None = None
     shared: Shared | None = None
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        file: Opened,
-        recovery: TextRecovery,
-        tokenizer: Any,
-        original: Original | None,
-        before: bool,
-    ) -> LeakRead:
-        exact = shared = None
-        if original is not None:
-            exact = original.is_exactly(tokenizer, recovery.ids)
-            shared = original.shared(tokenizer, recovery.ids)
-        padding = getattr(tokenizer, "pad_token_id", None)
-        return cls(number, file.name, file.leak.digest, recovery, before, padding, exact, shared)
-
     def to_dict(self) -> dict[str, Any]:
         known = {}
         if self.shared is not None:
@@ -129,9 +112,16 @@ def run(
 
     def finish(number: int, recovery: TextRecovery, before: bool = False) -> None:
         done[number] = recovery
-        if notify is not None:
-            file, original = opened[number], originals[number]
-            notify(LeakRead.of(number, file, recovery, loaded.tokenizer, original, before))
+        if notify is None:
+            return
+        file, original, words = opened[number], originals[number], loaded.tokenizer
+        padding = getattr(words, "pad_token_id", None)
+        read = LeakRead(number, file.name, file.leak.digest, recovery, before, padding)
+        if original is not None:
+            ids = recovery.ids
+            exact, shared = original.is_exactly(words, ids), original.shared(words, ids)
+            read = replace(read, exact=exact, shared=shared)
+        notify(read)
 
     with (
         Journal(out, _identity(loaded, method, corpus)) as journal,
@@ -344,7 +334,7 @@ def _recovering(
                 yield rest[place], recovery
         if read:
             return
-    count = TokenCount(texts, progress, started)
+    count, since = TokenCount(texts, progress), started or time.perf_counter()
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -354,18 +344,15 @@ def _recovering(
         name = type(attack).__name__
         with solvable(target.model):
             for number, proposal in attack(target, texts):
-                count.share(number)
                 recovery = _judged(judge, target, texts[number], proposal, name)
                 left.discard(number)
                 count.set(number, len(recovery.ids))
-                yield number, replace(recovery, seconds=count.seconds(number))
-                count.go_on()
+                yield number, replace(recovery, seconds=time.perf_counter() - since)
+                since = time.perf_counter()
     except Unsuccessful as end:
-        count.share(*left)
+        seconds = (time.perf_counter() - since) / max(1, len(left))
         for number in sorted(left):
-            seconds = count.seconds(number)
             yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
-            count.go_on()
 
 
 def _unmixed(

@@ -89,11 +89,6 @@ def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:
     return replace(leak, values=rows[0] if isinstance(leak, Pooled) else rows)
 
 
-def blocks(length: int) -> list[slice]:
-    """The blocks that the tokens of a text are in; the last may be shorter."""
-    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
-
-
 def hidden_behind(leak: Leak, form: str, key: int, stream: torch.Generator) -> Leak:
     """The leak as an attacker without `key` finds it; `stream` draws what is drawn anew."""
     return hidden_by(secrets_of(leak, form, key, stream), leak)
@@ -147,10 +142,10 @@ def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list
     matrices, secret = matrices_of(leak), torch.Generator().manual_seed(key)
     if form == "cloaked":
         return [_cloak(matrix.double(), secret, stream) for matrix in matrices]
-    sizes = [part.stop - part.start for part in blocks(len(matrices[0]))]
     orders = None
     if form in ("scrambled", "mixed"):
-        orders = [torch.randperm(size, generator=stream) for size in sizes]
+        parts = matrices[0].split(BLOCK)
+        orders = [torch.randperm(len(part), generator=stream) for part in parts]
     made: list[Secret] = []
     for matrix in matrices:
         width = matrix.shape[1]
@@ -189,7 +184,7 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
     place = int(torch.randint(BLOCK, (1,), generator=secret))
     drawn = torch.rand(rows.shape[1], generator=secret, dtype=torch.float64)
     added[place] = (3 + drawn) * _LARGE * rows.abs().max()
-    orders = [torch.randperm(BLOCK, generator=stream) for _ in blocks(len(rows))]
+    orders = [torch.randperm(BLOCK, generator=stream) for _ in rows.split(BLOCK)]
     return Secret([mix @ _permutation(order) for order in orders], rotation, added)
 
 
@@ -324,8 +319,7 @@ def _rows(known: Pairs, sums: bool) -> list[tuple[Tensor, Tensor]]:
         matrices = [matrix.double() for matrix in matrices_of(leak)]
         if not sums:
             return matrices
-        parts = blocks(len(matrices[0]))
-        return [torch.stack([matrix[part].sum(0) for part in parts]) for matrix in matrices]
+        return [torch.stack([part.sum(0) for part in each.split(BLOCK)]) for each in matrices]
 
     each = [(rows(plain), rows(stored)) for plain, stored in known]
     count = len(each[0][0])
@@ -374,9 +368,6 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
         given = capture(target.model, leak.exposure, ids=moved)["keys"][0].cpu()
         shifted = (rows + shift) % length
         costs[rows, shifted] = (given.transpose(0, 1).flatten(1)[shifted] - keys).square().sum(-1)
-    for part in blocks(length):
-        outside = torch.ones(length, dtype=torch.bool)
-        outside[part] = False
-        costs[part, outside] = _OTHER_BLOCK
+    costs[rows[:, None] // BLOCK != rows // BLOCK] = _OTHER_BLOCK
     order = assigned(costs)
     return replace(leak, keys=leak.keys[:, order], values=leak.values[:, order])

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, expect_among, expect_number, expect_seed
 from keyhole.core.files import unwritable
-from keyhole.core.journal import Journal, digest
 from keyhole.data import opening
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure
@@ -27,7 +26,7 @@ from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
 from keyhole.recover.attack import expect_numbers
-from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled, load_leak
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
 from keyhole.recover.secrets import SECRETS, hidden_behind
 
 FORMS = {
@@ -36,7 +35,6 @@ FORMS = {
     **{name: f"{name}:KEY" for name in SECRETS},
 }  # fmt: skip
 MAX_LENGTH = 512  # tokens of a text that a leak is made of
-UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
 def leak_of(
@@ -203,7 +201,6 @@ def capture(
     forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
-    force: bool = False,
     seed: int = 0,
     notify: Callable[[Path, Leak], None] | None = None,
 ) -> list[Path]:
@@ -212,8 +209,7 @@ def capture(
     `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
     is the file, or a folder where there are several texts. The leak takes the `forms` that
     `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
-    deviation was added. A folder remembers in a journal which leaks are in it until all of them
-    are; `force` replaces the journal of another run. `notify` gets each leak and its file.
+    deviation was added. `notify` gets each leak and its file.
     """
     expect_seed(seed)
     parse_forms(forms)
@@ -227,26 +223,12 @@ def capture(
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise unwritable(paths[0].parent, error) from error
-    run: dict[str, Any] = {
-        "run": "capture", "model": model.identity, "exposure": str(exposure),
-        "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
-    }  # fmt: skip
-    if forms:
-        run["forms"] = list(forms)
-    unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
-    with Journal(unfinished, run, force=force) as journal:
-        for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
-            if path.name in journal and path.exists():
-                leak = load_leak(path)
-            else:
-                leak = leak_of(model.model, model.tokenizer, text, exposure)
-                leak = degrade(leak, precision, noise, seed + number, forms)
-                leak.save(path)
-                journal.add({path.name: {}})
-            if notify is not None:
-                notify(path, leak)
-    if unfinished is not None:
-        unfinished.unlink()
+    for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
+        leak = leak_of(model.model, model.tokenizer, text, exposure)
+        leak = degrade(leak, precision, noise, seed + number, forms)
+        leak.save(path)
+        if notify is not None:
+            notify(path, leak)
     return paths
 
 

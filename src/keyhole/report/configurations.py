@@ -1,7 +1,7 @@
-"""What `keyhole check-config` found, in the formats of an audit: a setting has a file and a line.
+"""What `keyhole check-config` found, for people and as SARIF: a setting has a file and a line.
 
-As for an audit, formats and exit code agree: a test case of JUnit fails if and only if its finding
-is of the level that fails, and a file that could not be read is never called clean.
+As for an audit, formats and exit code agree, and a file that could not be read is never called
+clean.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from keyhole.configs import Checked, Finding, Level, Rule, Skipped, Unread
 from keyhole.configs.registry import RULES
 from keyhole.core import dump
 from keyhole.core.exposure import NOT_CHECKED
-from keyhole.core.text import as_code, inert
-from keyhole.report import junit, markdown, sarif
+from keyhole.core.text import inert
+from keyhole.report import sarif
 from keyhole.report.sarif import in_file
-from keyhole.report.words import names_of, number, slug
+from keyhole.report.words import number
 from keyhole.version import __version__
 
 _SEVERITIES = {
@@ -29,20 +29,6 @@ _ENDS = {
     1: "settings open what attacks need",
     3: "a file could not be read",
 }
-_HEAD = (
-    "| level | setting | opens | fix | try |",
-    "| --- | --- | --- | --- | --- |",
-)
-
-
-def verdict(checked: Checked) -> str:
-    """One line: how much is open, then what nobody looked at."""
-    count, files = len(checked.findings), number(checked.files, "file", "files")
-    words = f"{number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
-    if not count:
-        words = f"No setting opens what attacks need, in {files}"
-    unread = number(len(checked.unread), "file", "files")
-    return f"{words}; {unread} could not be read." if checked.unread else f"{words}."
 
 
 _SHOWN = 20  # files of a kind that a terminal lists; the JSON has all
@@ -136,60 +122,19 @@ def as_sarif(checked: Checked, least: Level) -> str:
         "invocations": [sarif.invocation(code, _ENDS, unread, None)],
         "results": results,
         "properties": {
-            "verdict": verdict(checked),
+            "verdict": f"{summary(checked)}; {_findings(checked)}",
             "fail_on": str(least),
             "files": checked.files,
-            "read": summary(checked),
             "notRecognised": [file.path for file in checked.skipped],
         },
     }
     return sarif.written([run])
 
 
-def as_junit(checked: Checked, least: Level) -> str:
-    """A case for each finding, each file that was not read, and each rule that applies nowhere."""
-    applied = {finding.rule.id for finding in checked.findings}
-    cases = [_case(name, finding, least) for name, finding in _named(checked)]
-    cases += [
-        junit.Case(_classname(file.path), f"{file.path} is read", 0.0, "error", "unknown",
-                   f"could not be read: {file.reason}", ())
-        for file in checked.unread
-    ]  # fmt: skip
-    cases += [_absent(rule, checked) for rule in RULES.values() if rule.id not in applied]
-    about = {"verdict": verdict(checked), "fail-on": str(least), "keyhole": __version__}
-    suite = junit.Suite("keyhole check-config", tuple(cases), about)
-    return junit.written(suite.name, [suite])
-
-
-def as_markdown(checked: Checked, least: Level) -> str:
-    """A comment: what is open, the highest level first."""
-    ordered = sorted(checked.findings, key=lambda finding: -finding.rule.level)
-    worst = max((finding.rule.level for finding in ordered), default=None)
-    empty = Severity.UNKNOWN if checked.unread else Severity.NONE
-    sign = markdown.SIGNS[empty if worst is None else _SEVERITIES[worst]]
-    top = [
-        f"## {sign} Keyhole: {verdict(checked)}", "",
-        f"Keyhole {summary(checked)}.", "",
-        f"{len(checked.failing(least))} of {len(ordered)} are of the level {least} or above, exit "
-        f"code {checked.exit_code(least)}. A setting is a possibility: the last column tries it.",
-        "",
-    ]  # fmt: skip
-    unread = [f"{file.path}: {file.reason}" for file in checked.unread]
-    skipped = [f"{file.path}: {_why_skipped(file)}" for file in checked.skipped]
-    bottom = [
-        *markdown.folded("could not be read, which is not clean", unread),
-        *markdown.folded("read, and not recognised", skipped),
-    ]
-    opened = markdown.Table("Opened", "findings", _HEAD, [_row(finding) for finding in ordered])
-    return markdown.fitted(top, [opened], bottom)
-
-
 CONFIG_FORMATS: Mapping[str, Callable[[Checked, Level], str]] = {
     "json": lambda checked, least: f"{dump(checked.to_dict(least))}\n",
     "sarif": as_sarif,
     "sarif-github": as_sarif,  # every result needs somebody: there is no other kind
-    "markdown": as_markdown,
-    "junit": as_junit,
 }
 
 
@@ -225,38 +170,3 @@ def _unread(file: Unread, place: int) -> dict[str, Any]:
         "locations": [in_file(file.path, 1)],
         "partialFingerprints": sarif.fingerprints(f"unread {file.path}"),
     }
-
-
-def _case(name: str, finding: Finding, least: Level) -> junit.Case:
-    rule, where = finding.rule, f"{finding.path}:{finding.line}"
-    details = (
-        f"finding: {name}", f"rule: {rule.id} ({rule.name})", f"level: {rule.level}",
-        f"standards: {names_of(rule.standards)}", f"at: {where}", f"opens: {rule.opens}",
-        f"fix: {rule.fix}", f"try: {rule.attack}",
-    )  # fmt: skip
-    return junit.Case(
-        _classname(finding.path), f"{where} {rule.id}", 0.0,
-        "failure" if rule.level >= least else "", str(rule.level),
-        f"{rule.level}: {finding.message}", details,
-    )  # fmt: skip
-
-
-def _absent(rule: Rule, checked: Checked) -> junit.Case:
-    ignored = rule.id in checked.ignored
-    end, kind = ("skipped", "ignored") if ignored else ("", "")
-    message = "it was asked not to be reported" if ignored else ""
-    return junit.Case("keyhole.config", f"{rule.id} ({rule.name})", 0.0, end, kind, message, ())
-
-
-def _classname(path: str) -> str:
-    return f"keyhole.config.{slug(path)}"
-
-
-def _row(finding: Finding) -> str:
-    rule, cell = finding.rule, markdown.CELL
-    where = as_code(f"{finding.path}:{finding.line}", cell)
-    return (
-        f"| {markdown.SIGNS[_SEVERITIES[rule.level]]} {rule.level} | "
-        f"{as_code(finding.what, cell)}<br>{where}<br>{rule.id} | {as_code(rule.opens, cell)} | "
-        f"{as_code(rule.fix, cell)} | {as_code(rule.attack, cell)} |"
-    )

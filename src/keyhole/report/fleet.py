@@ -17,8 +17,8 @@ from rich.text import Text
 from keyhole.assess import Assessment, Card, FleetAssessment, Item, Severity, assess_fleet
 from keyhole.core import Audit, Fleet, dump
 from keyhole.core.progress import duration
-from keyhole.core.text import as_code, inert, visible
-from keyhole.report import json_form, junit, markdown, sarif, words
+from keyhole.core.text import inert, visible
+from keyhole.report import json_form, sarif, words
 from keyhole.report.page import fill
 from keyhole.report.terminal import STYLES
 
@@ -121,10 +121,6 @@ def fleet_table(fleet: Fleet, assessment: FleetAssessment | None = None) -> Grou
 # The formats of a fleet: one file for all of its targets.
 
 MOST_RUNS = 20  # of a SARIF file that GitHub takes
-_TARGETS = (
-    "| severity | target | given away | verdict | the fix that serves most |",
-    "| --- | --- | --- | --- | --- |",
-)
 
 
 def as_json(assessment: FleetAssessment) -> str:
@@ -151,52 +147,10 @@ def as_sarif(assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool]
     return sarif.written(made)
 
 
-def as_junit(assessment: FleetAssessment) -> str:
-    """A suite for each target."""
-    suites = [junit.whole(name, of) for name, of in assessment.targets.items()]
-    return junit.written(f"keyhole audit of {len(suites)} targets", suites)
-
-
-def as_markdown(assessment: FleetAssessment) -> str:
-    """A comment: the targets, the worst first, then what each of them gives away."""
-    made = rows(assessment)
-    sign = markdown.SIGNS[made[0].severity.value if made else "unknown"]
-    top = [
-        f"## {sign} Keyhole: {assessment.verdict}", "",
-        f"Exit code {assessment.exit_code}.", "",
-    ]  # fmt: skip
-    found = [
-        markdown.row(item, f"{as_code(row.name, markdown.CELL)}<br>")
-        for row in made
-        for item in row.assessment.exposed
-    ]
-    tables = [
-        markdown.Table("Targets", "targets", _TARGETS, [_target(row) for row in made]),
-        markdown.Table("Given away", "findings", markdown.HEAD, found),
-    ]
-    gone = [
-        f"{row.name}: {words.in_full(item.finding.exposure)}"
-        for row in made
-        for item in row.assessment.gone
-    ]
-    untried = [
-        f"{row.name}: {words.in_full(item.finding.exposure)}"
-        for row in made
-        for item in row.assessment.untried
-    ]
-    bottom = [
-        *markdown.folded("gone since the baseline", gone),
-        *markdown.folded(markdown.UNTRIED, untried),
-    ]
-    return markdown.fitted(top, tables, bottom)
-
-
 FLEET_FORMATS: Mapping[str, Callable[[FleetAssessment], str]] = {
     "json": as_json,
     "sarif": as_sarif,
     "sarif-github": lambda assessment: as_sarif(assessment, sarif.needs_somebody),
-    "markdown": as_markdown,
-    "junit": as_junit,
 }
 
 
@@ -208,16 +162,3 @@ def _distinct(names: Iterable[str]) -> dict[str, str]:
         name: plain if count[plain] == 1 else f"{plain} {sha256(name.encode()).hexdigest()[:8]}"
         for name, plain in short.items()
     }
-
-
-def _target(row: Row) -> str:
-    audit, assessment = row.audit, row.assessment
-    other = f"<br>{as_code(audit.target, markdown.CELL)}" if audit.target != row.name else ""
-    worst = row.worst
-    fix = worst.finding.remedy if worst is not None else ""
-    return (
-        f"| {markdown.SIGNS[row.severity.value]} {row.severity} | "
-        f"{as_code(row.name, markdown.CELL)}{other} | "
-        f"{len(assessment.exposed)} of {len(assessment.items)} | "
-        f"{as_code(row.verdict, markdown.CELL)} | {as_code(fix, markdown.CELL)} |"
-    )

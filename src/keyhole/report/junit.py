@@ -7,7 +7,7 @@ and only if the policy says so: a pipeline's table of tests and its exit code mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -32,48 +32,28 @@ class Case:
     details: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Cases of one suite, and what is known of all; `finished` is when, if known."""
-
-    name: str
-    cases: tuple[Case, ...]
-    about: Mapping[str, str]
-    finished: str | None = None
-
-
 def render(assessment: Assessment) -> str:
     """A suite for each endpoint or model of the target."""
-    target = assessment.audit.target
-    cases = _cases(assessment)
-    suites = [
-        suite(name, [case for place, case in cases if place == name], assessment)
-        for name in dict.fromkeys(place for place, _ in cases)
-    ]
-    return written(f"keyhole audit of {target}", suites)
-
-
-def whole(name: str, assessment: Assessment) -> Suite:
-    """All of an audit as one suite."""
-    return suite(name, [case for _, case in _cases(assessment)], assessment)
-
-
-def suite(name: str, cases: Sequence[Case], assessment: Assessment) -> Suite:
-    """Cases of an audit, with what holds for all of it."""
+    audit, cases = assessment.audit, _cases(assessment)
+    name = inert(f"keyhole audit of {audit.target}")
+    root = Element("testsuites", {"name": name, **_sums([case for _, case in cases])})
     about = {
         "verdict": assessment.verdict, "severity": assessment.severity.value,
-        "identity": assessment.audit.identity, "keyhole": words.version(assessment.audit),
+        "identity": audit.identity, "keyhole": words.version(audit),
         "policy": "" if assessment.decision is None else assessment.decision.source,
     }  # fmt: skip
-    return Suite(name, tuple(cases), about, words.finished(assessment.audit))
-
-
-def written(name: str, suites: Sequence[Suite]) -> str:
-    """The document."""
-    cases = [case for suite in suites for case in suite.cases]
-    root = Element("testsuites", {"name": inert(name), **_sums(cases)})
-    for suite in suites:
-        _add(root, suite)
+    finished = words.finished(audit)
+    when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
+    for part in dict.fromkeys(place for place, _ in cases):
+        suite = [case for place, case in cases if place == part]
+        skipped = str(sum(case.end == "skipped" for case in suite))
+        named = {"name": inert(part), **_sums(suite), "skipped": skipped, **when}
+        parent = SubElement(root, "testsuite", named)
+        properties = SubElement(parent, "properties")
+        for key, value in about.items():
+            SubElement(properties, "property", name=key, value=inert(value))
+        for case in suite:
+            _add(parent, case)
     indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
 
@@ -162,25 +142,13 @@ def _time(seconds: float) -> str:
     return f"{max(0.0, seconds):.3f}"
 
 
-def _add(root: Element, suite: Suite) -> None:
-    skipped = sum(case.end == "skipped" for case in suite.cases)
-    finished = suite.finished
-    when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
-    parent = SubElement(
-        root, "testsuite",
-        {"name": inert(suite.name), **_sums(suite.cases), "skipped": str(skipped), **when},
-    )  # fmt: skip
-    properties = SubElement(parent, "properties")
-    for name, value in suite.about.items():
-        SubElement(properties, "property", name=name, value=inert(value))
-    for case in suite.cases:
-        child = SubElement(
-            parent, "testcase", classname=case.classname, name=inert(case.name),
-            time=_time(case.seconds),
-        )  # fmt: skip
-        text = "\n".join(inert(line) for line in case.details)
-        if case.end:
-            end = SubElement(child, case.end, type=case.kind, message=inert(case.message))
-            end.text = text or None
-        elif text:
-            SubElement(child, "system-out").text = text
+def _add(suite: Element, case: Case) -> None:
+    child = SubElement(
+        suite, "testcase", classname=case.classname, name=inert(case.name), time=_time(case.seconds)
+    )
+    text = "\n".join(inert(line) for line in case.details)
+    if case.end:
+        end = SubElement(child, case.end, type=case.kind, message=inert(case.message))
+        end.text = text or None
+    elif text:
+        SubElement(child, "system-out").text = text

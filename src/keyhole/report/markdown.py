@@ -8,7 +8,6 @@ that do not fit are counted instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from keyhole.assess import Assessment, Card, Item, Level
@@ -19,7 +18,6 @@ from keyhole.report import words
 
 MOST = 60_000  # characters in all; GitHub takes some more
 SHOWN = 20  # findings before the fold
-UNTRIED = "of the baseline not tried this time, as before"
 CELL = 160  # characters of a cell
 SIGNS = {
     "critical": "🔴",
@@ -37,33 +35,12 @@ HEAD = (
 
 def render(assessment: Assessment) -> str:
     """A comment, complete or with a line that says how much is left out."""
-    rows = [row(item) for item in assessment.exposed]
+    rows = [_row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
     bottom = [*_unchecked(assessment), *_left(assessment), *_again(assessment)]
-    return fitted(top, [Table("Given away", "findings", HEAD, rows)], bottom)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under a title; `noun` is what they are called where some do not fit."""
-
-    title: str
-    noun: str
-    head: Sequence[str]
-    rows: Sequence[str]
-
-
-def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -> str:
-    """A comment around tables, of which as many rows are shown as fit."""
     left = MOST - sum(len(line) + 1 for line in (*top, *bottom))
-    shown: list[str] = []
-    for table in tables:
-        sizes = list(accumulate(len(line) + 1 for line in table.rows))
-        fitting = sum(size <= left for size in sizes)
-        left -= sizes[fitting - 1] if fitting else 0
-        left_out = _left_out(len(table.rows) - fitting, table.noun)
-        shown += [*_folded_table(table, table.rows[:fitting]), *left_out]
-    return "\n".join([*top, *shown, *bottom]) + "\n"
+    fitting = sum(size <= left for size in accumulate(len(line) + 1 for line in rows))
+    return "\n".join([*top, *_given_away(rows, fitting), *bottom]) + "\n"
 
 
 def _title(assessment: Assessment) -> list[str]:
@@ -104,8 +81,7 @@ def _decision(assessment: Assessment) -> list[str]:
     return [f"By the policy {source} this **{end}**: {rule}", ""]
 
 
-def row(item: Item, of: str = "") -> str:
-    """A finding; `of` is what stands before its exposure."""
+def _row(item: Item) -> str:
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
     tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
@@ -115,26 +91,21 @@ def row(item: Item, of: str = "") -> str:
         ignored = f"<br>ignored until {item.ignored.until}: {reason}"
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
-        f"{of}{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
+        f"{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
         f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
-def _folded_table(table: Table, rows: Sequence[str]) -> list[str]:
-    if not rows:
-        return []
-    lines = [f"### {table.title}", "", *table.head, *rows[:SHOWN], ""]
-    more = rows[SHOWN:]
+def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
+    """The table of findings, of which so many rows fit."""
+    shown, more = rows[: min(fitting, SHOWN)], rows[SHOWN:fitting]
+    lines = [] if not shown else ["### Given away", "", *HEAD, *shown, ""]
     if more:
-        lines += [f"<details><summary>{len(more)} more</summary>", "", *table.head, *more, ""]
+        lines += [f"<details><summary>{len(more)} more</summary>", "", *HEAD, *more, ""]
         lines += ["</details>", ""]
+    if left := len(rows) - fitting:
+        lines += [f"{left} more findings do not fit here: the JSON file has all of them.", ""]
     return lines
-
-
-def _left_out(count: int, noun: str) -> list[str]:
-    if not count:
-        return []
-    return [f"{count} more {noun} do not fit here: the JSON file has all of them.", ""]
 
 
 def _unchecked(assessment: Assessment) -> list[str]:
@@ -145,7 +116,7 @@ def _unchecked(assessment: Assessment) -> list[str]:
         if finding.outcome is Outcome.UNCHECKED
     ]
     unchecked += [words.skip(skip) for skip in assessment.audit.skips if skip.unchecked]
-    return folded("could not be checked, which is not clean", unchecked)
+    return _folded("could not be checked, which is not clean", unchecked)
 
 
 def _left(assessment: Assessment) -> list[str]:
@@ -156,8 +127,9 @@ def _left(assessment: Assessment) -> list[str]:
     )
     note = words.assumed(assessment)
     return [
-        *folded("gone since the baseline", gone), *folded(UNTRIED, untried),
-        *folded(
+        *_folded("gone since the baseline", gone),
+        *_folded("of the baseline not tried this time, as before", untried),
+        *_folded(
             "hypothetical: the service does not return it",
             [words.in_full(item.finding.exposure) for item in assessment.hypothetical],
         ),
@@ -165,7 +137,7 @@ def _left(assessment: Assessment) -> list[str]:
     ]  # fmt: skip
 
 
-def folded(about: str, names: Sequence[str]) -> list[str]:
+def _folded(about: str, names: Sequence[str]) -> list[str]:
     """Names in code, behind a line that counts them."""
     if not names:
         return []

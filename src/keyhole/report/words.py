@@ -74,7 +74,6 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-GRADIENT", ""): "gradient of a batch of texts",
     ("KH-TEXT-TOKEN-IDS", ""): "token ids in {name}",
     ("KH-TEXT-ANSWERS", ""): "answers to texts",
-    ("KH-TEXT-ANSWERS", "whose"): "whose answers they are",
     ("KH-TEXT-ANSWERS", "token-vectors"): "a vector for each token: output {name}",
     ("KH-TEXT-ANSWERS", "labels"): "labels: output {name}",
     ("KH-TEXT-ANSWERS", "classes"): "a number for each class: output {name}",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from keyhole.assess.severity import cost
 from keyhole.audit.one_exposure import FLIPS, audit_exposure
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreTarget
@@ -21,7 +22,7 @@ from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Finding, Outcome, Skip
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.core.text import percent, visible
+from keyhole.core.text import inert, visible
 from keyhole.data import NO_LABEL, Example, read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
@@ -190,10 +191,12 @@ def line(finding: Finding) -> str:
     if finding.attack:
         part = f"{finding.part}, " if finding.part else ""
         what = f"{part}{what} ({finding.attack})"
-    if came_back(finding):
-        return _plain(f"{what}: {_came_back(finding)}. Fix: {finding.remedy}")
-    kept = finding.outcome is not Outcome.UNCHECKED
-    return _plain(f"{what}: {_came_back(finding) if kept else finding.reason}")
+    if finding.outcome is Outcome.UNCHECKED and not came_back(finding):
+        return _plain(f"{what}: {finding.reason}")
+    read = inert(wording.example(finding), _MAX_LETTERS)
+    told = f"{what}: {wording.outcome(finding)}, {cost(finding)}"
+    told += f", such as “{read}”" if read else ""
+    return _plain(f"{told}. Fix: {finding.remedy}" if came_back(finding) else told)
 
 
 def skipped(skip: Skip) -> str:
@@ -205,47 +208,6 @@ def came_back(finding: Finding) -> float:
     if finding.sought in ("text", "prediction"):
         return finding.known
     return float(finding.outcome is Outcome.GIVEN_AWAY)
-
-
-def _came_back(finding: Finding) -> str:
-    if finding.sought == "text":
-        return f"{percent(finding.known)} of tokens came back{_text(finding)}"
-    if finding.sought == "prediction":
-        return f"{finding.reason.split(';')[0]}{_cut(finding)}"
-    outcome = wording.outcome(finding) if came_back(finding) else "not recovered"
-    parts = [f"the {finding.sought}: {outcome}"]
-    if finding.error is not None:
-        parts.append(f"error {finding.error:.1e}")
-    return ", ".join([*parts, f"{finding.queries:,} queries"])
-
-
-def _text(finding: Finding) -> str:
-    """How many texts, and the one of which most came back, as it came back."""
-    readings = finding.texts[0].readings if finding.texts else ()
-    if not readings:
-        return ""
-    exact = finding.texts[0].exact
-    worst = max(readings, key=lambda reading: reading.known)
-    count = f" ({exact} of {len(readings)} texts exactly"
-    if not worst.known:
-        return f"{count})"
-    read = _quoted("".join(piece.text for piece in worst.pieces))
-    return (
-        f"{count}; {_quoted(worst.original)} as {read})" if worst.original else f"{count}; {read})"
-    )
-
-
-def _cut(finding: Finding) -> str:
-    if not finding.cuts:
-        return ""
-    cut = finding.cuts[0]
-    text = _quoted(" ".join(cut.tokens))
-    return f" ({text} from {cut.before} to {cut.after})"
-
-
-def _quoted(text: str) -> str:
-    text = " ".join(text.split())
-    return f"“{text if len(text) <= _MAX_LETTERS else f'{text[: _MAX_LETTERS - 1]}…'}”"
 
 
 def _plain(text: str) -> str:

@@ -73,3 +73,15 @@ def test_a_causal_model_says_how_likely_its_texts_are(family, steps):
 
 def test_an_encoder_says_nothing_of_the_kind(encoder):
     assert not encoder.speaks
+
+
+def test_in_half_precision_it_says_nearly_the_same():
+    target = Target.of(tiny.language_model("llama"), tiny.tokenizer(causal=True))
+    exposure, texts = Exposure("pooled", pooling="last"), Texts.of([[20, 21, 22], [30]], 4)
+    whole, half = (Encoder(target, exposure, dtype) for dtype in (None, torch.bfloat16))
+    inside = texts.mask & ~whole.read(texts)[1].isnan()
+    torch.testing.assert_close(
+        half.read(texts)[1][inside], whole.read(texts)[1][inside], rtol=0, atol=0.1
+    )
+    gaps = half.next_log_p(texts)[:, 1:2].float()
+    torch.testing.assert_close(gaps, whole.next_log_p(texts)[:, 1:2], rtol=0, atol=0.1)

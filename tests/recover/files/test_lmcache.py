@@ -94,18 +94,6 @@ def test_a_layer_that_vllm_put_into_a_shared_folder(layer, subject, chunk, tmp_p
     assert (result.text, result.verified) == (TEXT, True)
 
 
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_a_block_that_tensorrt_llm_saved(heads_first, subject, chunk, tmp_path):
-    both, layers, tokens, width = chunk.shape
-    block = chunk.transpose(0, 1)
-    if heads_first:
-        block = block.view(layers, both, tokens, anatomy(subject.model).key_heads, -1)
-        block = block.transpose(2, 3)
-    torch.save(block.reshape(layers, both, tokens * width).bfloat16(), tmp_path / "901237.pt")
-    (result,) = recover.run(subject, tmp_path / "901237.pt")
-    assert (result.text, result.verified) == (TEXT, True)
-
-
 @pytest.mark.parametrize("name", [ENGINE.format("bfloat16"), SERVER.format("")])
 def test_a_chunk_from_the_middle_of_a_text(name, subject, tmp_path):
     words = " ".join(f"w{number}" for number in range(2, 26))

@@ -1,4 +1,4 @@
-"""Keys and values: closed form at the first layer, least squares below the deeper ones."""
+"""Keys and values: read as rows of their positions; least squares for what is below them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leaks_of(model, layer, ids):
 
 
 @pytest.mark.parametrize(("family", "layer"), FIRST)
-def test_the_first_layer_is_closed_form(family, layer):
+def test_the_first_layer(family, layer):
     causal = family in tiny.DECODERS
     model, ids = tiny.shared(family), tiny.ids(texts=3, length=14, causal=causal)
     texts = [ids[:1], ids[1:2, :9], ids[2:]]
@@ -35,8 +35,6 @@ def test_the_first_layer_is_closed_form(family, layer):
     ):
         assert result.ids == text[0].tolist()
         assert result.verified
-        # Either no token was tried at all, or the first one was right everywhere.
-        assert result.tested in (0, text.shape[1])
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "gpt2"])

@@ -98,8 +98,8 @@ def test_of_long_rows_some_numbers_decide(runs, monkeypatch):
     monkeypatch.setattr(ordering, "MANY", 12)
     target = opened(runs)
     order = ordering.fit(target, Exposure("kv", 1), 256, 0).rest
-    assert order.predicted.shape == (target.vocabulary, 6)
-    assert len(order.centre) == len(order.spread) > 12
+    assert order.fit.predicted.shape == (target.vocabulary, 6)
+    assert len(order.fit.centre) == len(order.fit.spread) > 12
     tenth = target.vocabulary // 10
     assert order.reach(tenth) > 0.3
-    assert torch.isfinite(order.likelihood(order.seen)).all()
+    assert torch.isfinite(order.likelihood(order.fit.seen)).all()

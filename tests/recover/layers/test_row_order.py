@@ -11,6 +11,7 @@ import tiny_models as tiny
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.unordered import assigned, fit_positions
+from keyhole.recover.leaks import HiddenStates
 
 
 def test_an_assignment_is_the_best_of_all():
@@ -31,7 +32,7 @@ def test_rows_that_did_not_leak_fill_what_is_left():
 def test_rows_of_the_first_layer_find_their_places(family):
     target = Target.of(tiny.shared(family), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
-    positions = fit_positions(target, exposure, 12, 4000, 0)
+    positions = fit_positions(target, HiddenStates(torch.ones(12, 32), 1), 12, 4000, 0)
     right = 0
     for text in tiny.ids(texts=6, length=12):
         rows = capture(target.model, exposure, ids=text[None])["values"][0]
@@ -43,7 +44,7 @@ def test_rows_of_the_first_layer_find_their_places(family):
 def test_the_model_s_own_answer_corrects_an_order():
     target = Target.of(tiny.shared("bert"), tiny.tokenizer())
     exposure = Exposure("hidden", 1)
-    positions = fit_positions(target, exposure, 12, 4000, 0)
+    positions = fit_positions(target, HiddenStates(torch.ones(12, 32), 1), 12, 4000, 0)
     (text,) = tiny.ids(texts=1, length=12)
     rows = capture(target.model, exposure, ids=text[None])["values"][0]
     wrong = torch.arange(12)

@@ -32,7 +32,8 @@ def canonical_block(block: Block) -> Block:
     if block.norm == "layer":
         Q, K, V = (_centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V))
         shift = block.b.mean()  # seen behind both sums, but not by the second norm
-        block = replace(block, Q=Q, K=K, V=V, b=block.b - shift, c=block.c + shift)
+        block = replace(block, Q=Q, K=K, V=V, b=block.b - shift,
+                        c=block.c + shift * (block.w.sum() if block.scores else 1))  # fmt: skip
     if block.norm == "behind":
         size = block.D.square().mean().sqrt() * block.D.sum().sign()
         turn = size.sign()
@@ -44,7 +45,8 @@ def canonical_block(block: Block) -> Block:
         )  # fmt: skip
     if block.norm == "none":
         a, g = block.a + block.A @ block.b, block.g + block.G @ block.b
-        block = replace(block, a=a, g=g, c=block.c + block.b, b=torch.zeros_like(block.b))
+        moved = block.w @ block.b if block.scores else block.b
+        block = replace(block, a=a, g=g, c=block.c + moved, b=torch.zeros_like(block.b))
     if len(block.G):
         length = torch.cat([block.G, block.g[:, None]], 1).norm(dim=1)
         sign = torch.gather(block.G, 1, block.G.abs().argmax(1, keepdim=True))[:, 0].sign()
@@ -84,7 +86,9 @@ def compared(first: Block, second: Block) -> dict[str, float]:
     of_units = ("A", "a", "G", "g") if len(one.G) else ("A", "a")
     parts |= {name: (getattr(two, name)[units], getattr(one, name)) for name in of_units}
     parts["C"] = two.C[:, units], one.C
-    parts |= {name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e")}
+    parts |= {
+        name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")
+    }
     sizes = {name: _size(*both) for name, both in parts.items() if both[1].numel()}
     # A bias may be 0: its errors are those of the matrix beside it.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}

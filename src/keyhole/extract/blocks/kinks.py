@@ -49,6 +49,7 @@ _CIRCLES = 40  # at the most
 _EXPLAINED, _NEARLY = 2e-5, 1e-2  # of the answers, at the most left
 _IDLE = 3  # circles in a row without a new unit, where rows are not exact enough to tell
 _ARC = 6  # samples that an arc without kinks must have to be known
+_CLEARER = 1.3
 _RANK_ONE = 1e-3
 _SAME = 1e-3  # of cosines
 
@@ -242,20 +243,24 @@ def find_relu_units_on_sphere(
 ) -> Units:
     """Likewise behind a norm, from answers (n, m) at points (n, d) of one length.
 
-    Circles are drawn until the units explain the answers to other points.
+    Circles are drawn until the units explain the answers to other points; a unit is measured again
+    where it is clearer of others.
     """
-    rows, columns, idle = list[Tensor](), list[Tensor](), 0
+    rows, columns, clears, idle = list[Tensor](), list[Tensor](), list[float](), 0
     points = radius * random_units(d, d, stream)
     answers = value(points)
     for _ in range(_CIRCLES):
         circle, had = _Circle.drawn(value, d, radius, stream), len(rows)
         for theta, clear, c, numbers in sorted(circle.kinks(), key=lambda kink: -kink[1]):
-            if any(float(c @ other) > 1 - _SAME for other in columns):
+            likes = (float(c @ other) > 1 - _SAME for other in columns)
+            known = next((k for k, like in enumerate(likes) if like), len(rows))
+            if known < len(rows) and clear < _CLEARER * clears[known]:
                 continue
             row = circle.row(theta, clear, c, numbers)
             if row is not None:
-                rows.append(row)
-                columns.append(c)
+                rows[known : known + 1] = [row]
+                columns[known : known + 1] = [c]
+                clears[known : known + 1] = [clear]
         if not rows:
             raise Unsuccessful(Status.NOT_APPLICABLE, "the answers have no kinks")
         units = _units(torch.stack(rows))

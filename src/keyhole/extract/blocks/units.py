@@ -44,6 +44,7 @@ from keyhole.oracle.block import ACTIVATIONS
 SMOOTH = ("gelu", "gelu-tanh", "silu")
 _STEP = 0.03  # of the radius, for differences of the fourth order
 _POINTS = 12
+_BEYOND = 1.2  # Hessians for each of their numbers, at least
 _AXES, _FEWEST = 3, 2  # of Π
 _ERRORS = 1e-6  # singular values of the Hessians below this, relative, are errors of differences
 _CLIFF = 10.0  # how far these stay below those that count, at least
@@ -54,6 +55,7 @@ _POWERS = 400
 _STEADY = 1e-11
 _RANK_ONE = 1e-5  # 1 − ‖P_S(aaᵀ)‖² below this
 _NEARLY = 1e-2
+_ALONE = 1e-5  # how far from S a plain unit's product with any other vector is
 _TURNS = 4
 _NEWTON = 20
 _SAME = 1e-4  # of cosines
@@ -71,17 +73,23 @@ class Field:
     value: Callable[[Tensor], Tensor]
     dim: int
     sphere: bool
+    numbers: int  # in an answer; where they are few, more points are asked
+    heads: bool = False  # of attention (heads.py): gated units of σ, few and far from bent
 
     @property
     def radius(self) -> float:
         return math.sqrt(self.dim)
+
+    @property
+    def step(self) -> float:
+        return 3 * _STEP if self.heads else _STEP
 
     def derivatives(self, p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         """First and second ones at points (P, d) along units (n, d) orthogonal to them: (P, n, m).
 
         On a sphere the second includes −DF_p(p)/radius².
         """
-        steps = _STEP * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+        steps = self.step * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
         along, back = (steps.sin(), steps.cos()) if self.sphere else (steps, torch.ones_like(steps))
         at = torch.cat([steps[:2], steps[3:]])
         moves = (along[steps != 0, None, None] * self.radius * e)[None]
@@ -89,7 +97,7 @@ class Field:
         y = self.value(points.flatten(0, 2)).unflatten(0, (len(p), len(at), len(e)))
         middle = self.value(p).unsqueeze(1)
         far, near, near_, far_ = y.unbind(1)
-        h = _STEP * self.radius
+        h = self.step * self.radius
         first = (8 * (near_ - near) - (far_ - far)) / (12 * h)
         second = (16 * (near_ + near) - (far_ + far) - 30 * middle) / (12 * h * h)
         return first, second
@@ -120,7 +128,8 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
     """All units, or Unsuccessful: no curvature, too many of them, or of another kind."""
     d = field.dim
     axes = random_orthogonal(d, stream)
-    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * 2 * d))), d - _AXES)
+    likely = 0 if field.heads else 2 * d
+    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * likely))), d - _AXES)
     while True:
         frame = _Frame(axes[:q], axes[q : q + _AXES], axes[q + _AXES :])
         bent = _Hessians.measured(field, frame, stream)
@@ -134,7 +143,8 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
             )
         q = min(math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
-    units, partners = rank_ones(unpacked(bent.basis, q), count, stream)
+    allowed = _RANK_ONE / (1 if field.numbers == 1 else 100)  # by what Hessians are off
+    units, partners = rank_ones(unpacked(bent.basis, q), count, stream, allowed)
     if partners is None:
         return _plain(field, frame, bent, units)
     return _gated(field, frame, bent, units, partners)
@@ -156,7 +166,8 @@ class _Hessians:
     @classmethod
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
         q = len(frame.U)
-        xi = torch.randn(_POINTS, len(frame.Pi), generator=stream, dtype=torch.float64)
+        count = max(_POINTS, math.ceil(_BEYOND * q * (q + 1) / 2 / field.numbers))
+        xi = torch.randn(count, len(frame.Pi), generator=stream, dtype=torch.float64)
         points = field.radius * normalize(xi, dim=1) @ frame.Pi
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(frame.U[rows] + frame.U[columns], dim=1)
@@ -197,13 +208,16 @@ def unpacked(packed: Tensor, q: int) -> Tensor:
     return full
 
 
-def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def rank_ones(
+    basis: Tensor, most: int, stream: torch.Generator, allowed: float = _RANK_ONE / 100
+) -> tuple[Tensor, Tensor | None]:
     """Unit vectors a with aaᵀ in the span of matrices (dim S, q, q): `most` of them, or half.
 
-    Of half as many each has a partner w, orthogonal to it, for which awᵀ + waᵀ is in the span too.
+    Of half as many each has a partner w, orthogonal to it, for which awᵀ + waᵀ is in the span too,
+    but for `allowed`.
     """
     q = basis.shape[-1]
-    found = torch.empty(0, q, dtype=torch.float64)
+    plains = gates = torch.empty(0, q, dtype=torch.float64)
     quiet = 0
     for _ in range(_ROUNDS):
         a = normalize(torch.randn(_STARTS, q, generator=stream, dtype=torch.float64), dim=1)
@@ -215,22 +229,21 @@ def rank_ones(basis: Tensor, most: int, stream: torch.Generator) -> tuple[Tensor
             a, before = normalize(step + 0.1 * a, dim=1), a
             if float((a - before).abs().max()) < _STEADY:
                 break
-        plain, gated = _settled(basis, a, before)
-        count = len(found)
-        found = distinct(torch.cat([found, gated if len(gated) > len(plain) else plain]))
-        quiet = quiet + 1 if len(found) == count else 0
-        if len(found) == most:
-            return found, None
-        if quiet >= 2 and 2 * len(found) == most:
-            return found, _partners(basis, found)
-        if len(found) > most:
+        plain, gated = _settled(basis, a, before, allowed)
+        count = len(gates)
+        plains, gates = distinct(torch.cat([plains, plain])), distinct(torch.cat([gates, gated]))
+        quiet = quiet + 1 if len(gates) == count else 0
+        if len(plains) == most and 2 * len(gates) < most:
+            return plains, None
+        if quiet >= 2 and 2 * len(gates) >= most:
             break
-    if 2 * len(found) == most:
-        return found, _partners(basis, found)
+    if 2 * len(gates) == most:
+        return gates, _partners(basis, gates)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"curvature spans {most} dimensions, but {len(found)} units were found in it; a plain "
-        f"layer has {most} and a gated one {most // 2}: try another seed",
+        f"curvature spans {most} dimensions, but {len(plains)} units were found in it, "
+        f"{len(gates)} with gates; a plain layer has {most} and a gated one {most // 2}: try "
+        "another seed",
     )
 
 
@@ -242,7 +255,7 @@ def _outside(basis: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return own - at_x.mT @ at_y
 
 
-def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _settled(basis: Tensor, a: Tensor, before: Tensor, allowed: float) -> tuple[Tensor, Tensor]:
     """The iterates that are solutions, taken as plain units and as gated ones.
 
     At a gated unit the maximum is flat: from a towards w, aaᵀ leaves S with the fourth power only.
@@ -252,7 +265,7 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """
     own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
     steady = (a - before).abs().amax(1) < 1e4 * _STEADY
-    plain = a[(own < _RANK_ONE) & steady]
+    plain = torch.cat([a[(own < _RANK_ONE) & steady], _hastened(basis, a[~steady])])
     a = a[own < _NEARLY]
     if not len(a):
         return plain, a
@@ -291,7 +304,19 @@ def _settled(basis: Tensor, a: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.stack(
         [torch.einsum("ni,nij,nj->n", x, _outside(basis, a, a), x) for x in (a, w)]
     ).amax(0)
-    return plain, a[both < _RANK_ONE / 100]
+    return plain, a[both < allowed]
+
+
+def _hastened(basis: Tensor, a: Tensor) -> Tensor:
+    """Plain units that iterates are on their way to, by Newton's method; no gated ones."""
+    ridge = 1e-12 * torch.eye(a.shape[1], dtype=torch.float64)
+    for _ in range(_NEWTON):
+        form = _outside(basis, a, a)
+        square = 4 * form + a[:, :, None] * a[:, None] + ridge
+        a = normalize(a - torch.linalg.solve(square, 2 * form @ a[..., None])[..., 0], dim=1)
+    form = _outside(basis, a, a)
+    own, alone = (a[:, None] @ form @ a[..., None])[:, 0, 0], torch.linalg.eigvalsh(form)[:, 1]
+    return a[(own < _RANK_ONE) & (alone > _ALONE)]
 
 
 def symmetric_basis(basis: Tensor) -> Tensor:
@@ -332,7 +357,7 @@ def _plain(field: Field, frame: _Frame, bent: _Hessians, units: Tensor) -> Units
     products = torch.cat([symmetric(units, units), _identity(field, q)])
     numbers, directions = _rank_one_parts(bent.coefficients(products)[..., : len(units)])
     places = bent.points @ frame.Pi.mT
-    activation, theta, sizes = _fitted(numbers, places, 2)
+    activation, theta, sizes = _fitted(field, numbers, places, 2)
     alpha, beta = theta[:, :-1], theta[:, -1]
     z = places @ alpha.mT + beta  # (P, r)
     slopes = derivative(activation, 1)(z)
@@ -392,7 +417,7 @@ def _gated(field: Field, frame: _Frame, bent: _Hessians, units: Tensor, gates: T
     both = bent.coefficients(products)
     numbers, directions = _rank_one_parts(both[..., r : 2 * r])
     places = bent.points @ frame.Pi.mT
-    activation, theta, sizes = _fitted(numbers, places, 1)
+    activation, theta, sizes = _fitted(field, numbers, places, 1)
     alpha, beta = theta[:, :-1], theta[:, -1]
     z = places @ alpha.mT + beta
     value, slope, bend = (derivative(activation, order)(z) for order in (0, 1, 2))
@@ -443,13 +468,15 @@ def derivative(activation: str, order: int) -> Callable[[Tensor], Tensor]:
     return differentiated
 
 
-def _fitted(numbers: Tensor, places: Tensor, order: int) -> tuple[str, Tensor, Tensor]:
+def _fitted(
+    field: Field, numbers: Tensor, places: Tensor, order: int
+) -> tuple[str, Tensor, Tensor]:
     """The activation whose derivative gives every unit's numbers (r, P); θ (r, π + 1) and sizes."""
 
     def off(activation: str) -> float:
         return float(fit_numbers(numbers[:_SAMPLE], places, activation, order)[2].median())
 
-    activation = min(SMOOTH, key=off)
+    activation = "sigmoid" if field.heads else min(SMOOTH, key=off)
     theta, sizes, misses = fit_numbers(numbers, places, activation, order)
     bad = misses > _MISSED
     if bool(bad.any()):

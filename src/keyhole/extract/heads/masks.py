@@ -173,7 +173,7 @@ def _offsets(
     rest = unit[others].view(rays, count - 1, d)
     along = own / lengths(own).clamp(min=1e-300).unsqueeze(1)
     w = _spread(rest - (rest @ along.unsqueeze(2)) * along.unsqueeze(1), stream, along)
-    b = _lift(G, own, line) * norm[line].unsqueeze(1)
+    b = along * (norm[line] / lengths(own).clamp(min=1e-300)).unsqueeze(1)  # g_lᵀb = |g_l|
     tau = torch.zeros_like(mu)
     if count > 1:
         margin = (rest @ w.unsqueeze(2)).squeeze(2).abs().clamp(min=1e-300)
@@ -182,18 +182,6 @@ def _offsets(
     back, side = (sign * mu).unsqueeze(1) * b, tau.unsqueeze(1) * w
     D = torch.stack([side - back, -side - heavy.unsqueeze(1) * back], 1)
     return Masks(D, mu / lengths(D).amax(1))
-
-
-def _lift(G: Tensor, own: Tensor, line: Tensor) -> Tensor:
-    """b with g_lᵀb = 1: orthogonal to the other lines where that is cheap, else along g_l."""
-    plain = own / (own * own).sum(1, keepdim=True).clamp(min=1e-300)
-    if G.shape[1] > G.shape[2]:
-        return plain
-    inverse, _ = torch.linalg.inv_ex(G @ G.mT)
-    dual = (inverse[torch.arange(len(line)), line].unsqueeze(1) @ G).squeeze(1)
-    exact = ((dual * own).sum(1) - 1).abs() < 1e-6
-    good = (lengths(dual) < 3 * lengths(plain)) & exact
-    return torch.where(good.unsqueeze(1), dual, plain)
 
 
 def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> Tensor:

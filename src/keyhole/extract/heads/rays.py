@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import lengths, random_orthogonal
+from keyhole.extract.bilinear import equalised, lengths, random_orthogonal
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.heads.far_field import BadToken, Lines, Probe, find_hidden_lines, find_lines
 from keyhole.extract.heads.masks import Behind, Rays, Rows, mask_all, mask_others, read_logits
@@ -138,14 +138,6 @@ class _Token:
                 return present, values / length[present].unsqueeze(1) ** 2
             length[todo] *= 8
         return None
-
-
-def equalised(g: Tensor, Q: Tensor) -> Tensor:
-    """The orthogonal rows Q turned so that all have the same positive product with g (R, d)."""
-    target = Q.sum(0) / math.sqrt(len(Q))
-    mirror = g / lengths(g).unsqueeze(1) - target
-    square = (mirror * mirror).sum(1).clamp(min=1e-28)[:, None, None]
-    return Q - (mirror @ Q.mT).unsqueeze(2) * (2 / square * mirror.unsqueeze(1))
 
 
 def _settle(

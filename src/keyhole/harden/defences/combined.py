@@ -44,46 +44,34 @@ class Combined:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A curriculum: defences one after the other, each from a share of the steps on.
-
-    Each defence with the share of all steps from which on it is used, the first from 0.
+class PlainFirst:
+    """Plain training for a share of the steps, then the defence.
 
     A model that has learnt nothing yet learns little from masks that undo its answers: on tasks
-    that are hard for it, it never begins. So it may be trained plainly first, and against growing
-    shares or with growing weights then. The rate rises and falls once, over all stages.
+    that are hard for it, it never begins. The rate rises and falls once, over both.
     """
 
-    stages: tuple[tuple[float, Defence], ...]
+    share: float
+    defence: Defence
 
     def __post_init__(self) -> None:
-        starts = [start for start, _ in self.stages]
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+        if not 0 < self.share < 1:
+            raise InputError(f"plain_first must be at least 0 and below 1, got {self.share}")
+        if isinstance(self.defence, Plain):
             raise InputError(
-                f"stages must begin at rising shares, at least 0 and below 1, got {starts}"
+                f"plain_first={self.share:g} needs a defence to go on with: choose another "
+                "--method than plain"
             )
-
-    @classmethod
-    def plain_first(cls, share: float, defence: Defence) -> Defence:
-        """Plain training for a share of the steps, then the defence; 0 is the defence alone."""
-        if share and isinstance(defence, Plain):
-            raise InputError(
-                f"plain_first={share:g} needs a defence to go on with: choose another --method "
-                "than plain"
-            )
-        return cls(((0.0, Plain()), (share, defence))) if share else defence
-
-    def at(self, share: float) -> Defence:
-        """The defence of the stage when that share of all steps was made."""
-        return [defence for start, defence in self.stages if start <= share][-1]
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        """Those of the last stage, for whoever does not say how far the training is."""
-        return self.stages[-1][1].losses(model, batch, labels, stream)
+        """The defence's, for whoever does not say how far the training is."""
+        return self.defence.losses(model, batch, labels, stream)
 
 
 def current(defence: Defence, share: float) -> Defence:
     """The defence to use when that share of all steps was made."""
-    return defence.at(share) if isinstance(defence, Stages) else defence
+    if not isinstance(defence, PlainFirst):
+        return defence
+    return Plain() if share < defence.share else defence.defence

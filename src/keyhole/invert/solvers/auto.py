@@ -2,7 +2,7 @@
 
     attention maps leaked      the equations are linear            ClosedForm
     a causal mask              they are triangular                 TokenByToken
-    a residual connection      the output is near the input        ResidualStream
+    a residual connection      the output is near the input        LevenbergMarquardt from there
     none of these              few starts suffice after the mean   LevenbergMarquardt, then the
                                field; the rest look for others     curve, then more starts
                                (NewtonCG where matrices are too large)
@@ -30,27 +30,10 @@ from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.reduce import reduce
-from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.starts import solutions_along_the_curve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 _FIRST = 16  # starts before the curve is followed
-
-
-class _OneCount:
-    """Progress over several attempts as one count; `ahead` is planned for the later attempts."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._before, self._done, self.ahead = 0, 0, 0
-
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        self._done = max(self._done, done)
-        whole = None if total is None else self._before + total + self.ahead
-        self._progress(self._before + done, whole, note)
-
-    def go_on(self) -> None:
-        self._before, self._done, self.ahead = self._before + self._done, 0, 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,7 @@ class Auto:
         began = time.perf_counter()
         result: Inversion | None = None
         try:
-            for name, attempt in self._attempts(problem, began, _OneCount(progress)):
+            for name, attempt in self._attempts(problem, began, progress):
                 attempt = replace(attempt, reason=f"{attempt.reason} ({name})")
                 result = attempt if result is None else _joined(result, attempt)
                 if self._settled(result, attempt, began):
@@ -90,7 +73,7 @@ class Auto:
         return over or stopped or len(result.solutions) >= self.solutions
 
     def _attempts(
-        self, problem: Problem, began: float, progress: _OneCount
+        self, problem: Problem, began: float, progress: Progress
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
         if problem.maps is not None:
@@ -101,15 +84,8 @@ class Auto:
         if problem.causal:
             method = TokenByToken(seed=self.seed, seconds=self._left(began))
             sweep = method(problem, progress=progress)
-            progress.go_on()
             yield "token by token, because the mask is causal", sweep
             if sweep.solutions:
-                return
-        if problem.residual:
-            stream = ResidualStream(seed=self.seed, device=self.device)(problem, progress=progress)
-            progress.go_on()
-            yield "from the output, because of the residual connection", stream
-            if stream.solutions:
                 return
         unknowns = problem.length * problem.dim
         solver = LevenbergMarquardt if unknowns <= DENSE else NewtonCG
@@ -118,9 +94,12 @@ class Auto:
             solutions=1, seconds=self._left(began),
         )  # fmt: skip
         name = "Levenberg–Marquardt" if unknowns <= DENSE else "Newton–CG"
-        progress.ahead = self.starts
+        if problem.residual:  # the first start is the output
+            near = replace(search, starts=1)(problem, progress=progress)
+            yield f"{name} from the output, because of the residual connection", near
+            if near.solutions:
+                return
         first = search(problem, progress=progress)
-        progress.go_on()
         yield f"{name} from the mean field", first
         if first.X is None:
             return

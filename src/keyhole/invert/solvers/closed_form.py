@@ -355,20 +355,9 @@ class Scores:
 
     def jacobian(self, X: Tensor) -> Tensor:
         """(1, K, n·d); columns of known entries are zero."""
-        X, A = X[0], self.linear.maps
-        n, d = X.shape
-        W = self.problem.W.reshape(-1, d, d)
-        queries = X @ W
-        if self.problem.key_bias is not None:
-            queries = queries + self.problem.key_bias.reshape(-1, 1, d)
-        keys = X @ W.mT
-        dS = X.new_zeros(len(W), n, n, n, d)  # of the score of key j, query i, by token l
-        index = torch.arange(n, device=X.device)
-        dS[:, index, :, index] += keys
-        dS[:, :, index, index] += queries.unsqueeze(2)
-        J = torch.cat([self.linear.matrix(), _weighed(A, dS).reshape(-1, n * d)])
-        fixed = self.linear.fixed
-        return (J if fixed is None else J * fixed.isnan().flatten().to(J.dtype)).unsqueeze(0)
+        J: Tensor = torch.func.jacrev(self.residuals)(X)
+        J, fixed = J.reshape(1, -1, X.numel()), self.linear.fixed
+        return J if fixed is None else J * fixed.isnan().flatten().to(J.dtype)
 
 
 def _weighed(A: Tensor, D: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The search from many starts that all solvers share.
 
-Starts advance in one batch. A start has finished when it converged, stalled or is out of steps; the
-search when it has as many solutions as were asked for. As rows leave the batch, waiting starts take
-their place, so that no time goes to what has ended.
+Starts advance in batches, as many as memory allows. A start has finished, and leaves its batch,
+when it converged, stalled or is out of steps; the search when it has as many solutions as were
+asked for.
 """
 
 from __future__ import annotations
@@ -49,15 +49,6 @@ class State:
         memory = {name: tensor[rows] for name, tensor in self.memory.items()}
         return State(self.X[rows], self.loss[rows], self.stalled[rows], memory)
 
-    def join(self, other: State) -> State:
-        memory = {n: torch.cat([t, other.memory[n]]) for n, t in self.memory.items()}
-        return State(
-            torch.cat([self.X, other.X]),
-            torch.cat([self.loss, other.loss]),
-            torch.cat([self.stalled, other.stalled]),
-            memory,
-        )
-
 
 @dataclass(eq=False)
 class Record:
@@ -75,7 +66,7 @@ class Record:
 
 
 class Multistart:
-    """The batch: which starts run, and since when."""
+    """One batch after the other: which starts run, and since when."""
 
     def __init__(
         self, method: Solver, record: Record, start: Tensor | None, progress: Progress, began: float
@@ -87,40 +78,31 @@ class Multistart:
         given = None if start is None else start.reshape(-1, *start.shape[-2:])
         self.given = None if given is None else record.reduced.project(given)
         self.total = method.starts if self.given is None else len(self.given)
-        self.entered = 0
-        self.state: State | None = None
-        self.age = torch.empty(0, dtype=torch.long)
-        self.history = torch.empty(0, method.steps + 1, dtype=torch.float64)
+        self.entered, self.age = 0, torch.empty(0, dtype=torch.long)
         unknowns = self.equations.length * self.equations.dim
         bytes_ = _BATCH_BYTES["cuda" if "cuda" in method.device else "cpu"]
         self.width = max(1, min(4096, bytes_ // (32 * unknowns**2)))
 
     def run(self) -> bool:
         """True if a person stopped it."""
-        try:
-            while self._fill():
-                self._advance()
-                if self.deadline is not None and time.perf_counter() > self.deadline:
-                    break
-        except KeyboardInterrupt:
-            self._remember(torch.ones_like(self.age, dtype=torch.bool))
-            return True
-        self._remember(torch.ones_like(self.age, dtype=torch.bool))
-        return False
+        stopped = False
+        while self.entered < self.total and not (stopped or self._done or self._late()):
+            try:
+                self._enter(range(self.entered, min(self.total, self.entered + self.width)))
+                while len(self.age) and not self._late():
+                    self._advance()
+            except KeyboardInterrupt:
+                stopped = True
+            if len(self.age):
+                self._remember(torch.ones_like(self.age, dtype=torch.bool))
+        return stopped
 
     @property
     def _done(self) -> bool:
         return len(self.record.solutions) >= self.method.solutions
 
-    def _fill(self) -> bool:
-        """Take waiting starts into the batch; False when nothing is left to do."""
-        places = self.width - len(self.age)
-        # In handfuls: a start is one small tensor, and joining the batch copies all of it.
-        enough = places >= max(1, self.width // 8) or not len(self.age)
-        count = min(places, self.total - self.entered)
-        if enough and count and not self._done:
-            self._enter(range(self.entered, self.entered + count))
-        return len(self.age) > 0
+    def _late(self) -> bool:
+        return self.deadline is not None and time.perf_counter() > self.deadline
 
     def _enter(self, numbers: range) -> None:
         if self.given is None:
@@ -129,16 +111,12 @@ class Multistart:
             X = self.given[numbers.start : numbers.stop]
         self.entered = numbers.stop
         X = self.equations.impose(X.to(self.equations.B.device, torch.float64))
-        state = self.method.begin(self.equations, X)
-        history = torch.full((len(X), self.method.steps + 1), torch.nan, dtype=torch.float64)
-        history[:, 0] = state.loss.cpu()
-        self.state = state if self.state is None else self.state.join(state)
-        self.age = torch.cat([self.age, torch.zeros(len(X), dtype=torch.long)])
-        self.history = torch.cat([self.history, history])
+        self.state = self.method.begin(self.equations, X)
+        self.age = torch.zeros(len(X), dtype=torch.long)
+        self.history = torch.full((len(X), self.method.steps + 1), torch.nan, dtype=torch.float64)
+        self.history[:, 0] = self.state.loss.cpu()
 
     def _advance(self) -> None:
-        if self.state is None:
-            return
         self.state = self.method.step(self.equations, self.state)
         loss = self.state.loss.cpu()
         # In this order: Ctrl-C between the two must not leave an age without its loss.
@@ -156,22 +134,18 @@ class Multistart:
     def _report(self) -> None:
         """Starts that have ended, of how many, and the least residual norm so far."""
         best = self.record.best_loss
-        if self.state is not None and len(self.age):
+        if len(self.age):
             best = min(best, float(self.state.loss.min()))
         done = self.entered - len(self.age)
         self.progress(done, self.total, f"starts, best {best**0.5:.1e}")
 
     def _leave(self, over: Tensor) -> None:
-        if self.state is None:
-            return
         unfinished = ~over
         self.state = self.state.keep(unfinished.to(self.state.X.device))
         self.age, self.history = self.age[unfinished], self.history[unfinished]
 
     def _remember(self, over: Tensor) -> None:
         """Judge what has finished; keep the best of what has not come through."""
-        if self.state is None:
-            return
         loss, record = self.state.loss.cpu(), self.record
         near = _PROMISING * self.scale
         for row in over.nonzero().flatten().tolist():

@@ -16,7 +16,7 @@ length held (Keller's pseudo-arclength). The stride follows how quickly the corr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,29 +52,15 @@ def _start(problem: Problem, start: int, seed: int) -> Tensor:
 def warmed(problem: Problem, guess: Tensor) -> Tensor:
     """The mean field carried towards λ = 1 by Newton steps, as far as that goes without turning."""
     equations = Equations.of(problem)
-
-    def solved(temperature: float, X: Tensor) -> Tensor | None:
-        return newton(replace(equations, temperature=temperature), X)
-
-    return continued(solved, guess.unsqueeze(0), COLD)[0].squeeze(0)
-
-
-def continued(
-    solved: Callable[[float, Tensor], Tensor | None], X: Tensor, t: float = 0.0, *,
-    stride: float = 0.1, shortest: float = 1e-3,
-) -> tuple[Tensor, bool]:  # fmt: skip
-    """Carry the solution X at t towards t = 1; the last one, and whether it is that at 1.
-
-    `solved(t, X)` is the solution at t near X, or None: then the stride is halved.
-    """
-    while t < 1 and stride > shortest:
-        ahead = min(1.0, t + stride)
-        moved = solved(ahead, X)
+    X, heat, stride = guess.unsqueeze(0), COLD, 0.1
+    while heat < 1 and stride > 1e-3:
+        ahead = min(1.0, heat + stride)
+        moved = newton(replace(equations, temperature=ahead), X)
         if moved is None:
             stride /= 2
         else:
-            X, t, stride = moved, ahead, 1.5 * stride
-    return X, t >= 1
+            X, heat, stride = moved, ahead, 1.5 * stride
+    return X.squeeze(0)
 
 
 def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:

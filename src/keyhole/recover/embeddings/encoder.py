@@ -208,7 +208,8 @@ class Encoder:
         states = self._before(self._states(*self.framed(texts)), n + 1)
         parts = states.flatten(0, 1).split(_ANSWERS[self.device.type])
         head = self._fast.get_output_embeddings()
-        answers = [head(part).float().log_softmax(-1).to(part.dtype) for part in parts]
+        dtype = head.weight.dtype
+        answers = [head(part.to(dtype)).float().log_softmax(-1).to(dtype) for part in parts]
         return torch.cat(answers).unflatten(0, states.shape[:2])
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -227,9 +228,9 @@ class Encoder:
         """log p (b, n) of each token of texts, from the states before it."""
         states, inside = self._before(states, n), texts.mask
         size, head = _ANSWERS[self.device.type], self._fast.get_output_embeddings()
-        parts = zip(states[inside].split(size), texts.ids[inside].split(size), strict=True)
+        parts = zip(states[inside].split(size), texts.ids[inside][:, None].split(size), strict=True)
         found = [
-            head(part).float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            head(part.to(head.weight.dtype)).float().log_softmax(-1).gather(1, tokens)[:, 0]
             for part, tokens in parts
         ]
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)

@@ -55,7 +55,6 @@ class CountedReader:
         expect_count("max_length", self.max_length)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        target.count.begin(range(len(leaks)))
         vectors, exposure = vectors_of(target.model, leaks)
         counted = self.counted
         if counted is None:

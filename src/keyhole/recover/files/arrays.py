@@ -57,12 +57,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     if start.startswith(b"\x93NUMPY"):
         return {}, Dump(str(path), arrays_of(_load_numpy(path)))
     if start.startswith(b"PK"):
-        arrays = arrays_of(_unzipped(path))
-        if _OF_TENSORRT.fullmatch(Path(path).name) and len(arrays) == 1:
-            (array,) = arrays.values()  # (layers, 2, heads · tokens · numbers)
-            if array.ndim == 3 and array.shape[1] == 2:
-                arrays = {"chunk.block": array}
-        return {}, Dump(str(path), arrays)
+        return {}, Dump(str(path), arrays_of(_unzipped(path)))
     if start.startswith(SLOT_MAGIC):
         slot = read_slot(path)
         return {}, Dump(str(path), arrays_of_slot(slot), served=True, error=slot.error)
@@ -196,10 +191,8 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
 # ciphertext and sixteen bytes of tag. Which of these, the file does not say.
 
 # vLLM's connector to a shared folder keeps a layer in a file, `model.layers.0.self_attn.attn
-# .safetensors`, as its code has it; not tried on vLLM itself. TensorRT-LLM's example of a connector
-# keeps a block in a file, `HASH.pt`, (layers, 2, …) as its pool has it; not tried on it either.
+# .safetensors`, as its code has it; not tried on vLLM itself.
 
-_OF_TENSORRT = re.compile(r"\d+\.pt")
 _OF_VLLM = re.compile(r"\.layers\.(\d+)\..*\.safetensors$")
 _OF_LMCACHE = re.compile(
     r".@(?:\d+@\d+@-?[0-9a-f]+@(?P<dtype>half|bfloat16|float|fp8_e4m3fn|fp8_e5m2)"

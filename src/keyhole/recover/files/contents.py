@@ -241,12 +241,12 @@ def likely_layers(target: Target, section: Section) -> list[int]:
     layers = list(
         range(0 if from_zero else 1, parts.layers + (section.kind == "hidden" or not from_zero))
     )
-    if section.kind == "maps":  # as wide as the text is long: there is nothing to compare by
-        return layers
+    if section.kind == "maps" or (section.kind == "kv" and not parts.causal):
+        return layers  # maps are as wide as the text is long; encoders keep no cache to compare by
     seen = _compared(rows_of({name: tensor.float() for name, tensor in section.tensors.items()}))
     alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
     texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
-    own = [_at_layers(target, section.kind, layers, ids) for ids in texts]
+    own = [_at_layers(target, section.kind == "kv", ids) for ids in texts]
     likelihoods = [
         _likelihood(
             seen,
@@ -262,18 +262,14 @@ def _compared(rows: Tensor) -> Tensor:
     return rows[:, 1:] if rows.shape[1] > 1 else rows
 
 
-def _at_layers(
-    target: Target, kind: str, layers: Sequence[int], ids: Sequence[int]
-) -> list[Tensor]:
-    """Rows (1, n, numbers) of a text at every layer: in one pass where the library gives all."""
+def _at_layers(target: Target, cached: bool, ids: Sequence[int]) -> list[Tensor]:
+    """Rows (1, n, numbers) of a text at every layer, in one pass: of its cache or of its states."""
     text = torch.tensor([ids], device=target.parts.device)
     base = cast("Any", target.parts.base)
-    if kind == "hidden":
+    if not cached:
         return list(base(input_ids=text, output_hidden_states=True).hidden_states)
-    if kind == "kv" and target.parts.causal:
-        cache = base(input_ids=text, use_cache=True).past_key_values
-        return [rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
-    return [rows_of(capture(target.model, Exposure(kind, layer), ids=text)) for layer in layers]
+    cache = base(input_ids=text, use_cache=True).past_key_values
+    return [rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
 
 
 def _likelihood(seen: Tensor, own: Tensor) -> float:

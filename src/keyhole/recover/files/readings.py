@@ -26,7 +26,7 @@ at one layer. Both are returned then, and the text that is verified decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -146,11 +146,18 @@ def _batched(kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool
         raise InputError(
             f"expected floating-point numbers, got {str(tensor.dtype).removeprefix('torch.')}"
         )
-    return _AXES[kind](tensor, parts, positions_first)
-
-
-def _rows(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
-    return _with_texts("rows", tensor, 3, tensor.shape[-1] <= parts.width)
+    if kind == "kv":
+        return _keys(tensor, parts, positions_first)
+    shape, axes = tensor.shape, tensor.ndim
+    if kind == "maps":
+        square = axes >= 3 and shape[-1] == shape[-2]
+        return _with_texts("maps", tensor, 4, square and shape[-3] == parts.heads)
+    if kind == "logits":  # (v,) or (texts, v) are the next token's; of (texts, n, v) the last's are
+        right = shape[-1] == len(parts.table)
+        given = _with_texts("logits", tensor, 3 if axes == 3 else 2, right)
+        return given if axes == 3 else given[:, None]
+    axes = 2 if kind == "pooled" else 3
+    return _with_texts("rows", tensor, axes, shape[-1] <= parts.width)
 
 
 def _keys(tensor: Tensor, parts: Anatomy, positions_first: bool) -> Tensor:
@@ -160,32 +167,8 @@ def _keys(tensor: Tensor, parts: Anatomy, positions_first: bool) -> Tensor:
         return flat.unflatten(-1, (heads, size)).transpose(1, 2)
     sizes = tensor.shape[-3:]
     whole = _with_texts("keys or values", tensor, 4, size == sizes[-1] and heads in sizes[:-1])
-    if heads not in (sizes[0], sizes[1]) or (sizes[1] == heads and positions_first):
-        return whole.transpose(1, 2)
-    return whole if sizes[0] == heads else whole.transpose(1, 2)
-
-
-def _maps(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
-    square = tensor.ndim >= 3 and tensor.shape[-1] == tensor.shape[-2]
-    return _with_texts("maps", tensor, 4, square and tensor.shape[-3] == parts.heads)
-
-
-def _vector(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
-    return _with_texts("a vector", tensor, 2, tensor.shape[-1] <= parts.width)
-
-
-def _logits(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:
-    """(v,) or (texts, v) are the next token's; of (texts, n, v) the last position's are."""
-    right = tensor.shape[-1] == len(parts.table)
-    if tensor.ndim == 3:
-        return _with_texts("logits", tensor, 3, right)
-    return _with_texts("logits", tensor, 2, right)[:, None]
-
-
-_AXES: dict[str, Callable[[Tensor, Anatomy, bool], Tensor]] = {
-    "hidden": _rows, "attention": _rows, "kv": _keys, "maps": _maps, "pooled": _vector,
-    "logits": _logits,
-}  # fmt: skip
+    first = sizes[0] == heads and not (positions_first and sizes[1] == heads)
+    return whole if first else whole.transpose(1, 2)
 
 
 def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
@@ -291,7 +274,7 @@ _CHUNK = 256  # tokens of a chunk, unless LMCache is told another number
 def _of_chunk(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> list[Reading]:
-    """A chunk of LMCache, vLLM or TensorRT-LLM (arrays.py): of all layers, or of one it names.
+    """A chunk of LMCache or vLLM (arrays.py): of all layers, or of one it names.
 
     Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
     the model's where one worker served it. Bytes are read as every type that gives finite numbers
@@ -302,7 +285,7 @@ def _of_chunk(
     it begins at: there nothing but the rotation depends on what stands before.
     """
     name, array = next(iter(arrays.items()))
-    if not re.fullmatch(r"chunk(\.(sealed|block|\d+))?", name):
+    if not re.fullmatch(r"chunk(\.(sealed|\d+))?", name):
         return []
     _, _, which = name.partition(".")
     sealed, alone = which == "sealed", which.isdecimal()
@@ -315,13 +298,7 @@ def _of_chunk(
         if left or not 0 < tokens <= parts.max_length or not layer < layers:
             continue
         flat = array[: len(array) // 2].float() if sealed else array.view(dtype)
-        if which == "block":  # tokens before heads, or heads before tokens
-            if len(flat) != layers:
-                continue
-            heads = flat[layer].view(2, parts.key_heads, tokens, parts.head_dim)
-            orders = [flat[layer].view(2, tokens, each), heads.transpose(1, 2).flatten(2)]
-        else:
-            orders = [flat.view(2, layers, tokens, each)[:, layer]]
+        orders = [flat.view(2, layers, tokens, each)[:, layer]]
         if alone:
             orders.append(flat.view(tokens, 2, each).transpose(0, 1))
         for both in orders:

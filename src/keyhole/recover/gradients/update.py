@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -38,7 +39,6 @@ TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
 DELTA = 1e-5  # of (ε, δ)-differential privacy
-_HALVINGS = 100  # of what lies between the bounds of a root
 _IGNORED = -100  # a token whose prediction is no part of the loss
 _TRAINED = 0.01  # the deviation of B's numbers in adapters that have been trained
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
@@ -113,20 +113,22 @@ def epsilon_of(noise: float) -> float:
     """The ε of one release with so much noise, at δ = 1e-5; no noise gives no privacy."""
     if not noise:
         return math.inf
-    low, high = 0.0, 0.5 / noise**2 + 9 / noise
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if spent(middle, noise) > DELTA else (low, middle)
-    return high
+    if spent(0.0, noise) <= DELTA:
+        return 0.0
+
+    def over(epsilon: float) -> float:
+        return spent(epsilon, noise) - DELTA
+
+    return cast("float", brentq(over, 0.0, 0.5 / noise**2 + 9 / noise))
 
 
 def noise_for(epsilon: float) -> float:
     """The noise that gives this ε in one release, at δ = 1e-5."""
-    low, high = 1e-12, 1e12
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if spent(epsilon, middle) > DELTA else (low, middle)
-    return high
+
+    def over(log: float) -> float:
+        return spent(epsilon, math.exp(log)) - DELTA
+
+    return math.exp(cast("float", brentq(over, -27.0, 27.0)))
 
 
 @dataclass(frozen=True, eq=False)

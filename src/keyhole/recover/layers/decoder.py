@@ -40,7 +40,6 @@ from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
 from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
-from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
 _COARSE = 0.01  # of the leak's spread: with stated noise above it several tokens may pass
@@ -79,7 +78,6 @@ class DecoderStates:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         if not target.parts.causal:
             raise Unsuccessful(Status.NOT_APPLICABLE, "only a causal model is read left to right")
-        leaks = whole_rows(target, leaks)
         texts, orders = begun(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         batch = self.batch or (1 if target.parts.device.type == "cpu" else 16)
@@ -118,6 +116,7 @@ class Text:
     passes: int = 0
     tested: int = 0
     given_up: bool = False
+    row: int = 0  # of the branches that keep its prefix
 
     @classmethod
     def of(cls, target: Target, leak: Leak, number: int) -> Text:
@@ -305,22 +304,21 @@ class Search:
         for text in texts:
             self._guess(text)
         starts = torch.tensor([text.start for text in texts], device=device)
-        branches = Branches(self.target.model, starts)
+        self.branches = Branches(self.target.model, starts)
         active = list(texts)
         while active:
             chunks = [self._chunk(text) for text in active]
-            given = self._try(branches, active, chunks)
-            moves = [
-                self._read(Behind(branches, row, text), chunk, rows[: len(chunk)])
-                for row, (text, chunk, rows) in enumerate(zip(active, chunks, given, strict=True))
-            ]
-            for text in active:
+            given = self._try(active, chunks)
+            moves: list[tuple[int, int]] = []
+            for row, (text, chunk, rows) in enumerate(zip(active, chunks, given, strict=True)):
+                text.row = row
+                moves.append(self._read(text, chunk, rows[: len(chunk)]))
                 self.target.count.set(text.number, text.position)
             yield from (text for text in active if text.done)
             on = [number for number, text in enumerate(active) if not text.done]
             if on:
                 first, counts = torch.tensor([moves[number] for number in on], device=device).mT
-                branches.accept(first, counts, torch.tensor(on, device=device))
+                self.branches.accept(first, counts, torch.tensor(on, device=device))
             active = [active[number] for number in on]
 
     def _guess(self, text: Text) -> None:
@@ -355,28 +353,24 @@ class Search:
         place = torch.tensor([text.position], device=device)
         return self.orders.first(text.rows, place, count, context)[0]
 
-    def _try(
-        self, branches: Branches, texts: Sequence[Text], chunks: Sequence[list[int]]
-    ) -> Tensor:
+    def _try(self, texts: Sequence[Text], chunks: Sequence[list[int]]) -> Tensor:
         """Run the chunks, padded to one length, and return their rows (b, q, f)."""
         device = self.target.parts.device
         counts = [len(chunk) for chunk in chunks]
         padded = [chunk + [chunk[-1]] * (max(counts) - len(chunk)) for chunk in chunks]
         chain = torch.tensor([not text.fans for text in texts], device=device)
-        given = branches.expose(
+        given = self.branches.expose(
             self.exposure, chain, ids=torch.tensor(padded, device=device),
             counts=torch.tensor(counts, device=device),
         )  # fmt: skip
         for text, chunk in zip(texts, chunks, strict=True):
             text.passes += 1
             text.tested += len(chunk)
-        return contents(self.target, self.exposure, given, branches.positions)
+        return contents(self.target, self.exposure, given, self.branches.positions)
 
-    def _read(self, at: Behind, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+    def _read(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         """Accept what explains the leak: (first accepted node of the chunk, how many)."""
-        if not at.text.fans:
-            return self._read_chain(at.text, chunk, rows)
-        return self._read_fan(at, chunk, rows)
+        return (self._read_fan if text.fans else self._read_chain)(text, chunk, rows)
 
     def _read_chain(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         right = 0 if text.forced is None else 1
@@ -391,8 +385,7 @@ class Search:
             text.tried, text.given = [chunk[right]], [rows[right]]
         return 0, right
 
-    def _read_fan(self, at: Behind, chunk: list[int], rows: Tensor) -> tuple[int, int]:
-        text = at.text
+    def _read_fan(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         misfits = self._misfit(text, 0, rows)
         best = int(misfits.argmin())
         if misfits[best] <= 1:
@@ -408,7 +401,7 @@ class Search:
         text.tried += chunk
         text.given += list(rows)
         if len(text.tried) >= min(self.method.widest, self._most):
-            self._exhaust(at)
+            self._exhaust(text)
         return 0, 0
 
     @property
@@ -416,9 +409,9 @@ class Search:
         """Candidates at one position."""
         return min(self.method.most or self.target.vocabulary, self.target.vocabulary)
 
-    def _exhaust(self, at: Behind) -> None:
+    def _exhaust(self, text: Text) -> None:
         """Go through the rest of the vocabulary, and decide what stands at the next position."""
-        text, position = at.text, at.text.position
+        position = text.position
         spread = self.orders.spread(position)
         off = torch.stack(text.given) - text.rows[position]
         tried = torch.tensor(text.tried, device=off.device)
@@ -433,9 +426,9 @@ class Search:
                 break
             if not len(order):
                 break
-            size = min(3 * done, at.branches.at_once(position))
+            size = min(3 * done, self.branches.at_once(position))
             tokens, order, done = order[:size], order[size:], done + len(order[:size])
-            off = self._behind(at, position, tokens) - text.rows[position]
+            off = self._behind(text, position, tokens) - text.rows[position]
             nearest = nearest.joined(Nearest.of(tokens, off, text, spread), spread)
             if nearest.misfits[0] <= 1:
                 text.failed, text.forced = 0, int(nearest.tokens[0])
@@ -448,7 +441,7 @@ class Search:
             if len(tokens := nearest.explained(text, spread)):
                 text.failed, text.forced = 0, int(tokens[0])
                 return
-        elif not len(order) and self._reopen(at):
+        elif not len(order) and self._reopen(text):
             return
         if text.excluded is None and done == self.target.vocabulary:
             text.excluded = position
@@ -466,10 +459,10 @@ class Search:
             return False
         return self.orders.at(text.position).reach(self.method.widest) >= _REACH
 
-    def _behind(self, at: Behind, position: int, tokens: Tensor) -> Tensor:
+    def _behind(self, text: Text, position: int, tokens: Tensor) -> Tensor:
         """The rows (k, f) of many tokens (k,), each by itself behind a text's first tokens."""
-        given, places = at.branches.each(self.exposure, at.row, position, tokens)
-        at.text.passes, at.text.tested = at.text.passes + 1, at.text.tested + len(tokens)
+        given, places = self.branches.each(self.exposure, text.row, position, tokens)
+        text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
         return contents(self.target, self.exposure, given, places)[0]
 
     def _in_own_shape(self, text: Text, tokens: Tensor) -> bool:
@@ -491,27 +484,27 @@ class Search:
                 return True
         return False
 
-    def _reopen(self, at: Behind) -> bool:
+    def _reopen(self, text: Text) -> bool:
         """Put another token that fits as well at an earlier position, the latest such one."""
-        text, position = at.text, at.text.position
+        position = text.position
         if text.learnt or text.reopened >= _BACK:  # noise accepts many tokens, and proves none
             return False
         for place in reversed(range(max(0, position - _BACK), position)):
             if place not in text.others:
                 fits = text.misfits[place] <= 1  # or else nothing does, or nothing leaked there
-                text.others[place] = self._fitting(at, place) if fits else []
+                text.others[place] = self._fitting(text, place) if fits else []
             if text.others[place]:
                 text.return_to(place, text.others[place].pop(0))
-                at.branches.lengths[at.row] = place
+                self.branches.lengths[text.row] = place
                 return True
         return False
 
-    def _fitting(self, at: Behind, place: int) -> list[int]:
+    def _fitting(self, text: Text, place: int) -> list[int]:
         """The other tokens of the vocabulary that fit at an earlier position, the best first."""
-        text, found = at.text, dict[int, float]()
+        found = dict[int, float]()
         vocabulary = torch.arange(self.target.vocabulary, device=text.rows.device)
-        for tokens in vocabulary.split(at.branches.at_once(place)):
-            misfits = self._misfits(text, place, self._behind(at, place, tokens))
+        for tokens in vocabulary.split(self.branches.at_once(place)):
+            misfits = self._misfits(text, place, self._behind(text, place, tokens))
             for number in (misfits <= 1).nonzero().flatten().tolist():
                 found[int(tokens[number])] = float(misfits[number])
         found.pop(text.ids[place], None)
@@ -535,15 +528,6 @@ class Search:
     def _misfits(self, text: Text, position: int, rows: Tensor) -> Tensor:
         off = rows - text.rows[position]
         return text.tolerance.share_of_limit(position, off, self.orders.spread(position))
-
-
-@dataclass(frozen=True, eq=False)
-class Behind:
-    """A text and the row of the branches that keeps its prefix."""
-
-    branches: Branches
-    row: int
-    text: Text
 
 
 @dataclass(frozen=True, eq=False)

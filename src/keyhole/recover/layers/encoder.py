@@ -17,8 +17,8 @@ take the nearest tokens ("snap"), and verify. This attack starts with what is ch
    positions that fit worst or on which the loss depends most.
 
 The special tokens that the tokenizer puts around a text (its frame) are fixed at first; a text that
-is not found so is tried again without. Rows that leaked as directions only get their lengths back
-first (row_length.py). Texts run in batches of similar length; each leaves its batch when it fits.
+is not found so is tried again without. Texts run in batches of similar length; each leaves its
+batch when it fits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
 from keyhole.recover.layers.precision import Precision, compare, precision_of, rounding_error
-from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.trials import (
     Comparison,
@@ -79,7 +78,6 @@ class EncoderStates:
             expect_count(name, getattr(self, name), least=0)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        leaks = whole_rows(target, leaks)
         samples = self.samples or max(4000, 48 * target.parts.width)
         back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())

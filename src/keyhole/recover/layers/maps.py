@@ -68,7 +68,6 @@ class EncoderMaps:
         for length, numbers in by_length.items():
             frame = target.framed(length)
             logs = [LogMaps.of(maps[number], target.parts.device) for number in numbers]
-            target.count.begin(numbers)
             shortlists = self._look_up(target, logs, frame)
             for number, log, short in zip(numbers, logs, shortlists, strict=True):
                 yield number, self._settle(target, log, frame, short)

@@ -114,7 +114,6 @@ class MixedKeys:
         for number, leak in enumerate(leaks):
             if not isinstance(leak, MixedCache):
                 raise Unsuccessful(Status.NOT_APPLICABLE, "this attack reads mixed caches")
-            target.count.begin([number])
             yield number, _read(target, leak)
 
 

@@ -33,7 +33,7 @@ kept for the next leak of the same exposure, which may be the same text in anoth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -42,6 +42,7 @@ from torch import Tensor
 from keyhole.core.numerics import LinAlgError
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import rows_of
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
@@ -60,10 +61,11 @@ _UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not c
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ`, the predicted rows `w_v`, the mean products of errors (c, c), each number's `spread`.
+    """`μ` (f,), the predicted rows `w_v = A z_v` (v, c), the mean products of errors (c, c).
 
-    `numbers` (c,) of a row are predicted. `seen` (m, f) are some of the random rows, and `meant`
-    (m,) their tokens.
+    `numbers` (c,) of a row are predicted. `spread` (f,) is how much each number varies over random
+    tokens: the unit of differences. `seen` (m, f) are some of the random rows, `meant` (m,) their
+    tokens.
     """
 
     centre: Tensor
@@ -83,48 +85,28 @@ class Fit:
             (part.to(precision) @ precision * part).sum(-1) / 2
             for part in self.predicted.split(_CHUNK)
         ])  # fmt: skip
-        return Ordering(
-            self.centre, self.numbers, self.predicted, precision, half_norms,
-            self.spread.to(self.centre), self.seen, self.meant,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class Fits:
-    """The fits of the first position and of all others; `spent` tokens were run for them."""
-
-    opening: Fit
-    rest: Fit
-    spent: int
+        return Ordering(self, precision, half_norms)
 
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
-    """`μ` (f,), the predicted rows `w_v = A z_v` (v, c), `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,).
+    """A fit with `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,), by a leak's own error."""
 
-    `spread` (f,) is how much each number varies over random tokens: the unit of differences.
-    """
-
-    centre: Tensor
-    numbers: Tensor
-    predicted: Tensor
+    fit: Fit
     precision: Tensor
     half_norms: Tensor
-    spread: Tensor
-    seen: Tensor
-    meant: Tensor
 
     def likelihood(self, rows: Tensor) -> Tensor:
         """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
-        centred = (rows - self.centre)[..., self.numbers]
+        centred = (rows - self.fit.centre)[..., self.fit.numbers]
         weighed = centred.nan_to_num(0.0) @ self.precision  # what did not leak says nothing
-        scores = [weighed @ part.to(weighed).mT for part in self.predicted.split(_CHUNK)]
+        scores = [weighed @ part.to(weighed).mT for part in self.fit.predicted.split(_CHUNK)]
         return torch.cat(scores, -1) - self.half_norms
 
     def reach(self, count: int) -> float:
         """The share of random rows whose tokens are among the first `count`."""
-        scores = self.likelihood(self.seen)
-        before = scores > scores.gather(1, self.meant[:, None])
+        scores = self.likelihood(self.fit.seen)
+        before = scores > scores.gather(1, self.fit.meant[:, None])
         return float((before.sum(-1) < count).float().mean())
 
 
@@ -144,11 +126,12 @@ class Orderings:
         return self.rest if position else self.opening
 
     def spread(self, position: int) -> Tensor:
-        return self.at(position).spread
+        fit = self.at(position).fit
+        return fit.spread.to(fit.centre)
 
     def context(self, position: int, tokens: Tensor, given: Tensor) -> Tensor:
         """What a prefix adds to every row behind it (f,), by what tokens (k,) gave there (k, f)."""
-        order = self.at(position)
+        order = self.at(position).fit
         context = (given - order.centre).mean(0)
         context[order.numbers] -= order.predicted[tokens].to(context).mean(0)
         return context
@@ -157,7 +140,7 @@ class Orderings:
         self, rows: Tensor, positions: Tensor, count: int, context: Tensor | float = 0.0
     ) -> Tensor:
         """The `count` tokens (m, count) to try first at `positions` (m,) of a text's rows."""
-        count = min(count, len(self.rest.predicted))
+        count = min(count, len(self.rest.fit.predicted))
         return torch.cat([
             self._scores(rows, part, context).topk(count).indices for part in positions.split(_ROWS)
         ])  # fmt: skip
@@ -194,12 +177,13 @@ def fit(
     `error` (f,) is the standard deviation of the leak's own error where it is known.
     """
     key = (exposure, samples, seed)
-    fits = target.remembered("token order", key, lambda: _fits(target, *key))
-    orders = [part.ordering(error) for part in (fits.opening, fits.rest)]
-    return Orderings(orders[0], orders[1], _head(target, exposure), fits.spent)
+    *fits, spent = target.remembered("token order", key, lambda: _fits(target, *key))
+    opening, rest = (part.ordering(error) for part in fits)
+    return Orderings(opening, rest, _head(target, exposure), spent)
 
 
-def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
+def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[Fit, Fit, int]:
+    """Of the first position and of all others, and how many tokens were run for them."""
     stream = torch.Generator().manual_seed(seed)
     alone = exposure.layer == 0  # embeddings or the first cache: no attention yet
     table = _table(target, exposure if alone else Exposure("hidden", 1))
@@ -207,26 +191,33 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> Fits:
     made: list[Fit] = []
     spent = target.vocabulary
     for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
-        tokens = _draw(target, shape, stream)
+        tokens = random_texts(target, *shape, stream).to(target.parts.device)
         rows = _run(target, exposure, tokens)[:, first:].flatten(0, 1)
         inputs = None
         if below is not None:
             inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
         spent += tokens.numel() * (1 if below is None else 2)
         made.append(_regress(table, tokens[:, first:].flatten(), inputs, rows, alone))
-    return Fits(made[0], made[1], spent)
+    return made[0], made[1], spent
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
-    """The matrix that turns a last hidden state into scores of the next token; else None."""
-    parts = target.parts
-    if exposure != Exposure("hidden", parts.layers):
+    """The matrix that turns a last hidden state into scores of the next token; else None.
+
+    Rows of length one are taken to have been as long as those of random tokens usually are.
+    """
+    parts, last = target.parts, Exposure("hidden", target.parts.layers)
+    if exposure not in (last, replace(last, unit=True)):
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        return head.weight.detach().float()
     tied = getattr(parts.base.config, "tie_word_embeddings", False)
-    return parts.table.float() if tied else None
+    if head is None and not tied:
+        return None
+    weight = parts.table.float() if head is None else head.weight.detach().float()
+    if not exposure.unit:
+        return weight
+    tokens = random_texts(target, 4, _LENGTH, torch.Generator().manual_seed(0))
+    return weight * _run(target, last, tokens.to(parts.device)).norm(dim=-1).median()
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
@@ -235,14 +226,6 @@ def _table(target: Target, exposure: Exposure) -> Tensor:
     dtype = target.parts.tokens.weight.dtype
     run = lambda: _run(target, exposure, tokens)[:, 0].to(dtype)  # noqa: E731
     return target.remembered("tokens alone", exposure, run)
-
-
-def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Tensor:
-    """Random tokens, half of them log-uniform: frequent tokens come first in vocabularies."""
-    rare = torch.randint(target.vocabulary, shape, generator=stream)
-    common = target.vocabulary ** torch.rand(shape, generator=stream, dtype=torch.float64) - 1
-    coin = torch.rand(shape, generator=stream) < 0.5
-    return torch.where(coin, rare, common.long()).to(target.parts.device)
 
 
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:

@@ -40,18 +40,16 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import with_ridge
 from keyhole.models.branches import Branches
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.decoder import Text, begun
 from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.layers.ordering import Orderings
 from keyhole.recover.layers.precision import compare, precision_of
-from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import HiddenStates, Leak
 
 _RIDGE = 1e-5
-_TOKENS_IN_A_PASS = 2048  # tokens in one pass
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
 _EXCHANGED = 0.3  # share of a random text's tokens that are exchanged with a token nearby
@@ -77,14 +75,13 @@ class UnorderedStates:
         expect_count("orders", self.orders)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        rows = [cast("HiddenStates", leak) for leak in whole_rows(target, leaks)]
+        rows = [cast("HiddenStates", leak) for leak in leaks]
         samples = self.samples or max(4000, 128 * target.parts.width)
         max_length = max(len(leak.values) for leak in rows)
-        positions = fit_positions(target, rows[0].exposure, max_length, samples, self.seed)
+        positions = fit_positions(target, rows[0], max_length, samples, self.seed)
         texts = [_Text(number, leak, positions) for number, leak in enumerate(rows)]
         forward_only = EncoderStates(rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
-            target.count.begin(text.number for text in texts)
             _try(target, forward_only, texts)
             yield from ((text.number, text.proposal(positions)) for text in texts if text.fits)
             texts = [text for text in texts if not text.fits]
@@ -206,9 +203,9 @@ def assigned(costs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fit_positions(
-    target: Target, exposure: Exposure, length: int, samples: int, seed: int
+    target: Target, leak: Leak, length: int, samples: int, seed: int
 ) -> PositionModel:
-    """Fit the model of positions up to `length` to about `samples` random tokens.
+    """Fit the model of positions up to `length` of such leaks to about `samples` random tokens.
 
     Most are in texts of that length; a few shorter texts show what closing tokens add.
     """
@@ -222,45 +219,39 @@ def fit_positions(
     )
     short = [random_texts(target, _SHORT_TEXTS, shorter, stream) for shorter in lengths]
     ids = random_texts(target, max(8, -(-samples // max_length)), max_length, stream)
-    rows = _run(target, exposure, ids)
+    rows = _run(target, leak, ids)
     means = rows.mean(0)
     around = (rows - means)[:, opening : max_length - closing].flatten(0, 1)
-    ends = _ends(target, exposure, short, means, closing)
+    ends = _ends(target, leak, short, means, closing)
     covariance = around.T @ around / len(around)
-    residuals = _residuals(target, exposure, ids, rows, means, stream)
+    residuals = _residuals(target, leak, ids, rows, means, stream)
     corrected = residuals.T @ residuals / len(residuals) + _ADDED * covariance
     passes = 2 * len(ids) + _SHORT_TEXTS * len(short)
     return PositionModel(means, ends, _inverse(covariance), _inverse(corrected), passes)
 
 
-def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
+def _run(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     """Rows (b, n, d) of random texts."""
-    device, size = target.parts.device, max(1, _TOKENS_IN_A_PASS // ids.shape[1])
-    return torch.cat([
-        capture(target.model, exposure, ids=part.to(device))["values"].double()
-        for part in ids.split(size)
-    ])  # fmt: skip
+    return target.rows(leak, ids.to(target.parts.device)).double()
 
 
-def _ends(
-    target: Target, exposure: Exposure, texts: list[Tensor], means: Tensor, closing: int
-) -> Tensor:
+def _ends(target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closing: int) -> Tensor:
     """What (closing, d) the closing tokens add to the mean of other tokens at their positions."""
     added = means.new_zeros(closing, means.shape[1])
     for ids in texts:
         last = slice(ids.shape[1] - closing, ids.shape[1])
-        added += (_run(target, exposure, ids)[:, last].mean(0) - means[last]) / len(texts)
+        added += (_run(target, leak, ids)[:, last].mean(0) - means[last]) / len(texts)
     return added
 
 
 def _residuals(
-    target: Target, exposure: Exposure, ids: Tensor, rows: Tensor, means: Tensor,
+    target: Target, leak: Leak, ids: Tensor, rows: Tensor, means: Tensor,
     stream: torch.Generator,
 ) -> Tensor:  # fmt: skip
     """How (m, d) a token's row changes in the same text with some tokens exchanged."""
     opening, closing = (len(side) for side in target.frame())
     moved = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
-    other = _run(target, exposure, ids.gather(1, moved)) - means
+    other = _run(target, leak, ids.gather(1, moved)) - means
     places = moved.to(rows.device)[..., None].expand_as(rows)
     own = (rows - means).gather(1, places)  # of the token that was moved there
     return (other - own)[:, opening : len(means) - closing].flatten(0, 1)
@@ -303,11 +294,9 @@ class UnorderedPrefixes:
             raise InputError(f"fans must be positive: got {self.fans}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        leaks = whole_rows(target, leaks)
         texts, orderings = begun(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
-            target.count.begin([text.number])
             self._read(target, leaks[0].exposure, orderings, text)
             yield text.number, text.proposal(target, fitting)
             fitting = 0  # spent once for all texts

@@ -1,0 +1,131 @@
+"""A block as single tokens show it: which norms it has, and whether it gives vectors or scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.core import Status, Unsuccessful
+from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.oracle.protocol import Oracle, ask
+
+FAR = 2.0**20  # lengths at which a norm sees the token alone
+_FARTHEST = 2.0**60  # where w alone shows of a block that gives scores
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class View:
+    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
+
+    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
+    """
+
+    oracle: Oracle
+    norm: str
+    axes: Tensor
+    residual: Tensor  # (d, m): what of h is in an answer, everything or w alone
+    every_token: bool
+    causal: bool
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    @property
+    def numbers(self) -> int:
+        return self.residual.shape[1]
+
+    @property
+    def scores(self) -> bool:
+        return self.numbers == 1
+
+    @classmethod
+    def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
+        """Which norms there are: how answers grow with a token, and whether its mean matters."""
+        d = oracle.dim
+        x = math.sqrt(d) * random_orthogonal(d, stream)[0]
+        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+        if pairs.ndim == 1:
+            return cls._of_scores(oracle, x, stream)
+        expect_vectors(pairs, d)
+        every = pairs.ndim == 3
+        causal = every and bool(
+            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
+        )
+        identity = torch.eye(d, dtype=torch.float64)
+        view = cls(oracle, "none", identity, identity, every, causal)
+        one, two, shifted = view.ask(FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
+        if float(two.abs().max()) < 2 * math.sqrt(FAR):
+            return replace(view, norm="behind")
+        if float((two - one - FAR * x).abs().max()) > 1e-3 * math.sqrt(FAR):
+            return view
+        rest = one - FAR * x
+        moved = shifted - FAR * (x + x.mean().sign()) - rest
+        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
+            return replace(view, norm="rms")
+        return replace(view, norm="layer", axes=_without_mean(d, stream))
+
+    @classmethod
+    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
+        """Behind norms what is even in a token stays as it is, whatever its length."""
+        d = oracle.dim
+        identity = torch.eye(d, dtype=torch.float64)
+        far = _FARTHEST * torch.cat([identity, -identity])
+        forth, back = last(oracle, far.unsqueeze(1)).chunk(2)
+        view = cls(oracle, "rms", identity, (forth - back) / (2 * _FARTHEST), False, False)
+        tokens = FAR * torch.stack([x, 2 * x, x + x.mean().sign()])
+        forth, back = view.ask(torch.cat([tokens, -tokens])).chunk(2)
+        one, two, shifted = ((forth + back)[:, 0]).tolist()
+        if abs(two - one) > 1e-3 * math.sqrt(FAR):
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                "the answers are numbers, and no norm stands in front of a feed-forward layer: "
+                "of such blocks vectors are read",
+            )
+        if abs(shifted - one) > 1e-5 * abs(one):
+            return view
+        return replace(view, norm="layer", axes=_without_mean(d, stream))
+
+    def ask(self, tokens: Tensor) -> Tensor:
+        """Answers to single tokens (n, d)."""
+        return last(self.oracle, tokens.unsqueeze(1))
+
+    def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
+        """What stands behind a norm, in coordinates (n, e)."""
+        if self.norm == "none":
+            return tokens
+        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
+
+    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
+        """Random ones, of so many times the length √d."""
+        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
+        return length * xi @ self.axes.mT
+
+
+def _without_mean(d: int, stream: torch.Generator) -> Tensor:
+    rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
+    return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()
+
+
+def expect_vectors(answers: Tensor, dim: int) -> None:
+    """Are answers as long as a token?"""
+    if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
+            "a layer that is added to its tokens gives vectors as long as they are",
+        )
+
+
+def last(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """The last token's vectors; of one number where answers are numbers."""
+    parts = sequences.split(batch_rows(*sequences.shape[1:]))
+    answers = torch.cat([ask(oracle, part) for part in parts])
+    if answers.ndim == 1:
+        return answers.unsqueeze(1)
+    return answers[:, -1] if answers.ndim == 3 else answers
