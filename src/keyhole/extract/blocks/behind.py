@@ -60,7 +60,8 @@ _STEPS = 10
 _ARRIVED = 1e-8
 _BATCH = 128
 _TOKENS = 12
-_TOGETHER = 4  # tokens in a sequence
+_TOGETHER = 4  # tokens in a sequence, at least
+_FULL = 0.6  # of an answer's numbers: weights of heads that it should show
 
 
 @dataclass(frozen=True)
@@ -369,8 +370,11 @@ class Behind:
         if attention.rotary or len(attention.K) < heads:
             return attention
         unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
-        count = math.ceil(_MANY * unknowns / (d - 2)) + _SPARE
-        drawn = torch.randn(count, _TOGETHER, d, generator=stream, dtype=torch.float64)
+        # An answer shows as many numbers as its heads mix values in, and no more than it has.
+        together = max(_TOGETHER, 1 + int(_FULL * d / heads))
+        shown = min(d - 2, heads * min(k, together - 1))
+        count = math.ceil(_MANY * unknowns / shown) + _SPARE
+        drawn = torch.randn(count, together, d, generator=stream, dtype=torch.float64)
         scores = (drawn[:, -1] @ attention.Q) * (drawn[:, 0] @ attention.K)
         drawn = drawn / scores.sum(2).square().mean().sqrt().clamp(min=1e-3).sqrt()
         y, layer = self._hats(drawn).to(device), self.layer.to(device)
@@ -395,7 +399,7 @@ class Behind:
             sums = own + mixed @ numbers["O"] + moved["O"]
             return radius * normalize(layer(radius * normalize(sums, dim=1)), dim=1), mixed
 
-        flat, each = one.new_zeros(count, heads * k), one.new_zeros(count, _TOGETHER, heads * k)
+        flat, each = one.new_zeros(count, heads * k), one.new_zeros(count, together, heads * k)
         still = {"Q": flat, "K": each, "V": each, "O": torch.zeros_like(own)}
         random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
 
