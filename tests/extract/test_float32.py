@@ -11,6 +11,7 @@ import torch
 from tests import reference
 from torch import nn
 
+from any_function import AnyFunction
 from keyhole import extract, oracle
 from keyhole.extract import Status
 from keyhole.extract.arithmetic import EXACT, digits, own_error
@@ -84,6 +85,19 @@ def test_biases_and_norms_are_read_exactly_from_float64(kind, tmp_path):
 def test_half_precision_is_no_other_kind(dtype):
     result = extract.run(Module("head", dtype=dtype))
     assert result.status in (Status.RECOVERED, Status.WITHIN, Status.INEXACT), result.reason
+
+
+def test_a_block_in_float32_is_not_called_broken():
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, norm_first=True, batch_first=True)
+
+    def answers(X):
+        with torch.no_grad():
+            return layer.eval()(X.float()).double()[:, -1]
+
+    result = extract.run(AnyFunction(answers, 8))  # long tokens overflow its norms
+    assert result.status is Status.UNVERIFIED
+    assert "float64 would do" in result.reason
 
 
 def test_positions_in_float32_are_another_kind():

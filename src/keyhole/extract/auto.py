@@ -168,8 +168,10 @@ class Auto(Method):
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        # Behind a link an answer may say nothing of its score.
-        failed = choice.link is not None and result.status is Status.ORACLE_FAILED
+        # Behind a link an answer may say nothing of its score, and a short format ends early: norms
+        # in float32 are NaN for long tokens.
+        limited = choice.link is not None or choice.arithmetic.rounded
+        failed = limited and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
         failed |= result.status is Status.UNVERIFIED and result.model is None
         for fallback in choice.fallbacks:
@@ -288,7 +290,7 @@ def _choice(
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer; a feed-forward
         # layer behind it a block, whose answers are as long as a token.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
-        if arithmetic.exact and pairs.shape[-1] == view.dim:
+        if pairs.shape[-1] == view.dim:
             whole = (TransformerBlock, TransformerBlocks)
             others = (*others, *(each(seed=seed, tolerance=accepted) for each in whole))
         method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
