@@ -45,6 +45,7 @@ def extract(
         ),
     ] = None,
     seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
     *,
     endpoint: EndpointOptions,
     authorized: opt.Authorized = False,
@@ -58,17 +59,19 @@ def extract(
 
     Without --method it is found out from the answers which one applies.
     """
+    from keyhole.core.machine import expect_device
     from keyhole.extract.registry import METHODS
     from keyhole.extract.run import run
 
     expect_new(*and_tensors(out), force=force)
+    expect_device(device)
     with interruptible(lambda: _kept(ledger)):
         options = opt.method_options(METHODS, method or "auto", option or [])
         with bars("extract", "queries, the judge's included", each=False) as track:
             result = run(
                 target, method or "auto", reference=reference, budget=budget, ledger=ledger,
-                seed=seed, track=track, endpoint=endpoint, authorized=authorized, notice=say,
-                **options,
+                seed=seed, device=None if device == "cpu" else device, track=track,
+                endpoint=endpoint, authorized=authorized, notice=say, **options,
             )  # fmt: skip
         if out is not None:
             result.save(out)

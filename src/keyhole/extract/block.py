@@ -58,7 +58,7 @@ from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
-from keyhole.extract.blocks.fit import Known, fit, values
+from keyhole.extract.blocks.fit import Known, expect_fitted, fit, values
 from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.in_front import read as read_in_front
@@ -332,7 +332,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Netw
         x = _of_lengths(view, units, lengths, _MANY, stream)
         beside = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
         units, _, linear, left = fit(units, Known(x, beside), view.ask(x))
-        _expect_fitted(left)
+        expect_fitted(left)
         return units, linear
 
     units, linear = attempted(start, _ATTEMPTS if bent else 1)
@@ -364,14 +364,6 @@ def _not_a_block() -> Unsuccessful:
         Status.NOT_APPLICABLE,
         "what single tokens answer is not a residual and a feed-forward layer",
     )
-
-
-def _expect_fitted(left: float) -> None:
-    if left > 1e-6:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
-        )
 
 
 @dataclass(frozen=True)
@@ -431,7 +423,7 @@ def behind_norms(
     units, inputs = attempted(start, _ATTEMPTS)
     x = _of_lengths(view, units, _LENGTHS, _MORE, stream)
     units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
-    _expect_fitted(left)
+    expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
     return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
 
@@ -502,7 +494,7 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
     u = view.normed(x, 0.0)
     features = torch.cat([u, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     units, _, linear, left = fit(units, Known(u, features), view.ask(x) - x @ view.residual)
-    _expect_fitted(left / 1e3)
+    expect_fitted(left, 1e-3)
     return units, linear
 
 
@@ -639,16 +631,16 @@ def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
         y = ask(view.oracle, tokens)
         model = refined(model, names, [(tokens, y, torch.ones_like(y))])
     seen = view.axes @ view.axes.mT  # steps may leave what no token has in Q
-    Q, K = _factored(seen @ model.Q @ model.K.mT)
-    V, O = _factored(model.V @ model.O)  # noqa: E741
+    Q, K = factored(seen @ model.Q @ model.K.mT)
+    V, O = factored(model.V @ model.O)  # noqa: E741
     q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
     return replace(model, Q=Q, K=K, q=q, V=V, O=O.mT.contiguous())
 
 
-def _factored(products: Tensor) -> tuple[Tensor, Tensor]:
+def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     """X and Y with products XYᵀ (heads, n, m), of the rank that they have."""
     left, sizes, right = torch.linalg.svd(products, full_matrices=False)
-    rank = int((sizes > _RANK * sizes[:, :1]).sum(1).max())
+    rank = int((sizes > least * sizes[:, :1]).sum(1).max())
     root = sizes[:, None, :rank].sqrt()
     return left[..., :rank] * root, right.mT[..., :rank] * root
 

@@ -46,7 +46,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.block import far_units, if_exact, turned_units, unit_signs
+from keyhole.extract.block import factored, far_units, if_exact, turned_units, unit_signs
 from keyhole.extract.blocks.fit import values
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.units import Units
@@ -191,14 +191,6 @@ def _followed(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
     return _Heads.of(deltas, torch.stack(g), torch.stack(u))
 
 
-def _halves(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors (H, n, k) and (H, k, m) of matrices, with k the largest rank of one."""
-    left, sizes, right = torch.linalg.svd(matrices, full_matrices=False)
-    k = int((sizes > _RANK * sizes[:, :1]).sum(1).max())
-    roots = sizes[:, :k].sqrt()
-    return left[..., :k] * roots[:, None], roots[..., None] * right[:, :k]
-
-
 @dataclass(frozen=True, eq=False)
 class _Shares(Parametric):
     """Single tokens, each unit and head in all blocks with a share; those of the last are left."""
@@ -242,13 +234,13 @@ class _Shares(Parametric):
             each.argmax(0).sort(stable=True) for each in self.shares
         )
         view, units = self.view, self.known
-        scores = _halves(torch.cat([heads.B, heads.r[:, None]], 1)[by_head])
-        values = _halves(heads.M[by_head])
+        scores, keys = factored(torch.cat([heads.B, heads.r[:, None]], 1)[by_head], _RANK)
+        mixed, out = factored(heads.M[by_head], _RANK)
         lift = view.axes
         gated = len(units.G) > 0
         parts = {
-            "Q": lift @ scores[0][:, :-1], "q": scores[0][:, -1], "K": lift @ scores[1].mT,
-            "V": lift @ values[0], "O": values[1],
+            "Q": lift @ scores[:, :-1], "q": scores[:, -1], "K": lift @ keys,
+            "V": lift @ mixed, "O": out.mT,
             "A": units.A[by_unit] @ lift.mT, "a": units.a[by_unit],
             "G": (units.G[by_unit] if gated else units.G) @ lift.mT,
             "g": units.g[by_unit] if gated else units.g, "C": units.C[:, by_unit],

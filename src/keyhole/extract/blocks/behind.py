@@ -41,6 +41,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.fit import expect_fitted
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
@@ -323,7 +324,8 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
 class Behind:
     """Everything of such a block but its attention, which is asked through it.
 
-    As an oracle it gives what attention adds to pairs, in coordinates (e). The sums of
+    As an oracle it gives what attention adds to pairs, in coordinates (e), and of more tokens what
+    stands behind the second norm, which is enough to see whether places matter. The sums of
     `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head: two
     answers show one sum.
     """
@@ -515,10 +517,6 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     sphere = Sphere(value, d - 1, math.sqrt(d))
     units = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
     layer, left = fitted(value, units, math.sqrt(d), device, stream)
-    if left > 1e-6:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
-        )
+    expect_fitted(left)
     layer, D = signed(layer, axes)
     return Behind(ask, axes, second, first, layer, D, device).with_start(stream)

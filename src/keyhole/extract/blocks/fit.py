@@ -22,6 +22,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.oracle.block import ACTIVATIONS
@@ -113,6 +114,14 @@ def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, T
         best = cost
     units = replace(units, C=linear[:width].mT.contiguous())
     return units, inputs, linear[width:], cost**0.5
+
+
+def expect_fitted(left: float, most: float = 1e-6) -> None:
+    if left > most:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
+        )
 
 
 def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]:

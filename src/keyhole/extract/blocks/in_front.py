@@ -24,6 +24,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.fit import expect_fitted
 from keyhole.extract.blocks.sphere import Sphere, Value, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.oracle.block import ACTIVATIONS
@@ -156,7 +157,7 @@ class _Fits:
             model, {"A": A, "linear": linear}, y,
             lambda numbers: _applied(self.of_units(numbers, u, u)), _ROUGH,
         )  # fmt: skip
-        _expect(left, 1e-3)
+        expect_fitted(left, 1e-3)
         return numbers["A"], numbers["linear"]
 
     def sums(self, A: Tensor, linear: Tensor) -> Numbers:
@@ -212,7 +213,7 @@ class _Fits:
             return _applied({**blocks, "M": inverse(t.mT @ t), "epsilon": of_epsilon})
 
         numbers, left = descend(model, numbers, y, preconditioner)
-        _expect(left, 1e-6)
+        expect_fitted(left)
         A, linear, M, epsilon = (
             numbers[name].to("cpu") for name in ("A", "linear", "M", "epsilon")
         )
@@ -230,7 +231,10 @@ def _applied(inverses: Numbers) -> Callable[[Numbers], Numbers]:
 
 
 def _turned(A: Tensor, C: Tensor, beside: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-    """Units of the signs that leave nothing linear (e, d) beside them: φ(z) = φ(−z) + z."""
+    """Units of the signs that leave nothing linear (e, d) beside them: φ(z) = φ(−z) + z.
+
+    By Gram matrices: all products of rows and columns would not fit into memory.
+    """
     rows = A[:, :-1]
     shares = torch.linalg.solve((rows @ rows.mT) * (C @ C.mT), -((rows @ beside) * C).sum(1))
     turned = (shares > 0.5).to(torch.float64)
@@ -242,11 +246,3 @@ def _turned(A: Tensor, C: Tensor, beside: Tensor, level: Tensor) -> tuple[Tensor
             "what single tokens answer is not a residual and a feed-forward layer",
         )
     return A * (1 - 2 * turned)[:, None], level + (turned * A[:, -1]) @ C
-
-
-def _expect(left: float, most: float) -> None:
-    if left > most:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"no feed-forward layer explains the answers to single tokens: {left:.1e} is left",
-        )

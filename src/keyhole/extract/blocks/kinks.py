@@ -180,9 +180,9 @@ class _Circle:
         """θ*, how far it is clear around it, c_k (m), and ±(a_k·p, a_k·q, α_k)."""
         step, found = 2 * math.pi / len(self.y), list[tuple[float, float, Tensor, Tensor]]()
         arcs = self.arcs()
+        if len(arcs) < 2:
+            return found
         for before, after in zip(arcs, [*arcs[1:], *arcs[:1]], strict=True):
-            if not len(arcs) > 1:
-                break
             first = after[0] + (len(self.y) if after[0] < before[0] else 0)
             if first - before[1] > 3:  # more than one kink is between them
                 continue
