@@ -50,12 +50,14 @@ from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer
 
-_SHORT = 0.0015  # of a token, for derivatives: scores of real heads bend fast
+_SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
 _SAME = 1e-9
-_FADING = tuple(2.0**-n for n in range(1, 15))  # of √d: shorter and shorter sums, to see the first ε
+_FADING = tuple(
+    2.0**-n for n in range(1, 15)
+)  # of √d: shorter and shorter sums, to see the first ε
 _FADED = 0.9
 _MORE = 1.5  # answers for each unknown of the fit
 _MANY = 4.0  # likewise of attention's
@@ -351,9 +353,10 @@ def fitted(
         hats = R / scale
         beside = torch.stack([-size / 2 * hats / length.square(), hats]).flatten(1)
         right = {
-            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)), "linear": inverse(features.mT @ features),
+            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)),
+            "linear": inverse(features.mT @ features),
             "norm": inverse(beside @ beside.mT),
-        }  # fmt: skip
+        }
         return lambda slope: {
             name: part / count if name == "centre" else right[name] @ part
             for name, part in slope.items()
@@ -432,7 +435,8 @@ class Behind:
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
             O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
-            frequencies=attention.frequencies, places=attention.places, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            frequencies=attention.frequencies, places=attention.places,
+            A=(units.A @ lift.mT).contiguous(), a=units.a,
             G=units.G.new_zeros(0, self.dim), g=units.g, C=(lift @ units.C).contiguous(),
             c=lift @ self.layer.c, D=self.D, E=self.second.E, e=self.second.e,
             activation=units.activation, norm="behind", epsilon=self.layer.epsilon,

@@ -14,7 +14,7 @@ k-dimensional in both cases: zV has to vanish outside of head h. So
 
     Z (J_1 − λ_h J_2) = 0     Z = Z_h, up to a k×k matrix;  V is the inverse of all Z_h together
     Z_h J_tj                  p_h of each (t, j) next to each other: ratios
-    1 + (t = 2, j = 1)        with a = p(3, 2)/p(3, 1) and r = p(2, 1)/p(3, 1): r − 1 = a·p(2, 1)
+    p(2, 1)                   with a = p(3, 2)/p(3, 1) and r = p(2, 1)/p(3, 1): r − 1 = a·p(2, 1)
 
 which are the p_h themselves, and with them V_h O_h G of every head. Two heads of one bias are one
 to all of this, and a layer without a bias of positions is a single head.
@@ -35,8 +35,8 @@ from keyhole.extract.sub_layer import Reader
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.sub_layer import SubLayer
 
-# (t, j): the first three show all p_h, the others part heads that are alike near by.
-COPIES = ((2, 1), (3, 1), (3, 2), (9, 8), (17, 16))
+# (t, j): the first three show all p_h, the last parts heads that are alike near by.
+COPIES = ((2, 1), (3, 1), (3, 2), (4, 3), (17, 16))
 _RANK = 1e-10
 _ATTEMPTS = 24
 _MOST = 0.9  # of a head's eigenvalues
@@ -48,7 +48,7 @@ _TURNS = 2
 
 @dataclass(frozen=True)
 class Apart:
-    """`V` (H, d, k) and `W` (H, k, n) of `Σ_h V_h W_h`, and β_h at the distances 0, 1, 2 (H, 3)."""
+    """`V` (H, d, k) and `W` (H, k, n) of `Σ_h V_h W_h`, and β_h at the distances 0 to 3 (H, 4)."""
 
     V: Tensor
     W: Tensor
@@ -139,6 +139,8 @@ def _apart(
     V = torch.linalg.inv(Z.flatten(0, 1)).unflatten(1, Z.shape[:2])  # (d, H, k)
     near = torch.logit(first)
     places = torch.stack([0 * near, near, near + (ratios[2] / ratios[1]).log()], 1)
+    last = torch.logit(p[3]) + places.logsumexp(1)
+    places = torch.cat([places, last[:, None]], 1)
     return Apart((left @ V.transpose(0, 1)).contiguous(), W @ right.mT, places)
 
 
@@ -148,10 +150,11 @@ def _apart(
 #
 # in which every key's weight next to that of all x together is e^{z_hj + β_h(place) − B_h(g)}, with
 # B_h(g) = log Σ_{i≤g} e^{β_h(i)}. A token may hardly see itself (MPNet: β_h(0) is 5 to 13 below
-# others), so that g is not 0. The same keys one place further on show the differences of β; then
-# scores of a basis of keys with a basis of x are Q_h K_hᵀ itself, of rank k.
+# others), so that g is not 0. The same keys in another order show the differences of β; then scores
+# of a basis of keys with a basis of x are Q_h K_hᵀ itself, of rank k.
 
-_NEAR, _COPIES = 1, 2  # g
+_COPIES = 2  # g
+_TURNED = 3  # orders
 _FURTHEST = 128  # distance
 _SETTLED = 1e-6  # of β, from one place to the next
 _ASKING = 8
@@ -210,16 +213,21 @@ def _at(places: Tensor, copies: int, keys: int) -> Tensor:
     return every - places[:, : copies + 1].logsumexp(1, keepdim=True)
 
 
-def _read_places(
-    reader: Reader, near: Tensor, keys: Tensor, xs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """β (H, distances), from those of 0, 1 and 2, and the scores of the keys (xs, H, keys)."""
+def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+    """β (H, distances), from those of 0 to 3, and the scores of the keys (xs, H, keys)."""
     p = len(keys)
-    one, two = (reader.scores(keys, xs, copies) for copies in (_NEAR, _COPIES))
-    shift = (near[:, : _COPIES + 1].logsumexp(1) - near[:, : _NEAR + 1].logsumexp(1))[:, None]
-    steps = (two - one).mean(0).flip(1) + shift  # of the nearest key first: from 2 to 3
-    places = torch.cat([near, near[:, -1:] + steps.cumsum(1)], 1)
-    scores = two - _at(places, _COPIES, p)
+    orders = [torch.arange(p).roll(turn * p // _TURNED + (turn == 1)) for turn in range(_TURNED)]
+    # Of every order, scores and β add up: β of the nearest place is known.
+    seen = [reader.scores(keys[order], xs, _COPIES) for order in orders]
+    one = torch.eye(p, dtype=torch.float64)
+    system = [torch.cat([one[order], one], 1) for order in orders]
+    known = torch.cat([0 * one[:1], one[-1:]], 1)
+    sums = near[:, : _COPIES + 1].logsumexp(1)
+    wanted = [each.mean(0) + sums[:, None] for each in seen]
+    wanted = torch.cat([*wanted, near[:, _COPIES + 1, None]], 1).mT
+    found = least_squares(torch.cat([*system, known]), wanted)[p:].mT  # the last place is nearest
+    places = torch.cat([near[:, : _COPIES + 1], found.flip(1)], 1)
+    scores = seen[0] - _at(places, _COPIES, p)
     while places.shape[1] <= _FURTHEST:
         copies = places.shape[1] - 1
         try:
