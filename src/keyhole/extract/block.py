@@ -486,7 +486,7 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
 
     nearer = partial(far, length=_LONG)
     if not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+        units, _ = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
     else:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         units = replace(units, A=units.A / shrink, G=units.G / shrink)
