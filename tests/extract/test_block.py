@@ -205,7 +205,7 @@ def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
         return torch.cat([(rows != 0).any(0), torch.zeros(24, dtype=torch.bool)])
 
     sphere = Sphere(value, 24, math.sqrt(24), touched)
-    units = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
+    units, _ = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
     assert (units.activation, len(units.G)) == (activation, 6 * gated)
     off = torch.stack([torch.cdist(target.A, sign * units.A) for sign in (1, 1 if gated else -1)])
     assert float(off.amin((0, 2)).max()) < 1e-5
