@@ -213,8 +213,13 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     unknowns = sum(getattr(model, name).numel() for name in names)
     count = math.ceil(more * unknowns / view.numbers) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    if model.norm == "behind":  # both ε have been read one by one so far
+        names = [*names, "epsilon", "epsilon_behind"]
+        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[:, None, None]
     y = ask(view.oracle, tokens)
-    return refined(model, names, [(tokens, y, torch.ones_like(y))])
+    model = refined(model, names, [(tokens, y, torch.ones_like(y))])
+    epsilon, behind = (max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind))
+    return replace(model, epsilon=epsilon, epsilon_behind=behind)
 
 
 @dataclass(frozen=True)

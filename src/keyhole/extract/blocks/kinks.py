@@ -166,7 +166,7 @@ class _Homogeneous:
 
 @dataclass(frozen=True)
 class _Kink:
-    """θ*, how far it is clear, c_k (m), ±(a_k·p, a_k·q, α_k); R half as far on both sides (2, m)."""
+    """θ*, how far it is clear, c_k (m), ±(a_k·p, a_k·q, α_k); R half as far off, on both sides."""
 
     theta: float
     clear: float
