@@ -55,11 +55,13 @@ def test_a_leak_of_a_model_fails_with_one_line_for_each_finding(encoder, exposur
     assert line.startswith(f"{attack}: recovered, 2 texts, such as “w1 w2 w3 w4 w5”. Fix: ")
 
 
-def test_a_causal_model_and_its_logits():
+def test_a_causal_model_and_its_logits(tmp_path):
     model, words = tiny.language_model("gpt2"), tiny.tokenizer(causal=True)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("w1 w2\nw2 w3\nw4 w3\n")
     for exposure in ("hidden:2", "kv:0", "logits"):
         with pytest.raises(AssertionError, match=r": recovered, 1 text, such as “w1 w2 w3”"):
-            assert_withstands(model, exposure, "w1 w2 w3", tokenizer=words)
+            assert_withstands(model, exposure, "w1 w2 w3", tokenizer=words, corpus=corpus)
 
 
 def test_what_a_test_allows_passes(encoder):
@@ -121,12 +123,6 @@ def test_the_gradient_of_a_batch(classifier):
 def test_a_model_without_the_head_for_it_could_not_be_checked(encoder, exposure):
     with pytest.raises(CouldNotCheck, match="could not check"):
         assert_withstands(encoder, exposure, TEXTS, tokenizer=WORDS)
-
-
-def test_a_text_that_is_too_long_for_the_search_is_no_pass():
-    model, words = tiny.language_model("gpt2"), tiny.tokenizer(causal=True)
-    with pytest.raises(CouldNotCheck, match="longer than the 3 tokens"):
-        assert_withstands(model, "logits", "w1 w2 w3 w4 w5", tokenizer=words)
 
 
 def test_a_store(tmp_path):

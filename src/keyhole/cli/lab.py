@@ -103,8 +103,7 @@ def capture(
         str,
         opt.about(
             "What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; logits "
-            "are those of the next token, logits:4 those of the first 4 tokens after the text; "
-            "gradient is what a client hands over for a batch of texts.",
+            "are those of the next token; gradient is what a client hands over for a batch of texts.",
             CHECKS,
         ),
     ],

@@ -206,7 +206,7 @@ def capture(
 ) -> list[Path]:
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out`
     is the file, or a folder where there are several texts. The leak takes the `forms` that
     `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
     deviation was added. `notify` gets each leak and its file.

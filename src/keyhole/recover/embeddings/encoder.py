@@ -192,10 +192,7 @@ class Encoder:
             some = texts[rows]
             ids, mask = self.framed(some)
             states = self._states(ids, mask)
-            pooled = pool(self.exposure, states, mask)
-            if self.exposure.steps > 1:
-                pooled = capture(self._fast, self.exposure, ids=ids, mask=mask)["values"]
-            vectors.append(self.directions(pooled))
+            vectors.append(self.directions(pool(self.exposure, states, mask)))
             log_p.append(self._log_p(states, some, n))
         back = order.argsort()
         return torch.cat(vectors)[back], torch.cat(log_p)[back]
