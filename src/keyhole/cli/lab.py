@@ -14,7 +14,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.files import is_folder, write_text
+from keyhole.core.files import is_folder
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def capture(
         str,
         opt.about(
             "What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; logits "
-            "are those of the next token; gradient is what a client hands over for a batch of texts.",
+            "are those of the next token; gradient is what a client hands over for a batch of "
+            "texts.",
             CHECKS,
         ),
     ],
@@ -233,59 +234,6 @@ def _capture_gradient(
     private = f", noise of ε = {epsilon_of(noisy):.3g}" if noisy else ""
     what = f"the {update.what} of a batch of {update.texts} texts"
     return f"{out}: {what}, {more['precision']}{private}"
-
-
-def _kept(journal: Path, what: str) -> str:
-    """What a stopped run has behind it."""
-    from keyhole.core.journal import records_in
-
-    records = records_in(journal)
-    return f"{records} {what} are in {journal}: the same command resumes" if records else ""
-
-
-@command(
-    "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
-    'keyhole lab corpus ./language-model --text "The film" --text "This movie" --texts 20 '
-    "--out reviews.txt",
-    group=lab,
-)
-def corpus(
-    model: opt.ModelName,
-    texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
-    text: Annotated[
-        list[str] | None,
-        opt.about(
-            "Words that sentences begin with; may be repeated. By default the first words of "
-            "sentences of the corpus that ships with Keyhole.",
-            CHECKS,
-            metavar="WORDS",
-        ),
-    ] = None,
-    max_length: Annotated[int, opt.about("The most tokens of a sentence.", CHECKS)] = 40,
-    out: Annotated[
-        Path, opt.about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
-    ] = Path("corpus.txt"),
-    force: opt.Force = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    allow_pickle: opt.AllowPickle = False,
-) -> None:
-    """Draw sentences from a language model, to read embeddings with as a --corpus."""
-    from keyhole.recover.embeddings.drawn import draw_texts
-
-    expect_count("--texts", texts)
-    expect_count("--max-length", max_length)
-    journal = out.with_name(f"{out.name}.journal")
-    expect_new(out, force=force)
-    with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
-        lines = draw_texts(
-            model, texts, begins=text or (), max_length=max_length, device=device,
-            allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
-        )  # fmt: skip
-        write_text(out, "".join(f"{line}\n" for line in lines))
-    journal.unlink(missing_ok=True)
-    short = "" if len(lines) == texts else f" (of {texts:,}: nothing new came after those)"
-    show(f"{out}: {len(lines):,} sentences{short}")
 
 
 @command(
@@ -423,25 +371,17 @@ def defences(
     """Measure every defence in one table, each attacked by somebody who knows it.
 
     Caches, hidden states, embeddings, gradients and logits behind noise, rounding, secrets and
-    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing. With
-    --out every finished row is kept in FILE.journal, and the same command resumes.
+    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing.
     """
     from rich.table import Table
 
     from keyhole.lab.defences import table
 
     expect_new(out, force=force)
-    journal = None if out is None else out.with_name(f"{out.name}.journal")
-    kept = interruptible(lambda: "" if journal is None else _kept(journal, "rows"))
-    with kept, bars("defences", "rows") as track:
-        found = table(
-            model, device=device, allow_pickle=allow_pickle, seed=seed, journal=journal,
-            force=force, track=track, resuming=lambda done: say(f"resuming: {done} rows are done"),
-        )  # fmt: skip
+    with interruptible(), bars("defences", "rows") as track:
+        found = table(model, device=device, allow_pickle=allow_pickle, seed=seed, track=track)
         if out is not None:
             found.save(out)
-    if journal is not None:
-        journal.unlink(missing_ok=True)
     heads = ("guards", "defence", "attack", "attacker", "honest users lose", "time", "verdict")
     shown = Table(*heads, caption=found.summary(), caption_justify="left")
     for row in found.rows:
