@@ -11,14 +11,13 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible, lab
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
+from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_folder
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
-    from keyhole.core.progress import Progress
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
@@ -267,51 +266,6 @@ def bounds(
     with interruptible():
         found = measure_bounds(problem, at, **options, seed=seed)
     answer(found.to_dict(), found.summary(), as_json=as_json)
-
-
-@command(
-    "keyhole lab plant stack.safetensors --kind inversion -o layers=2 -o residual=true "
-    "-o dim=4 -o tokens=5",
-    "keyhole lab stacks stack.safetensors --out first.json",
-    group=lab,
-)
-def stacks(
-    stack: Annotated[
-        Path,
-        typer.Argument(
-            metavar="STACK",
-            help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
-        ),
-    ],
-    option: opt.MethodOptions = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    out: opt.Out = None,
-    force: opt.Force = False,
-    as_json: opt.Json = False,
-) -> None:
-    """Read the input of several layers back from their weights and the last output.
-
-    -o sets the search at each layer: starts (64), solutions (inputs looked for, 4), seconds, and
-    branches (candidates that are carried down, 8).
-    """
-    from keyhole.lab.stacks import Stack, run
-
-    expect_new(*and_tensors(out), force=force)
-    options = settings(option or (), types_of(run, hidden=("device", "seed")), "stacks")
-    with interruptible(), bars("invert layers", each=False) as track:
-        asked = Stack.load(stack)
-
-        def begun(name: str, total: int | None = None) -> Progress:
-            """When the search begins: a refusal comes before it, as the only line."""
-            say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
-            return track(name, total)
-
-        result = run(asked, **options, device=device, seed=seed, track=begun)
-        if out is not None:
-            result.save(out)
-    answer(result.to_dict(), result.summary(), as_json=as_json)
-    raise typer.Exit(exit_code([result.status]))
 
 
 @command(

@@ -35,7 +35,7 @@ _TAKES = {
         "dim", "rank", "heads", "layers", "scale", "every_token", "causal", *_ANSWERS,
     ),
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
-    "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps", "layers"),
+    "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps"),
 }  # fmt: skip
 _RATIONS = {"client_budget": int, "client_rate": float}
 Heads = Annotated[
@@ -69,8 +69,8 @@ def plant(
     attention and attention-layers take rank; all but head and relu heads; one-layer and relu width
     (32); attention every_token and causal, attention-layers these and layers (2), each with its
     heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens (8),
-    residual, causal, maps (they leak too) and layers (a stack, of which only the last output is
-    known). Answers may be changed by sign_only, decimals, noise and max_norm.
+    residual, causal and maps (they leak too). Answers may be changed by sign_only, decimals, noise
+    and max_norm.
     """
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
@@ -98,21 +98,13 @@ def plant(
 
 
 def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
-    """A layer's output, or with `layers` that of a stack; what was planted."""
+    """A layer's output; what was planted."""
     from dataclasses import replace
 
     from keyhole import invert
-    from keyhole.lab import stacks
 
-    tokens, layers = options.pop("tokens", 8), options.pop("layers", None)
-    maps = options.pop("maps", False)
+    tokens, maps = options.pop("tokens", 8), options.pop("maps", False)
     expect_count("tokens", tokens)
-    if layers is not None:
-        if maps or "heads" in options:
-            raise InputError("a stack of layers takes neither maps nor heads")
-        dim = options["dim"]
-        stacks.plant(layers, tokens, **options, seed=seed)[0].save(path)
-        return f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}"
     problem, secret = invert.plant(tokens, **options, seed=seed)
     if maps:
         problem = replace(problem, maps=problem.maps_of(secret))
