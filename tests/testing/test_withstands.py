@@ -18,9 +18,9 @@ from keyhole.audit.one_exposure import NAMES
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.stores import open_store
 from keyhole.testing import CouldNotCheck, assert_withstands
 from keyhole.testing.sessions import sessions
@@ -132,11 +132,12 @@ def test_a_store(tmp_path):
     texts = ["w1", "w20"]
     vectors = embeddings(model, WORDS, texts, Exposure("pooled")).float().numpy()
     name = made_stores.jsonl(tmp_path, vectors, texts)
-    brief = TokenSearch(rounds=2, passes=60, candidates=8, sweeps=1)
     with open_store(name) as store:
         target = StoreTarget.of(store, loaded, texts=2)
-    target = replace(target, method=PooledEmbedding(brief, lengths=(3,)))
-    with pytest.raises(AssertionError, match=r"stored embedding \(PooledEmbedding\): 2 of 2 texts"):
+    target = replace(
+        target, method=CountedReader(texts, max_length=1, search=SumSearch(passes=100))
+    )
+    with pytest.raises(AssertionError, match=r"stored embedding \(CountedReader\): 2 of 2 texts"):
         assert_withstands(target, "pooled")
     with pytest.raises(InputError, match="makes vectors of"):
         assert_withstands(name, "pooled", model="demo", sample=2)

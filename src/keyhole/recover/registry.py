@@ -15,7 +15,6 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.layers.decoder import DecoderStates
@@ -99,10 +98,6 @@ _inner = partial(
     Row, "attention", exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"), remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
 )  # fmt: skip
-_unasked = partial(
-    Row, "pooled", exposure=Exposure("KH-TEXT-EMBEDDING"), remedy=_POOLED,
-    layers=lambda _: [], precisions=(),
-)  # fmt: skip
 _logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
 
 ATTACKS: Registry[Attack, Row] = Registry(
@@ -129,9 +124,8 @@ ATTACKS: Registry[Attack, Row] = Registry(
             "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
-        _unasked(causal=True), _logits,
+        Row("pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, lambda _: [], ()), _logits,
     )),
-    Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry(
         "unordered-states", UnorderedStates, (_unordered(causal=False),),
