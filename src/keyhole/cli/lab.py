@@ -143,8 +143,7 @@ def capture(
             "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
             "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
             "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
-            "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
-            "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
+            "keys and values, by a secret drawn from the number KEY: rotated:KEY. "
             "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
             CHECKS,
             metavar="FORM",

@@ -65,7 +65,6 @@ _KEEP = 0.05  # of the attention, by each mask that votes
 _TAG = 16  # bytes that AES-GCM appends
 _NAMES = {
     "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
-    "scrambled": "secret map, tokens permuted", "mixed": "secret map, tokens mixed",
 }  # fmt: skip
 
 
@@ -340,8 +339,6 @@ class Leaks:
         for form, own in forms:
             name, setting = f"{_NAMES[form]}, {own}", f"known texts: {own}"
             yield name, partial(row, form, setting, owner(form), own=own)
-        for form in ("scrambled", "mixed"):
-            yield form, partial(row, form, "blocks of 16", owner(form))
         if not cache_:
             yield "permuted", partial(row, "permuted", "rows in no order", same)
             return

@@ -95,11 +95,11 @@ def degrade(
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
     (rows in any order), of hidden states; the first two of a pooled embedding too; or
-    `log-probabilities`, of logits. `rotated:KEY`, `scrambled:KEY` and `mixed:KEY` (secrets.py),
-    of hidden states or keys and values, and `shielded:KEY` and `cloaked:KEY`, of the latter alone,
-    come last, under a secret that is drawn from the whole number KEY: texts of one KEY share it.
-    The others and the precision are written into the leak, as a server's documentation and a file's
-    dtype would tell; secrets and the noise are not.
+    `log-probabilities`, of logits. `rotated:KEY` (secrets.py), of hidden states or keys and values,
+    and `shielded:KEY` and `cloaked:KEY`, of the latter alone, come last, under a secret that is
+    drawn from the whole number KEY: texts of one KEY share it. The others and the precision are
+    written into the leak, as a server's documentation and a file's dtype would tell; secrets and
+    the noise are not.
     """
     changes = parse_forms(forms)
     secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
