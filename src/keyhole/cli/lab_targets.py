@@ -37,7 +37,6 @@ _TAKES = {
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
     "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps"),
 }  # fmt: skip
-_RATIONS = {"client_budget": int, "client_rate": float}
 Heads = Annotated[
     Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
 ]
@@ -116,7 +115,7 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
     "keyhole lab plant target.safetensors",
     "keyhole lab serve target.safetensors --port 8080 --name head",
     "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
-    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3 -o client_budget=1000",
+    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3",
     "keyhole extract http://127.0.0.1:8080/v2/models/head",
     group=lab,
 )
@@ -133,14 +132,12 @@ def serve(
     """Put a planted target behind a real inference server (MLServer).
 
     -o changes its answers: sign_only, decimals, noise (the same each time for a question),
-    fresh_noise (anew each time), max_norm (longer tokens are shortened); refuses questions:
-    min_tokens, max_tokens, usual_norm (of honest clients' tokens); and rations each address:
-    client_budget (queries in all), client_rate (queries a second).
+    fresh_noise (anew each time), max_norm (longer tokens are shortened); or refuses questions:
+    min_tokens, max_tokens, usual_norm (of honest clients' tokens).
     """
     from keyhole.oracle.defences import Degradation
 
-    options = settings(option or (), types_of(Degradation, hidden=("seed",)) | _RATIONS, "serve")
-    rations = {name: options.pop(name, None) for name in _RATIONS}
+    options = settings(option or (), types_of(Degradation, hidden=("seed",)), "serve")
     degradation = Degradation(**options, seed=seed)
     try:
         from keyhole.lab.server import serve as run
@@ -152,7 +149,6 @@ def serve(
 
     def begun() -> None:
         done = f", {degradation}" if degradation else ""
-        done += "".join(f", {name} {value:g}" for name, value in rations.items() if value)
         if as_json:
             typer.echo(dump({"url": url}))
         else:
@@ -160,7 +156,7 @@ def serve(
             show(f"serving {target}{done}{comma} at {url} (Ctrl-C ends it)")
         sys.stdout.flush()
 
-    run(target, name=name, port=port, degradation=degradation, **rations, begun=begun)
+    run(target, name=name, port=port, degradation=degradation, begun=begun)
 
 
 @command(
