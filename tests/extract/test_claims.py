@@ -20,8 +20,7 @@ from planted_sub_layers import planted
 from keyhole import extract, oracle
 from keyhole.core.text import percent
 from keyhole.extract import Status
-from keyhole.extract.ordinary_labels import OrdinaryLabels
-from keyhole.extract.ordinary_questions import OrdinaryQuestions
+from keyhole.extract.ordinary_questions import OrdinaryLabels, OrdinaryQuestions
 from keyhole.oracle.storage import plant_orthogonal
 from keyhole.oracle.token_questions import Logits
 
