@@ -152,10 +152,6 @@ CASES = {
     "OneLayerTransformer": lambda d, s: planted_as(
         "one-layer", extract.OneLayerTransformer(seed=s), d, s, d * d + relu(d, 4), width=4
     ),
-    "OneLayerTransformer, heads": lambda d, s: planted_as(
-        "one-layer", extract.OneLayerTransformer(attention=extract.MultiHead(seed=s), seed=s),
-        d, s, 2 * (d * d + 4 * d), width=4, heads=2,
-    ),
     "ReluNetwork": lambda d, s: planted_as(
         "relu", extract.ReluNetwork(seed=s), d, s, relu(d, 6), width=6
     ),
