@@ -28,7 +28,7 @@ _ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # what is done to a t
 _TAKES = {
     "head": ("dim", "rank", "scale", *_ANSWERS),
     "multi-head": ("dim", "rank", "heads", "scale", *_ANSWERS),
-    "one-layer": ("dim", "rank", "heads", "width", "scale", *_ANSWERS),
+    "one-layer": ("dim", "rank", "width", "scale", *_ANSWERS),
     "relu": ("dim", "width", "scale", *_ANSWERS),
     "attention": ("dim", "rank", "heads", "scale", "every_token", "causal", *_ANSWERS),
     "attention-layers": (
@@ -65,11 +65,11 @@ def plant(
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
     Every kind takes dim (64) and scale (1 gives a W of norm about 2). head, multi-head, one-layer,
-    attention and attention-layers take rank; all but head and relu heads; one-layer and relu width
-    (32); attention every_token and causal, attention-layers these and layers (2), each with its
-    heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens (8),
-    residual, causal and maps (they leak too). Answers may be changed by sign_only, decimals, noise
-    and max_norm.
+    attention and attention-layers take rank; all but head, one-layer and relu heads; one-layer and
+    relu width (32); attention every_token and causal, attention-layers these and layers (2), each
+    with its heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens
+    (8), residual, causal and maps (they leak too). Answers may be changed by sign_only, decimals,
+    noise and max_norm.
     """
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
