@@ -50,7 +50,7 @@ def assert_withstands(
     share: float | None = None,
     budget: int | None = None,
     examples: Sequence[Labelled] = (),
-    model: str | Sequence[str] | None = None,
+    model: str | None = None,
     known: str | Path | None = None,
     corpus: str | Path | None = None,
     sample: int = 20,
