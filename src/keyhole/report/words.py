@@ -84,16 +84,8 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-PREDICTIONS-CUTS", ""): "attention cut",
     ("KH-PREDICTIONS-CUTS", "head"): "{name} of each head's attention cut",
     ("KH-PREDICTIONS-CUTS", "head-released"): "{name} of each head's attention cut, as released",
-    ("KH-PREDICTIONS-CUTS", "head-schedule"):
-        "{name} of each head's attention cut, released schedule",
     ("KH-PREDICTIONS-CUTS", "head-random"): "{name} of each head's attention cut at random",
     ("KH-PREDICTIONS-CUTS", "model"): "{name} of all attention cut",
-    ("KH-PREDICTIONS-CUTS", "model-schedule"): "{name} of all attention cut, released schedule",
-    ("KH-PREDICTIONS-CUTS", "model-random"): "{name} of all attention cut at random",
-    ("KH-PREDICTIONS-CUTS", "attack"): "the attack {name}",
-    ("KH-PREDICTIONS-CUTS", "transferred"): "masks found on {name}",
-    ("KH-PREDICTIONS-CUTS", "lowered"): "masks that lower a wrong label",
-    ("KH-PREDICTIONS-CUTS", "raised"): "masks that lead to a wrong label",
     (NOT_CHECKED, "target"): "the target",
     (NOT_CHECKED, "model"): "the whole model",
     (NOT_CHECKED, "demo"):
