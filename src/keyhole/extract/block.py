@@ -158,10 +158,11 @@ class TransformerBlock(Method):
                 if view.scores and isinstance(undone, _Undone):
                     model = _with_heads(undone, stream)
                 else:
-                    layer = read_attention(undone.surroundings(), stream, undone.total, reach)
                     if isinstance(network, Behind):
+                        layer = network.attention(stream, reach)
                         model = network.block(network.polished(layer, stream))
                     else:
+                        layer = read_attention(undone.surroundings(), stream, undone.total, reach)
                         model = assembled(view, network, layer)
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):

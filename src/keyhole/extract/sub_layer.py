@@ -427,11 +427,11 @@ class Reader:
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x.
 
-        Of keys that stand beside x, z alone.
+        Of keys that stand beside x, z alone, next to the weight of x and its copies between.
         """
         (p, d), heads = keys.shape, len(self.outputs)
         if self.beside:
-            tokens = torch.cat([keys, torch.zeros(1, d, dtype=torch.float64)]) + xs[:, None]
+            tokens = torch.cat([keys, keys.new_zeros(1 + gap, d)]) + xs[:, None]
             written = self._written(keys).transpose(0, 1).flatten(0, 1)
             if self.view.within is None:
                 rows = self.view.answer(tokens) - xs @ self.total

@@ -40,18 +40,19 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.copies import COPIES, Apart, told_apart
+from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer
 
-_SHORT = 0.005  # of √d, for derivatives by tokens
+_SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
 _SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
@@ -222,11 +223,11 @@ class Layer:
         inside = ACTIVATIONS[units.activation](n @ units.A.mT + units.a)
         return n @ self.L + inside @ units.C.mT + self.c
 
-    def slopes(self, n: Tensor) -> Tensor:
-        """dR/dn, (n, e, e) with n last."""
+    def slopes(self, n: Tensor, along: Tensor) -> Tensor:
+        """dR/dn (n, e, r) along columns (n, e, r)."""
         units = self.units
         slope = derivative(units.activation, 1)(n @ units.A.mT + units.a)
-        return self.L.mT + (units.C * slope[:, None]) @ units.A
+        return self.L.mT @ along + units.C @ (slope[..., None] * (units.A @ along))
 
     def to(self, device: torch.device) -> Layer:
         made = Layer.of(self.numbers(device), self.units.activation)
@@ -277,8 +278,9 @@ class Layer:
         hat = self.normed(h) / radius
         length = h.norm(dim=2) / hat.norm(dim=2)
         R = self(radius * hat)
-        slopes = self.slopes(radius * hat.flatten(0, 1)).unflatten(0, hat.shape[:2])
-        slopes = slopes @ (basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :])
+        turned = basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :]
+        slopes = self.slopes(radius * hat.flatten(0, 1), turned.flatten(0, 1))
+        slopes = slopes.unflatten(0, hat.shape[:2])
         out, scale = normalize(R, dim=2)[..., None], radius**2 / (length * R.norm(dim=2))
         return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(1, 2)
 
@@ -354,9 +356,10 @@ def fitted(
         hats = R / scale
         beside = torch.stack([-size / 2 * hats / length.square(), hats]).flatten(1)
         right = {
-            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)), "linear": inverse(features.mT @ features),
+            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)),
+            "linear": inverse(features.mT @ features),
             "norm": inverse(beside @ beside.mT),
-        }  # fmt: skip
+        }
         return lambda slope: {
             name: part / count if name == "centre" else right[name] @ part
             for name, part in slope.items()
@@ -435,7 +438,8 @@ class Behind:
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
             O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
-            frequencies=attention.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            frequencies=attention.frequencies, places=attention.places,
+            A=(units.A @ lift.mT).contiguous(), a=units.a,
             G=units.G.new_zeros(0, self.dim), g=units.g, C=(lift @ units.C).contiguous(),
             c=lift @ self.layer.c, D=self.D, E=self.second.E, e=self.second.e,
             activation=units.activation, norm="behind", epsilon=self.layer.epsilon,
@@ -443,13 +447,21 @@ class Behind:
             causal=self.causal,
         )  # fmt: skip
 
+    def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
+        """Its heads, from questions of one length."""
+        heads = self.first.heads
+        if heads is None:
+            return read_attention(self.surroundings(), stream, self.total, reach)
+        heads = replace(heads, W=heads.W @ self.axes)
+        return read_placed(self.surroundings(), self.total, heads, reach, stream)
+
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """All numbers of attention at once, from what whole sequences answer (descent.py).
 
         The preconditioner is that of K-FAC, its Gram matrices of the slopes from random ones.
         """
         (heads, d, k), device = attention.Q.shape, self.device
-        if attention.rotary or len(attention.K) < heads:
+        if attention.rotary or len(attention.places) or len(attention.K) < heads:
             return attention
         unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
         # An answer shows as many numbers as its heads mix values in, and no more than it has.
@@ -572,7 +584,7 @@ class Behind:
             for _ in range(_NEWTON):
                 R = self.layer(share * n)
                 out, size = normalize(R, dim=1), R.norm(dim=1, keepdim=True)
-                slope = (self.layer.slopes(share * n) @ n[..., None])[..., 0] / size
+                slope = self.layer.slopes(share * n, n[..., None])[..., 0] / size
                 slope = slope - out * (out * slope).sum(1, keepdim=True)
                 off = hats / math.sqrt(d) - out
                 share += float((off * slope).sum() / slope.square().sum())
