@@ -214,8 +214,13 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     unknowns = sum(getattr(model, name).numel() for name in names)
     count = math.ceil(more * unknowns / view.numbers) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    if model.norm == "behind":  # both ε have been read one by one so far
+        names = [*names, "epsilon", "epsilon_behind"]
+        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[:, None, None]
     y = ask(view.oracle, tokens)
-    return refined(model, names, [(tokens, y, torch.ones_like(y))])
+    model = refined(model, names, [(tokens, y, torch.ones_like(y))])
+    epsilon, behind = (max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind))
+    return replace(model, epsilon=epsilon, epsilon_behind=behind)
 
 
 @dataclass(frozen=True)
@@ -487,7 +492,7 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
 
     nearer = partial(far, length=_LONG)
     if not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+        units, _ = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
     else:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         units = replace(units, A=units.A / shrink, G=units.G / shrink)
@@ -676,6 +681,8 @@ def _described(model: Block) -> str:
         parts.append(f"{heads // len(model.K)} share keys and values each")
     if model.sub_layer.rotary:
         parts.append("rotary positions")
+    if len(model.places):
+        parts.append(f"a bias of positions up to a distance of {model.places.shape[1] - 1}")
     gate = " with gates" if len(model.G) else ""
     parts.append(f"{len(model.A)} {model.activation} units{gate}")
     names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",

@@ -43,6 +43,8 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
+from keyhole.extract.blocks.in_front import WIDE
+from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.sub_layer import read_attention
@@ -51,6 +53,7 @@ from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer
 
 _SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
+_SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
@@ -135,11 +138,11 @@ class FirstSum:
         return self.start + length * n @ self.R
 
     @classmethod
-    def read(cls, ask: Value, d: int, stream: torch.Generator) -> FirstSum:
-        """`ask` takes sequences (n, tokens, d)."""
+    def read(cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT) -> FirstSum:
+        """`ask` takes sequences (n, tokens, d); derivatives are by steps of such a share."""
         directions = random_orthogonal(d, stream)[:2]
         basis = random_orthogonal(d, stream)
-        slopes = partial(_slopes_of_copies, ask, basis)
+        slopes = partial(_slopes_of_copies, ask, step, basis)
         # Far out the first ε is nothing.
         points = _PLANES * math.sqrt(d) * directions
         planes = [torch.linalg.svd(slopes(x))[0][:, -2:] for x in points]
@@ -162,7 +165,7 @@ class FirstSum:
         wanted = torch.cat([o @ (_PLANES * x) for o, x in zip(outside, points, strict=True)])
         start = seen @ least_squares(torch.cat(outside) @ seen, wanted[:, None])[:, 0]
         heads = None
-        if _alike(partial(_slopes_of_copies, ask, basis[:1]), points[0]):
+        if _alike(partial(_slopes_of_copies, ask, step, basis[:1]), points[0]):
             N = 2 * both(2, 1) @ right
         else:
             heads = told_apart(torch.stack([both(*each) @ right for each in COPIES]), stream)
@@ -177,14 +180,14 @@ class FirstSum:
 
 
 def _slopes_of_copies(
-    ask: Value, basis: Tensor, x: Tensor, tokens: int = 1, place: int = 0
+    ask: Value, step: float, basis: Tensor, x: Tensor, tokens: int = 1, place: int = 0
 ) -> Tensor:
     """dy/dδ (d, m), but for a factor, of so many tokens x, one of which is x + δ."""
-    step, copies = _SHORT * x.norm() * basis, x.expand(len(basis), tokens, len(x))
+    steps, copies = step * x.norm() * basis, x.expand(len(basis), tokens, len(x))
 
     def path(t: float) -> Tensor:
         moved = copies.clone()
-        moved[:, -1 - place] += t * step
+        moved[:, -1 - place] += t * steps
         return moved
 
     return basis.mT @ differences(ask, path, ask(x[None, None]))[0]
@@ -618,17 +621,37 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
-    first = FirstSum.read(lambda sequences: second.undone(ask(sequences)), d, stream)
+
+    def undone(sequences: Tensor) -> Tensor:
+        return second.undone(ask(sequences))
+
+    radius = math.sqrt(d)
+    kinked = straight_on_sphere(
+        lambda x: undone(_FAR * x.unsqueeze(1)), d, radius, stream, lost=True
+    )
+    first = FirstSum.read(undone, d, stream, _SHORTEST if kinked else _SHORT)
     ones = torch.ones(d, 1, dtype=torch.float64)
     axes = torch.linalg.qr(torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1))[0][:, 1:]
 
     def value(n: Tensor) -> Tensor:
-        return second.undone(ask(first.tokens(n @ axes.mT).unsqueeze(1))) @ axes
+        return undone(first.tokens(n @ axes.mT).unsqueeze(1)) @ axes
 
-    sphere = Sphere(value, d - 1, math.sqrt(d), centred=second.exact)
-    units, centre = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
+    def found_units(centred: bool) -> tuple[Units, Tensor]:
+        sphere = Sphere(value, d - 1, radius, centred=centred)
+        return find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
+
+    if kinked:
+        units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
+    elif second.exact or d >= WIDE:
+        units, centre = found_units(second.exact)
+    else:
+        # Next to the curvature of few units, what a small ε does to the origin is nothing.
+        try:
+            units, centre = found_units(True)
+        except Unsuccessful:
+            units, centre = found_units(False)
     second = second.moved(axes @ centre)
-    found = fitted(value, units, math.sqrt(d), device, stream)
+    found = fitted(value, units, radius, device, stream)
     expect_fitted(found.left)
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer, axes)

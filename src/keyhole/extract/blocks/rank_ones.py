@@ -34,16 +34,18 @@ _BATCH = 256
 
 
 def rank_ones(
-    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int
-) -> tuple[Tensor, Tensor | None]:
+    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int,
+    gates: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Unit vectors a (n, q) with aaᵀ orthogonal to packed rows (orthonormal); and partners.
 
-    At most `most` of them, or half as many with a partner each, orthogonal to it.
+    At most `most` of them, or half as many with a partner each, orthogonal to it, where there may
+    be `gates`.
     """
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
-    left, gated = outside, None
+    left, gated = outside, None if gates else False
     for _ in range(_ROUNDS):
         a = torch.randn(starts, q, generator=stream, dtype=torch.float64).to(device)
         a = _powers(normalize(a, dim=1), left)

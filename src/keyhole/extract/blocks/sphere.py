@@ -242,7 +242,7 @@ def find_units(
     most = q * (q + 1) // 2 - len(outside) - 1
     most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
-    units, partners = rank_ones(outside, q, most, stream, starts)
+    units, partners = rank_ones(outside, q, most, stream, starts, gates=sphere.centred)
     each = 1 if partners is None else 2
     if each * len(units) != most:
         raise Unsuccessful(
