@@ -332,6 +332,7 @@ def test_heads_with_a_bias_of_positions_are_read_through_norms_behind_the_sums()
         replace(found, places=found.places[:0])))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_block_with_a_bias_of_positions_comes_back():
     target = plant_block(**{**PLACES, "heads": 2, "width": 5, "epsilon": 1e-12})
     result = extract.TransformerBlock()(target)
