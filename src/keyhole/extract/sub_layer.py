@@ -112,14 +112,14 @@ def read_attention(
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
+    scores = float(anchor.scores.square().mean().sqrt())  # of random directions
     bounded = view.asking is not None or length >= _BOUND * view.radius
-    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
+    if scores < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
     probe = replace(probe, view=view, total=total)
     values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(probe, stream)
-    scores = float(anchor.scores.square().mean().sqrt())
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.asking is None else stronger)
     reader = Reader(view, values.of_heads, values.O, total, positions)
