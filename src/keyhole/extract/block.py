@@ -56,6 +56,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, expect_fitted, fit, values
@@ -159,10 +160,7 @@ class TransformerBlock(Method):
                     model = _with_heads(undone, stream)
                 else:
                     layer = read_attention(undone.surroundings(), stream, undone.total, reach)
-                    if isinstance(network, Behind):
-                        model = network.block(network.polished(layer, stream))
-                    else:
-                        model = assembled(view, network, layer)
+                    model = undone.block(undone.polished(layer, stream))
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -415,7 +413,7 @@ def behind_norms(
     if view.axes.shape[1] >= WIDE and not view.scores:
         found = read_in_front(view.ask, view.axes, device, stream)
         network = _Network(view, found.units, found.c, found.behind)
-        return network, _Undone(view, network, found.M, found.b, found.epsilon)
+        return network, _Undone(view, network, found.M, found.b, found.epsilon, device)
 
     def start() -> tuple[Units, _Shifted]:
         return _rough(view, *far_units(view, stream), stream)
@@ -568,6 +566,7 @@ class _Undone:
     M: Tensor
     b: Tensor
     epsilon: float = 0.0
+    device: torch.device | str = "cpu"
 
     @property
     def dim(self) -> int:
@@ -592,6 +591,20 @@ class _Undone:
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
+    def block(self, attention: SubLayer) -> Block:
+        """With the attention that its answers show."""
+        return assembled(self.view, self.network, attention)
+
+    def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
+        """All numbers of attention at once, where `_polished` would not take as many."""
+        around = self.surroundings()
+        numbers = sum(getattr(attention, name).numel() for name in attention.NAMES)
+        if around.asking is None or numbers <= 4 * _MOST:
+            return attention
+        sequences = Sequences.drawn(attention, stream, around.asking)
+        sums = around.answer(sequences.tokens) + around.b
+        return fitted_heads(attention, sequences, sums, lambda added: added, self.device, stream)
+
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens = sequences @ self.view.axes.mT
         y = last(self.view.oracle, tokens)
@@ -602,7 +615,7 @@ class _Undone:
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
 
     def _missed(self, x: Tensor) -> Tensor:
-        """What the network gets wrong of each token alone: of sums near by it is nearly the same."""
+        """What the network gets wrong of each token alone: nearly the same of sums near by."""
         x, of = torch.unique(x, dim=0, return_inverse=True)
         h = x + self.view.normed(x, self.epsilon) @ self.M + self.b
         return (self.network(h) - self.view.ask(x))[of]

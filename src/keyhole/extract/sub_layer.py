@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
@@ -249,7 +250,7 @@ def read_factors(
     longer = reader.view.asking or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = longer * random_orthogonal(d, stream)[: min(count, d)]
+    xs = reader.moderate(longer * random_orthogonal(d, stream)[: min(count, d)], stream)
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
@@ -293,7 +294,7 @@ def _read_queries(
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    points = lengths[1] * points
+    points = reader.moderate(lengths[1] * points, stream)
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
@@ -395,6 +396,8 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 # first block has condition 4e4), the values of half as many tokens do not.
 
 _FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
+_ALONE = 0.997  # of x's own weight beside 0: others' are too small to be seen next to it
+_AGAIN = 8
 
 
 @dataclass(frozen=True)
@@ -452,6 +455,24 @@ class Reader:
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
         weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
         return _logarithms(weights, 1 + gap)
+
+    def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
+        """The points; where they have one length, others for those that a head sees nearly alone.
+
+        One query for each, `[0 ; x]`.
+        """
+        for _ in range(_AGAIN if self.view.asking else 0):
+            answers = self.view.answer(torch.stack([torch.zeros_like(points), points], 1))
+            weights = torch.linalg.lstsq(self._written(points).mT, answers[..., None]).solution
+            alone = weights[..., 0].amax(1) > _ALONE
+            if not bool(alone.any()) or bool(alone.all()):
+                break
+            among = torch.nonzero(~alone)[:, 0]
+            drawn = torch.randint(len(among), (int(alone.sum()),), generator=stream)
+            points = points.clone()
+            points[alone] += points[among[drawn]]
+            points = self.view.asking * normalize(points, dim=1)
+        return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
         """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
