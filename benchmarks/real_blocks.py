@@ -26,7 +26,7 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import REACHES, assembled, behind_norms
+from keyhole.extract.block import REACHES, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
 from keyhole.extract.blocks.view import View, last
@@ -136,12 +136,12 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
     what = f"{label}, all but attention"
     try:
         view = View.open(asked, stream)
-        network, undone = behind_norms(view, torch.device(device), stream)
+        undone = behind_norms(view, torch.device(device), stream)
     except Unsuccessful as end:
         yield failed(what, end, counted)
         return
     # Attention that is not read yet: any will do to compare the rest.
-    found = canonical_block(assembled(view, network, target.sub_layer))
+    found = canonical_block(undone.block(target.sub_layer))
     true, seconds = canonical_block(target), asked.seconds
     near = torch.cdist(true.A, found.A).argmin(1)
     total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
@@ -156,7 +156,7 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
         pairs["G"] = found.G[near], true.G, true.G
         pairs["g"] = found.g[near], true.g, true.G
     errors = {name: off(*pair) for name, pair in pairs.items()}
-    epsilons = ((undone.epsilon, target.epsilon), (network.epsilon, target.epsilon_behind))
+    epsilons = ((undone.epsilon, target.epsilon), (undone.network.epsilon, target.epsilon_behind))
     for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
         errors[name] = abs(ours / theirs - 1)
     units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"

@@ -259,14 +259,14 @@ def test_all_heads_behind_norms_are_fitted_at_once():
 
 
 def test_heads_that_turn_and_share_keys_are_fitted_at_once():
-    target = plant_block(**{**LLAMA, "dim": 12, "heads": 4, "groups": 2})
+    target = plant_block(**{**LLAMA, "dim": 8, "heads": 4, "head_dim": 2, "groups": 2})
     stream = torch.Generator().manual_seed(0)
     true = target.sub_layer
     rough = replace(true, **{
         name: part * (1 + 1e-5 * torch.randn(part.shape, generator=stream))
         for name, part in true.tensors().items()
     })  # fmt: skip
-    sequences = Sequences.drawn(rough, stream, math.sqrt(12))
+    sequences = Sequences.drawn(rough, stream, math.sqrt(8))
     sums = true(sequences.tokens)
     fitted = fitted_heads(rough, sequences, sums, lambda added: added, "cpu", stream)
     blocks = (replace(target, **each.tensors()) for each in (rough, fitted))
@@ -277,11 +277,12 @@ def test_heads_that_turn_and_share_keys_are_fitted_at_once():
 
 def test_what_a_fit_leaves_is_not_taken_for_a_head():
     target, stream = plant_block(**LLAMA), torch.Generator().manual_seed(0)
-    network, undone = behind_norms(View.open(target, stream), torch.device("cpu"), stream)
-    C = network.units.C * (1 + 1e-9 * torch.randn(network.units.C.shape, generator=stream))
-    off = replace(undone, network=replace(network, units=replace(network.units, C=C)))
+    undone = behind_norms(View.open(target, stream), torch.device("cpu"), stream)
+    C = undone.units.C + 1e-10 * torch.randn(10, 5, generator=stream, dtype=torch.float64)
+    units = replace(undone.units, C=C)
+    off = replace(undone, network=replace(undone.network, units=units))
     heads = read_attention(off.surroundings(), stream, off.total)
-    assert not difference(target, off.block(heads), 1e-7)
+    assert not difference(target, off.block(heads), 1e-5)
 
 
 @pytest.mark.parametrize("rounded", [

@@ -128,28 +128,19 @@ class TransformerBlock(Method):
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
-        network: _Network | Behind
         if view.norm == "behind":
-            network = undone = read_behind(
-                partial(last, oracle), view.dim, torch.device(self.device), stream
-            )
-            network = undone = replace(network, every_token=view.every_token, causal=view.causal)
+            undone = read_behind(partial(last, oracle), view.dim, torch.device(self.device), stream)
+            undone = replace(undone, every_token=view.every_token, causal=view.causal)
         elif view.norm == "none":
-            network, undone = _without_norm(view, self.seed, stream)
+            undone = _without_norm(view, self.seed, stream)
         else:
-            network, undone = behind_norms(view, torch.device(self.device), stream)
-        model = self._model(view, network, undone, stream)
+            undone = behind_norms(view, torch.device(self.device), stream)
+        model = self._model(view, undone, stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
         )
 
-    def _model(
-        self,
-        view: View,
-        network: _Network | Behind,
-        undone: _Undone | Behind,
-        stream: torch.Generator,
-    ) -> Block:
+    def _model(self, view: View, undone: _Undone | Behind, stream: torch.Generator) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
@@ -168,7 +159,7 @@ class TransformerBlock(Method):
                 why = str(error)
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"{len(network.units.A)} {network.units.activation} units were read, but not the "
+            f"{len(undone.units.A)} {undone.units.activation} units were read, but not the "
             f"attention in front of them: {why}",
         )
 
@@ -318,7 +309,7 @@ def _of_lengths(
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> _Undone:
     d = view.dim
     bent = not straight(view.ask, d, stream)
 
@@ -353,7 +344,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Netw
         placed = turned_units(replace(units, A=A, G=G), turned)
         network = _Network(view, placed, linear[-1] + units.C @ (turned * units.a))
         M = through - torch.eye(d, dtype=torch.float64)
-        return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+        return _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
     raise _not_a_block()
 
 
@@ -406,14 +397,12 @@ def turned_units(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def behind_norms(
-    view: View, device: torch.device, stream: torch.Generator
-) -> tuple[_Network, _Undone]:
+def behind_norms(view: View, device: torch.device, stream: torch.Generator) -> _Undone:
     """Everything but the heads, and what the heads are asked through."""
     if view.axes.shape[1] >= WIDE and not view.scores:
         found = read_in_front(view.ask, view.axes, device, stream)
         network = _Network(view, found.units, found.c, found.behind)
-        return network, _Undone(view, network, found.M, found.b, found.epsilon, device)
+        return _Undone(view, network, found.M, found.b, found.epsilon, device)
 
     def start() -> tuple[Units, _Shifted]:
         return _rough(view, *far_units(view, stream), stream)
@@ -423,7 +412,7 @@ def behind_norms(
     units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
     expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
-    return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
+    return _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
 
 
 @dataclass(frozen=True)
@@ -573,6 +562,10 @@ class _Undone:
         return self.view.axes.shape[1]
 
     @property
+    def units(self) -> Units:
+        return self.network.units
+
+    @property
     def total(self) -> Tensor:
         """Σ_h M_h, for tokens behind an RMS norm of the coordinates."""
         d, e = self.view.axes.shape
@@ -593,7 +586,7 @@ class _Undone:
 
     def block(self, attention: SubLayer) -> Block:
         """With the attention that its answers show."""
-        return assembled(self.view, self.network, attention)
+        return _assembled(self.view, self.network, attention)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """All numbers of attention at once, where `_polished` would not take as many."""
@@ -643,7 +636,7 @@ def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
         Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=undone.b,
         frequencies=heads.c[:, :0], epsilon=undone.epsilon * d / e,
     )  # fmt: skip
-    model = assembled(view, undone.network, layer)
+    model = undone.block(layer)
     for length, names in _HEADS.items():
         unknowns = sum(getattr(model, name).numel() for name in names)
         tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
@@ -666,9 +659,8 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     return left[..., :rank] * root, right.mT[..., :rank] * root
 
 
-def assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    d, e = view.axes.shape
-    units, lift = network.units, view.axes
+def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
+    (d, e), units, lift = view.axes.shape, network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
     A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
     if len(G):

@@ -461,7 +461,10 @@ class Reader:
 
         One query for each, `[0 ; x]`.
         """
-        for _ in range(_AGAIN if self.view.asking else 0):
+        length = self.view.asking
+        for _ in range(_AGAIN):
+            if length is None:
+                break
             answers = self.view.answer(torch.stack([torch.zeros_like(points), points], 1))
             weights = torch.linalg.lstsq(self._written(points).mT, answers[..., None]).solution
             alone = weights[..., 0].amax(1) > _ALONE
@@ -471,7 +474,7 @@ class Reader:
             drawn = torch.randint(len(among), (int(alone.sum()),), generator=stream)
             points = points.clone()
             points[alone] += points[among[drawn]]
-            points = self.view.asking * normalize(points, dim=1)
+            points = length * normalize(points, dim=1)
         return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
