@@ -55,8 +55,8 @@ def shown(rows: list[dict[str, str]]) -> str:
     before = ""
     for row in rows:
         guards, verdict = row["it guards"], re.split("[:;]", row["verdict"])[0]
-        setting = re.sub(r"δ = 1e-05, |, d = 8$", "", row["parameters"])
-        defence = row["defence"] + (f": {setting}" if row["defence"] != "none" else "")
+        setting = "" if guards == "weights" else row["parameters"].replace("δ = 1e-05, ", "")
+        defence = ": ".join(filter(None, [row["defence"], setting]))
         named = "" if guards == before else guards
         lines.append([named, defence, row["attacker"], row["honest users lose"], verdict])
         before = guards
