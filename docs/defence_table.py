@@ -50,10 +50,12 @@ def record(measured: Path | None = None) -> str:
 
 
 def shown(rows: list[dict[str, str]]) -> str:
-    """The table of the page: what is guarded is named once, and how is left to the record."""
+    """The table of the page: each defence; what is read without one is left to the record."""
     lines = [["it guards", "defence", "attacker", "honest users lose", "verdict"]]
     before = ""
     for row in rows:
+        if row["defence"] in ("none", "no defence"):
+            continue
         guards, verdict = row["it guards"], re.split("[:;]", row["verdict"])[0]
         setting = "" if guards == "weights" else row["parameters"].replace("δ = 1e-05, ", "")
         defence = ": ".join(filter(None, [row["defence"], setting]))
