@@ -1,15 +1,13 @@
-"""Planted targets and problems, and errors against the truth that was planted."""
+"""Planted targets, and errors against the truth that was planted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from keyhole.invert import Problem
 from keyhole.oracle import Oracle
 from keyhole.oracle.planted import Attention, Head, MultiHead
 from show import relative
@@ -19,37 +17,6 @@ def normals(seed: int) -> Callable[..., Tensor]:
     """Standard Gaussian tensors from one stream, by their shape."""
     stream = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-
-def problem(
-    n: int,
-    d: int,
-    seed: int,
-    *,
-    heads: int = 1,
-    biases: bool = False,
-    known: bool = False,
-    small: bool = False,
-    **flags: bool,
-) -> tuple[Problem, Tensor]:
-    """An inversion with its input: Gaussian X and V, W (and the key bias) of variance 0.3²/d.
-
-    `small`: V of variance 1/(dH), so that attention is no larger than what a residual adds to it.
-    `known`: the first token is known, and there is one output less than dimensions.
-    """
-    draw = normals(seed)
-    several, m = (heads,) if heads > 1 else (), d - 1 if known else d
-    X = draw(n, d)
-    made = Problem(
-        W=0.3 / d**0.5 * draw(*several, d, d),
-        V=draw(*several, d, m) / ((d * heads) ** 0.5 if small else 1),
-        B=torch.zeros(n, m),
-        key_bias=0.3 / d**0.5 * draw(*several, d) if biases else None,
-        output_bias=draw(m) if biases else None,
-        known=torch.cat([X[:1], torch.full_like(X[1:], torch.nan)]) if known else None,
-        **flags,
-    )
-    return replace(made, B=made.output(X)), X
 
 
 def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:

@@ -305,6 +305,8 @@ def table(runs: Sequence[Run]) -> Iterator[Row]:
         )
         shown.append(f"{attacked} right answers; seeds {numbers}")
         shown.append(f"best epoch {spread([max(run['curve']) for run in own])}")
+        seconds, peak = (mean(run["training"][each] for run in own) for each in ("seconds", "peak"))
+        shown.append(f"trained in {seconds:.0f} s, {peak / 2**20:.0f} MiB")
         clean = spread([run["curve"][-1] for run in own])
         yield Row(name, f"clean {clean}", details="; ".join([*shown, *settings(own)]))
 
