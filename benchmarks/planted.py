@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import show
+from keyhole.extract import Extraction, Status, judge
 from keyhole.oracle import Oracle
 from keyhole.oracle.planted import Attention, Head, MultiHead
-from show import relative
+from show import Row, relative
 
 
 def normals(seed: int) -> Callable[..., Tensor]:
@@ -42,6 +45,40 @@ def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
         for p, t in zip(partner, truths, strict=True)
     ]
     return max(*errors, *(relative(v[p], t) for p, t in zip(partner, values, strict=True)))
+
+
+def compared(target: Any, result: Extraction, seed: int, numbers: int) -> dict[str, Any]:
+    """What an extraction took, next to the truth; `numbers` are those of an answer."""
+    error = None if result.model is None else judge(target, result.model, seed + 100).worst
+    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
+            "queries": result.queries, "seconds": result.seconds,
+            "bound": -(-target.unknowns // numbers)}  # fmt: skip
+
+
+def taken(
+    name: str, items: list[dict[str, Any]], allowed: float, least: int, wrong: float | None = None
+) -> Row:
+    """How many of a kind were recovered as exactly as `allowed`; beyond `wrong` it is false."""
+    called = [item for item in items if item["status"] == Status.RECOVERED]
+    right = [item for item in called if item["error"] <= allowed]
+    false, details = sum(item["error"] > (wrong or allowed) for item in called), ""
+    if right:
+        queries, seconds, bound = (
+            sorted(item[each] for item in right)[len(right) // 2]
+            for each in ("queries", "seconds", "bound")
+        )
+        details = (
+            f"largest error {max(item['error'] for item in right):.1e}; median {queries:,} "
+            f"queries, lower bound {bound:,}, {queries / bound:.0f} times; {seconds:.1f} s"
+        )
+        if "parts" in right[0]:
+            details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
+    row = Row(
+        name, f"{len(right)} of {len(items)} recovered, {false} false",
+        f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
+        details,
+    )  # fmt: skip
+    return show.itemised(row, items)
 
 
 def fresh_error(
