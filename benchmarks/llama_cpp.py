@@ -8,15 +8,19 @@ and values of all layers. `parts`:
   with what goes into every matrix rounded as ggml rounds it, and from its own without flash
   attention, which is what rounding in another order does to llama.cpp itself;
 - `last-layer`, only where it is named: the width of the model and rows of its output matrix from
-  the best `--top` log-probabilities with a bias, and what that takes in queries.
+  the best `--top` log-probabilities with a bias, and what that takes in queries. `--servers` of
+  them, of one file, share the questions.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -56,6 +60,7 @@ def run(
     texts: int = 10,
     top: list[int] = [20],  # noqa: B006
     threads: int = 1,
+    servers: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
@@ -65,7 +70,7 @@ def run(
         return
     for path in models:
         for count in top if "last-layer" in parts else ():
-            yield last_layer(path, count, threads)
+            yield last_layer(path, count, threads, servers)
         if "apart" in parts:
             loaded = load_model(path)
             lines = subjects.turns(data, "dev")
@@ -75,12 +80,30 @@ def run(
             yield from apart(path, loaded, answers(path, loaded, ids))
 
 
-def last_layer(path: Path, top: int, threads: int) -> Row:
+class Several:
+    """Servers of one file as one oracle: each answers its share of the questions."""
+
+    def __init__(self, servers: list[Completions]) -> None:
+        self.servers = servers
+        self.dim, self.vocabulary = servers[0].dim, servers[0].vocabulary
+        self.pool = ThreadPoolExecutor(len(servers))
+        self.asked, self.said, self.started = 0, 0.0, time.perf_counter()
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        shares = [rows for rows in sequences.tensor_split(len(self.servers)) if len(rows)]
+        answers = torch.cat(list(self.pool.map(lambda ask, x: ask(x), self.servers, shares)))
+        self.asked, seconds = self.asked + len(sequences), time.perf_counter() - self.started
+        if seconds > self.said + 10:
+            self.said = seconds
+            print(f"{self.asked:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
+        return answers
+
+
+def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
     """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
-    with (
-        served(path, f"threads={threads}") as url,
-        closing(Completions.at(url)) as oracle,
-    ):
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(path, f"threads={threads}")) for _ in range(servers)]
+        oracle = Several([stack.enter_context(closing(Completions.at(url))) for url in urls])
         found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(oracle))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
