@@ -1,7 +1,7 @@
 """Word substitutions against hardened classifiers: does what withstands cuts withstand words?
 
 MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py), or classifiers are
-read from `--models FOLDER…` as `harden.py --save` writes them. The first `--right` right answers of
+read from `--models FOLDER…`. The first `--right` right answers of
 the dev set are attacked by greedy substitution of at most 30% of the words; flips are counted at
 10%, 20% and 30% of them, and at one word. `--join FILE …` makes the table.
 
