@@ -1,18 +1,13 @@
 """200 targets that leak in a short format and behind a link.
 
-Eight kinds of target, five links and five precisions, every combination once: one, two and three
-heads, heads of low rank and with biases, and a one-layer Transformer; plain scores, scores with a
-factor and an offset, behind a sigmoid, a tanh and a softmax; answers in float64, float32, float16,
-bfloat16 and with 3 decimals. The seed of a target is its number, not chosen. `auto` knows nothing
-of any but its answers. `--blurred` is
-another table: one to four heads whose answers have noise, the same or another whenever a question
-is asked, or are labels.
+Eight kinds of target, five links and five precisions, every combination once; the seed of a target
+is its number, not chosen, and `auto` knows nothing of any but its answers. `--blurred` is another
+table: one to four heads whose answers have noise, or are labels.
 
-A target is *read* if the judge says that it was, and the model is as exact as the answers admit: on
-256 fresh sequences of 1, 2, 3 and 5 tokens of norm about 1 it differs from the function before
-rounding by no more than four times what the answers themselves do, or by 1e-6 of the largest; from
-labels, which do not tell the factor of a score, by 1e-4 behind the best one. What the judge calls
-read and is further off is *read wrongly*.
+A target is *read* if the judge says so and the model is as exact as the answers admit: on fresh
+sequences it differs from the function before rounding by at most four times what the answers do, or
+by 1e-6 of the largest; from labels by 1e-4 behind the best factor. What the judge calls read and is
+further off is *read wrongly*.
 """
 
 from __future__ import annotations

@@ -1,27 +1,16 @@
 """Smoothing over masks: texts that no cut of k units can flip, next to those that attacks flip.
 
-A classifier is trained with S-Attend at rate 1 − ρ for every ρ of `--keeps` (a query that keeps no
-key gets nothing), from the classifier that ships with Keyhole or from MiniLM (`--model minilm`, its
-weights as `--encoder FOLDER`). It then votes over masks of its attention, and for k = 1, 2, 4, …
-the share of texts that is right and certified is measured (src/keyhole/harden/smoothing.py): by
-random masks at 99.9%, of the first `--sampled` texts, and by a partition, exactly, of the first
-`--texts`. ρ = 0 is the model without attention: answers are read from the mean of all tokens, so
-that it is a bag of words there, and not blind.
+A classifier is trained on SST-2 with S-Attend at rate 1 − ρ for every ρ of `--keeps` (a query that
+keeps no key gets nothing), from the one that ships with Keyhole or from MiniLM (`--model minilm`,
+`--encoder FOLDER`). It votes over masks, and the share of texts that is right and certified is
+measured for k = 1, 2, 4, … (src/keyhole/harden/smoothing.py): by random masks at 99.9%, of the
+first `--sampled` texts, and by a partition of the first `--texts`. Answers are read from the mean
+of all tokens: ρ = 0, no attention, is a bag of words. ρ = 1 is the plain model, to compare with.
 
-What is certified is attacked: the first `--attacked` texts that the vote gets right. Both attacks
-have the smoothed classifier as their target, as its mean probability over MASKS masks of their own
-(of a partition: all of it), and may cut every unit, up to 1% of all:
-
-- `ours` ranks units by what their removal costs the vote, over all masks (a query that keeps
-  nothing else falls silent), sixteen times on the way;
-- `as released` is HackAttend's search (disrupt/greedy.py): its gradients, its order of heads, 1% of
-  each but for the first token; it ends at the first flip that it sees.
-
-The vote is then taken again after 1, 4, 16, … units, over JUDGES fresh random masks or the whole
-partition. A certified text that flips breaks the promise. ρ = 1 is the plain model, trained and
-attacked alike, against which a last row sets the votes: flips by 1% of the units of the texts that
-both get right, and accuracy. On a GPU products are in TF32. `--join FILE …` keeps the rows of
-earlier runs and leaves out what they have.
+What is certified is attacked, `--attacked` texts, with the mean probability over masks as target:
+`ours` ranks units by what their removal costs the vote; `as released` is HackAttend's search. The
+vote is then taken again over fresh masks. A certified text that flips breaks the promise. On a GPU
+products are in TF32. `--join FILE …` keeps the rows of earlier runs and leaves out what they have.
 """
 
 from __future__ import annotations

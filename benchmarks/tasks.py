@@ -1,31 +1,14 @@
-"""Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, next to SST-2.
+"""Attacks and defences by task: HellaSwag, DREAM, pairs and SST-2. Made for a GPU.
 
-Made for a GPU.
+MiniLM (`--encoder`) is trained on all of each task's data with each method and seed; then the first
+`--right` right answers are attacked (trained.py). `pairs` is made from HellaSwag: does this ending
+belong to this context? Each context comes once with its own ending and once with that of another
+one that begins alike ("Preparing pasta: …"), so that neither alone tells anything.
 
-MiniLM (`--encoder`) is trained on all of each task's data with each method and seed, and its
-accuracy on the whole dev set is printed after every epoch, so that the ceiling is seen. Then the
-first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
-
-    hellaswag  which of 4 endings goes on with a context: 7,000 examples, dev 1,000
-    dream      which of 3 answers fits a dialogue and a question: 6,116, dev 2,040
-    pairs      does this ending belong to this context? 13,990 pairs, dev 1,896
-    sst2       sentiment of a sentence: 67,349, dev 872
-
-`pairs` is made from HellaSwag's contexts and their right endings. Contexts are grouped by what they
-begin with ("Preparing pasta: …", or a WikiHow category such as "Health: …"); each comes once with
-its own ending and once with that of the next context of its group. So every context and every
-ending stands in one pair of each class, and neither alone tells anything.
-
-`--tasks hellaswag,dream --methods plain --max-length 128 --attacks
-random,program,program-no-cut,as-released,strongest` compares the released program with its control
-and with ours; it needs a GPU.
-
-A quarter of DREAM's dialogues is longer than its 256 tokens. `--parts factors` reads the runs, its
-own or of `--join FILE …`, and tells what flipping depends on: margin, tokens, entropy of attention.
-
-For each model, each factor and each attack that flips some answers and not others: the share that
-flipped in each quarter of the answers by that factor, and how often an answer that flipped has the
-larger value than one that stands (ties count half; 50%: the factor tells nothing).
+`--parts factors` reads the runs, its own or of `--join FILE …`: of each attack that flips some
+answers and not others, the share that flipped in each quarter of the answers by margin, tokens or
+entropy of attention, and how often an answer that flipped has the larger value than one that stands
+(ties count half; 50%: the factor tells nothing).
 """
 
 from __future__ import annotations
