@@ -1,0 +1,112 @@
+"""Random weights of any scale and depth: is every text of a causal model read, and what is said?
+
+`causal`: hidden states after the first block, half of them and all, and the second and the last KV
+cache of a Llama and a GPT-2, weights of standard deviation 0.02 to 0.5, 2 to 30 layers deep: every
+text must be read exactly. `vocabulary`: the same four layers deep with 30,522 tokens. `half`:
+weights in bfloat16 and float16. A leak of this very model must never be called another's
+(*mismatch*).
+
+`--texts` random texts of 16 tokens each; the models are 64 numbers wide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+import show
+import subjects
+from keyhole.core import Status
+from keyhole.models import Exposure, Loaded, anatomy
+from keyhole.recover import recover_texts
+from show import Row
+from subjects import leak_of
+
+PARTS = ["causal", "vocabulary", "half"]
+FAMILIES = ("llama", "gpt2")
+
+
+def run(
+    quick: bool,
+    device: str = subjects.DEVICE,
+    texts: int = 4,
+    parts: list[str] = PARTS,
+) -> Iterator[Row]:
+    scales, layers, width, words, length = [0.02, 0.1, 0.5], [2, 4, 12, 30], 64, 2000, 16
+    if quick:
+        scales, layers, width, words, texts, length = [0.1, 0.5], [2], 32, 600, 1, 4
+    told: list[dict[str, Any]] = []
+    for what, family, scale, depth, vocabulary, dtype in plan(scales, layers, words, parts, quick):
+        loaded = subjects.tiny(
+            family, vocabulary, scale=scale, num_hidden_layers=depth, hidden_size=width,
+            intermediate_size=2 * width,
+        )  # fmt: skip
+        loaded = replace(loaded, model=loaded.model.to(device, dtype))
+        ids = subjects.tiny_texts(texts, length, False, vocabulary)
+        items = [item for exposure in exposures(loaded) for item in read(loaded, exposure, ids)]
+        told += items
+        yield row(f"{what}, scale {scale}, {depth} layers", items)
+    mismatched = sum(item["status"] == Status.MISMATCH for item in told)
+    yield show.exactly("true leaks called mismatch", mismatched, 0, f"of {len(told)} texts")
+    false = sum(item["verified"] and not item["exact"] for item in told)
+    yield show.exactly("false 'verified'", false, 0, f"of {len(told)} texts")
+
+
+def plan(
+    scales: list[float], layers: list[int], words: int, parts: list[str], quick: bool
+) -> Iterator[tuple[str, str, float, int, int, torch.dtype]]:
+    """What is read: a name, the family, scale, depth, number of words and arithmetic."""
+    if "causal" in parts:
+        for family, depth, scale in product(FAMILIES, layers, scales):
+            yield family, family, scale, depth, words, torch.float32
+    if "vocabulary" in parts and not quick:
+        for family, scale in product(FAMILIES, scales):
+            name = f"{family}, 30,522 tokens"
+            yield name, family, scale, 4, 30_522 - len(subjects.SPECIAL), torch.float32
+    if "half" in parts:
+        dtypes = (torch.bfloat16, torch.float16)
+        for dtype, family, depth, scale in product(dtypes, FAMILIES, layers, scales):
+            name = f"{family}, {str(dtype).removeprefix('torch.')}"
+            yield name, family, scale, depth, words, dtype
+
+
+def exposures(loaded: Loaded) -> list[Exposure]:
+    """Hidden states of the first layer, the middle one and the last; the second cache, the last."""
+    parts = anatomy(loaded.model)
+    hidden = sorted({1, parts.layers // 2, parts.layers})
+    caches = sorted({1, parts.layers - 1}) if parts.causal else []
+    return [*(Exposure("hidden", layer) for layer in hidden),
+            *(Exposure("kv", layer) for layer in caches)]  # fmt: skip
+
+
+def read(loaded: Loaded, exposure: Exposure, ids: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    leaks = [leak_of(loaded, text, exposure) for text in ids]
+    recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks)
+    for text, recovery in zip(ids, recoveries, strict=True):
+        truth = text.tolist()
+        yield {
+            "exposure": str(exposure), "tokens": len(truth), "exact": recovery.ids == truth,
+            "right": sum(map(int.__eq__, truth, recovery.ids)), "verified": recovery.verified,
+            "status": str(recovery.status), "residual": recovery.residual,
+            "precision": recovery.precision, "tested": recovery.tested,
+            "passes": recovery.passes, "seconds": recovery.seconds,
+        }  # fmt: skip
+
+
+def row(what: str, items: list[dict[str, Any]]) -> Row:
+    exact = sum(item["exact"] and item["verified"] for item in items)
+    said = Counter(item["status"] for item in items)
+    tested = sum(item["tested"] for item in items) / sum(item["tokens"] for item in items)
+    seconds = sum(item["seconds"] for item in items)
+    details = ", ".join(f"{count} {status}" for status, count in said.most_common())
+    details += f"; {tested:,.0f} tokens tested a position; {seconds:.1f} s"
+    return show.itemised(show.every(what, exact, len(items), details), items)
+
+
+if __name__ == "__main__":
+    show.main(run)
