@@ -158,6 +158,8 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     except (Exception, KeyboardInterrupt) as error:
         failure = error
     seconds = time.perf_counter() - started
+    if file:
+        _write(file, title, quick, seconds, rows)
     print(_table(title.splitlines()[0], rows))
     print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):
