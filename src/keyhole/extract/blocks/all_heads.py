@@ -91,7 +91,7 @@ def fitted_heads(
         "O": torch.cat([attention.O.flatten(0, 1), attention.b[None]]),
         "frequencies": attention.frequencies.flatten()[None],
     }  # fmt: skip
-    numbers = {name: part.to(device) for name, part in numbers.items()}
+    numbers = {name: part.to(device) for name, part in numbers.items() if part.numel()}
 
     def split(rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of keys and of x, by groups of heads (s, p or n, groups, …)."""
@@ -126,13 +126,13 @@ def fitted_heads(
     def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
         (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
         slopes = pull((random, torch.zeros_like(mixed)))[0]
-        into = {**inputs, "O": mixed}
+        into = {name: mixed if name == "O" else inputs[name] for name in numbers}
         left = {name: len(part) * inverse(part.mT @ part) for name, part in into.items()}
         right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
         return lambda slope: {name: left[name] @ slope[name] @ right[name] for name in slope}
 
     numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
-    Q, K, V, O, turns = (part.to("cpu") for part in numbers.values())  # noqa: E741
+    Q, K, V, O, *turns = (part.to("cpu") for part in numbers.values())  # noqa: E741
 
     def apart(rows: Tensor, count: int) -> Tensor:
         return rows.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
@@ -140,5 +140,5 @@ def fitted_heads(
     return replace(
         attention, Q=apart(Q[:d], heads), q=Q[d].view(heads, k), K=apart(K, groups),
         V=apart(V, groups), O=O[:-1].unflatten(0, (heads, -1)).contiguous(), b=O[-1].contiguous(),
-        frequencies=turns.view(groups, -1),
+        frequencies=turns[0].view(groups, -1) if turns else attention.frequencies,
     )  # fmt: skip
