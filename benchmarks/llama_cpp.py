@@ -117,11 +117,10 @@ class Several:
 
 
 def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
-    """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
     with ExitStack() as stack:
         urls = [stack.enter_context(served(path, f"threads={threads}")) for _ in range(servers)]
         oracle = Several([stack.enter_context(closing(Completions.at(url))) for url in urls])
-        found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(oracle))
+        found, seconds = show.timed(lambda: OutputLayer(top=top)(oracle))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries

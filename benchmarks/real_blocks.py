@@ -1,6 +1,7 @@
 """Whole blocks of real checkpoints, taken by queries that return one token's vector.
 
-all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. SmolLM2-135M, block
+all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. all-mpnet-base-v2,
+block 3: the same with a bias of positions in every head (`--encoder FOLDER`). SmolLM2-135M, block
 0: RMS norms in front, rotary positions, 9 heads that share keys and values by threes, units with
 gates. First everything but attention, then its heads (of MiniLM one by one, then all of them fitted
 at once); each matrix next to the truth, in the form that can be known. The lower bound is what
@@ -30,7 +31,6 @@ from keyhole.extract.block import REACHES, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
 from keyhole.extract.blocks.view import View, last
-from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
@@ -42,20 +42,24 @@ TOLERANCE = 1e-6
 
 
 def run(
-    quick: bool, subject: Literal["minilm", "smollm2"] = "minilm", encoder: Path | None = None,
+    quick: bool, subject: Literal["minilm", "mpnet", "smollm2"] = "minilm",
+    encoder: Path | None = None,
     model: Path | None = None, device: str = subjects.DEVICE, layer: int | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:  # fmt: skip
     if quick:
         planted = plant_block(12, norm="behind", heads=2, head_dim=3, width=10, epsilon=1e-12)
         yield from measure("planted, norms behind, d = 12", planted, "cpu", seed)
+        planted = plant_block(12, norm="behind", heads=3, head_dim=3, width=8, places=6)
+        yield from measure("planted, a bias of positions, d = 12", planted, "cpu", seed)
         planted = plant_block(10, heads=2, head_dim=4, groups=1, width=5, activation="silu",
                               gated=True, rotary=True, biases=False)  # fmt: skip
         yield from measure_in_front("planted, norms in front, d = 10", planted, "cpu", seed)
-    elif subject == "minilm":
+    elif subject in ("minilm", "mpnet"):
         layer = 3 if layer is None else layer
+        name = "MiniLM-L6" if subject == "minilm" else "all-mpnet-base-v2"
         loaded = subjects.minilm(encoder, "cpu")
-        yield from measure(f"MiniLM-L6, block {layer}", block(loaded.model, layer), device, seed)
+        yield from measure(f"{name}, block {layer}", block(loaded.model, layer), device, seed)
     else:
         layer = layer or 0
         target = block(subjects.smollm2(model, "cpu").model, layer)
@@ -63,16 +67,16 @@ def run(
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
-    counted, stream = Counted(target), torch.Generator().manual_seed(seed)
-    started = time.perf_counter()
+    counted, stream = Counted(Computed.on(device, target)), torch.Generator().manual_seed(seed)
+    asked = Reporting(counted, time.perf_counter())
     try:
-        found = read(partial(last, counted), target.dim, torch.device(device), stream)
+        found = read(partial(last, asked), target.dim, torch.device(device), stream)
     except Unsuccessful as end:
         yield failed(f"{label}, all but attention", end, counted)
         return
-    seconds = time.perf_counter() - started
-    yield but_attention(f"{label}, all but attention", found, counted.queries, target, seconds)
-    yield from whole(label, target, found, Reporting(counted, started), stream, seed)
+    what = f"{label}, all but attention"
+    yield but_attention(what, found, counted.queries, target, asked.seconds)
+    yield from whole(label, target, found, asked, stream, seed)
 
 
 def failed(what: str, end: Exception, counted: Counted) -> Row:
@@ -105,7 +109,7 @@ def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> S
     for reach in reaches:
         started = time.perf_counter()
         try:
-            return read_attention(found.surroundings(), stream, found.total, reach)
+            return found.attention(stream, reach)
         except (Unsuccessful, LostSum) as error:
             end = error
             seconds = time.perf_counter() - started
@@ -162,6 +166,26 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
     units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
     yield row(what, errors, counted.queries, target, units_of)
     yield from whole(label, target, undone, asked, stream, seed)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A block whose answers are computed on a device."""
+
+    block: Block
+    device: str
+
+    @classmethod
+    def on(cls, device: str, block: Block) -> Computed:
+        parts = {name: part.to(device) for name, part in block.tensors().items()}
+        return cls(replace(block, **parts), device)
+
+    @property
+    def dim(self) -> int:
+        return self.block.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.block.answers(sequences.to(self.device)).to("cpu")
 
 
 @dataclass

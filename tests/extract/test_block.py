@@ -17,6 +17,7 @@ from keyhole.extract.blocks import behind, units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.canonical import canonical_block, compared, difference
 from keyhole.extract.blocks.heads import chosen
+from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
@@ -207,10 +208,32 @@ def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
         return torch.cat([(rows != 0).any(0), torch.zeros(24, dtype=torch.bool)])
 
     sphere = Sphere(value, 24, math.sqrt(24), touched)
-    units = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
+    units, _ = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
     assert (units.activation, len(units.G)) == (activation, 6 * gated)
     off = torch.stack([torch.cdist(target.A, sign * units.A) for sign in (1, 1 if gated else -1)])
     assert float(off.amin((0, 2)).max()) < 1e-5
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_relu_units_show_on_great_circles(lost):
+    """Also where answers have lost the length of their sum, and an origin that is not known."""
+    target = plant_block(8, heads=1, width=12, activation="relu", norm="none", seed=2)
+    origin = 1e-5 * torch.ones(8, dtype=torch.float64)
+
+    def value(n):
+        sums = n + target.feed_forward(n)
+        lengths = (sums.square().sum(1, keepdim=True) + 1e-5).sqrt()
+        return sums / lengths + origin if lost else sums
+
+    stream = torch.Generator().manual_seed(0)
+    assert straight_on_sphere(value, 8, math.sqrt(8), stream, lost)
+    units, centre = find_relu_units_on_sphere(value, 8, math.sqrt(8), stream, lost)
+    assert torch.allclose(centre, lost * origin, rtol=0, atol=1e-9)
+    rows = torch.cat([target.A, target.a[:, None]], 1) / target.A.norm(dim=1, keepdim=True)
+    found = torch.cat([units.A, units.a[:, None]], 1)
+    off = torch.stack([torch.cdist(rows, sign * found) for sign in (1, -1)])
+    assert len(found) == 12
+    assert float(off.amin((0, 2)).max()) < 1e-4
 
 
 def _around(target):

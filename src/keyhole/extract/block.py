@@ -30,11 +30,10 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
-Blocks of 128 numbers and more are blocks/in_front.py's, where there are norms.
-
-Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
-behind the sums (BERT) are blocks/behind.py's.
+Limits. Blocks of 128 numbers and more are read where there are norms (blocks/in_front.py). Smooth
+units of others are told apart by how they bend, and their number is bounded by the width d: about
+d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms behind
+the sums (BERT) are blocks/behind.py's.
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -150,7 +149,7 @@ class TransformerBlock(Method):
                 if view.scores and isinstance(undone, _Undone):
                     model = _with_heads(undone, stream)
                 else:
-                    layer = read_attention(undone.surroundings(), stream, undone.total, reach)
+                    layer = undone.attention(stream, reach)
                     model = undone.block(undone.polished(layer, stream))
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
@@ -202,8 +201,13 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     unknowns = sum(getattr(model, name).numel() for name in names)
     count = math.ceil(more * unknowns / view.numbers) + 16
     tokens = torch.randn(count, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    if model.norm == "behind":  # both ε have been read one by one so far
+        names = [*names, "epsilon", "epsilon_behind"]
+        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[:, None, None]
     y = ask(view.oracle, tokens)
-    return refined(model, names, [(tokens, y, torch.ones_like(y))])
+    model = refined(model, names, [(tokens, y, torch.ones_like(y))])
+    epsilon, behind = (max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind))
+    return replace(model, epsilon=epsilon, epsilon_behind=behind)
 
 
 @dataclass(frozen=True)
@@ -473,7 +477,7 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
 
     nearer = partial(far, length=_LONG)
     if not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+        units, _ = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
     else:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         units = replace(units, A=units.A / shrink, G=units.G / shrink)
@@ -584,9 +588,29 @@ class _Undone:
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
-    def block(self, attention: SubLayer) -> Block:
+    def block(self, layer: SubLayer) -> Block:
         """With the attention that its answers show."""
-        return _assembled(self.view, self.network, attention)
+        view, units, lift, (d, e) = self.view, self.units, self.view.axes, self.view.axes.shape
+        scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
+        Q, K, V = (scale * lift @ part for part in (layer.Q, layer.K, layer.V))
+        A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
+        if len(G):
+            length = G.norm(dim=1)
+            G, g, C = G / length[:, None], g / length, C * length
+        elif units.activation == "relu":
+            length = A.norm(dim=1)
+            A, a, C = A / length[:, None], a / length, C * length
+        return Block(
+            Q=Q.contiguous(), q=layer.q, K=K.contiguous(), V=V.contiguous(), O=layer.O, b=layer.b,
+            frequencies=layer.frequencies, A=(A @ lift.mT).contiguous(), a=a,
+            G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(), c=self.network.c,
+            w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]), norm=view.norm,
+            activation=units.activation, epsilon=(layer.epsilon or 0.0) * e / d,
+            epsilon_behind=self.network.epsilon, every_token=view.every_token, causal=view.causal,
+        )  # fmt: skip
+
+    def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
+        return read_attention(self.surroundings(), stream, self.total, reach)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """All numbers of attention at once, where `_polished` would not take as many."""
@@ -657,28 +681,6 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     rank = int((sizes > least * sizes[:, :1]).sum(1).max())
     root = sizes[:, None, :rank].sqrt()
     return left[..., :rank] * root, right.mT[..., :rank] * root
-
-
-def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    (d, e), units, lift = view.axes.shape, network.units, view.axes
-    scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
-    A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
-    if len(G):
-        length = G.norm(dim=1)
-        G, g, C = G / length[:, None], g / length, C * length
-    elif units.activation == "relu":
-        length = A.norm(dim=1)
-        A, a, C = A / length[:, None], a / length, C * length
-    return Block(
-        Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
-        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
-        frequencies=layer.frequencies,
-        A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
-        c=network.c, w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]),
-        activation=units.activation, norm=view.norm,
-        epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
-        every_token=view.every_token, causal=view.causal,
-    )  # fmt: skip
 
 
 def _described(model: Block) -> str:

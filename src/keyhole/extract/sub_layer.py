@@ -426,10 +426,13 @@ class Reader:
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z (len(xs), H, p), with so many zero tokens between the keys and x."""
+        """z (len(xs), H, p), with so many zero tokens between the keys and x.
+
+        Of keys that stand beside x next to the weight of x, of which copies are between.
+        """
         (p, d), heads = keys.shape, len(self.outputs)
         if self.beside:
-            tokens = torch.cat([keys, torch.zeros(1, d, dtype=torch.float64)]) + xs[:, None]
+            tokens = torch.cat([keys, keys.new_zeros(1 + gap, d)]) + xs[:, None]
             written = self._written(keys).transpose(0, 1).flatten(0, 1)
             if self.view.within is None:
                 rows = self.view.answer(tokens) - xs @ self.total
@@ -466,7 +469,9 @@ class Reader:
             weights = torch.linalg.lstsq(self._written(x).mT, answers[..., None]).solution
             new = new[weights[..., 0].amax(1) > _ALONE]
             kept = points[~torch.isin(torch.arange(len(points)), new)]
-            others = torch.randint(max(1, len(kept)), (len(new),), generator=stream)
+            if not len(kept):
+                break
+            others = torch.randint(len(kept), (len(new),), generator=stream)
             points[new] = length * normalize(points[new] + kept[others], dim=1)
         return points
 
