@@ -428,7 +428,7 @@ class Reader:
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z (len(xs), H, p), with so many zero tokens between the keys and x.
 
-        Of keys that stand beside x next to the weight of x, of which copies are between.
+        Of keys that stand beside x, next to the weight of x and its copies between.
         """
         (p, d), heads = keys.shape, len(self.outputs)
         if self.beside:

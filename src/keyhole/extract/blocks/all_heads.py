@@ -2,12 +2,14 @@
 
 A sequence is `[w_1 ; … ; w_p ; x]`: a list of keys, each of which stands in front of many x, so
 that most of the work is done once for a list. Heads as in oracle/sub_layer.py, with shared keys and
-values and the frequencies of rotary positions among the numbers; what stands behind them is known.
+values, the frequencies of rotary positions and biases of positions among the numbers; what stands
+behind them is known.
 
 The solves by which heads are read one after the other cost digits; this fit (descent.py) has those
 that the answers have. Its preconditioner is that of K-FAC: of a map with inputs U (N, …) the
 Jacobian has the Gram matrix `UᵀU/N ⊗ SᵀS`, S the slopes of the answers by what the map gives, which
-random numbers in the place of answers show. Frequencies are a map too: places to angles.
+random numbers in the place of answers show. Frequencies are a map too, places to angles, and so are
+biases, of the distance that a key has.
 """
 
 from __future__ import annotations
@@ -85,11 +87,15 @@ def fitted_heads(
     one = torch.ones_like(asking[..., :1])
     affine = torch.cat([asking, one], 2).flatten(0, 1)
     places = torch.arange(size, 0, -1.0).to(keys).repeat(lists)[:, None]
+    # β of a token's own place is 0; of places further off than a list is long no answer tells.
+    known = max(0, min(size, attention.places.shape[-1] - 1))
+    distance = (torch.arange(1, known + 1).to(keys) == places.clamp(max=known)).to(keys)
     Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
     numbers = {
         "Q": torch.cat([Q, attention.q.flatten()[None]]), "K": K, "V": V,
         "O": torch.cat([attention.O.flatten(0, 1), attention.b[None]]),
         "frequencies": attention.frequencies.flatten()[None],
+        "places": attention.places[:, 1 : known + 1].mT,
     }  # fmt: skip
     numbers = {name: part.to(device) for name, part in numbers.items() if part.numel()}
 
@@ -109,6 +115,9 @@ def fitted_heads(
             first, second = ahead.chunk(2, -1)
             ahead = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
         scores = torch.einsum("sngik,spgk->sngip", q, ahead)
+        if known:
+            beta = (distance @ numbers["places"] + moved["places"]).view(lists, size, groups, -1)
+            scores = scores + beta.permute(0, 2, 3, 1).unsqueeze(1)
         weights = torch.cat([scores, torch.einsum("sngik,sngk->sngi", q, own)[..., None]], -1)
         weights = weights.softmax(-1)
         ahead, own = split(tokens @ numbers["V"] + moved["V"])
@@ -117,7 +126,10 @@ def fitted_heads(
         mixed = torch.cat([mixed, one], 2).flatten(0, 1)
         return behind(mixed @ numbers["O"] + moved["O"]), mixed
 
-    inputs = {"Q": affine, "K": tokens, "V": tokens, "O": affine, "frequencies": places}
+    inputs = {
+        "Q": affine, "K": tokens, "V": tokens, "O": affine, "frequencies": places,
+        "places": distance,
+    }  # fmt: skip
     still = {
         name: part.new_zeros(len(inputs[name]), part.shape[1]) for name, part in numbers.items()
     }
@@ -132,7 +144,11 @@ def fitted_heads(
         return lambda slope: {name: left[name] @ slope[name] @ right[name] for name in slope}
 
     numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
-    Q, K, V, O, *turns = (part.to("cpu") for part in numbers.values())  # noqa: E741
+    numbers = {name: part.to("cpu") for name, part in numbers.items()}
+    Q, K, V, O = (numbers[name] for name in "QKVO")  # noqa: E741
+    of_places = attention.places.clone()
+    if known:
+        of_places[:, 1 : known + 1] = numbers["places"].mT
 
     def apart(rows: Tensor, count: int) -> Tensor:
         return rows.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
@@ -140,5 +156,6 @@ def fitted_heads(
     return replace(
         attention, Q=apart(Q[:d], heads), q=Q[d].view(heads, k), K=apart(K, groups),
         V=apart(V, groups), O=O[:-1].unflatten(0, (heads, -1)).contiguous(), b=O[-1].contiguous(),
-        frequencies=turns[0].view(groups, -1) if turns else attention.frequencies,
+        frequencies=numbers.get("frequencies", attention.frequencies).view(groups, -1),
+        places=of_places,
     )  # fmt: skip
