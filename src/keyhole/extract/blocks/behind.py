@@ -455,8 +455,6 @@ class Behind:
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """All numbers of attention at once."""
-        if len(attention.places):
-            return attention
         sequences = Sequences.drawn(attention, stream)
         layer, radius = self.layer.to(self.device), math.sqrt(self.dim)
         own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
