@@ -8,7 +8,7 @@ other papers print them. A text that gives the vector back within 1e-6 and is an
 Rows: 1, a corpus of the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
 besides); 2, of another one (HellaSwag and DREAM alone); 3, the corpus that ships; 4, the two
 secrets of OWASP's lab for embedding inversion, which recovers neither, with the corpus that ships
-and the judge; 5, another domain and the texts of `--drawn` (`keyhole lab corpus`); 6, passages of
+and the judge; 5, another domain and the texts of `--drawn` (docs/embeddings.md); 6, passages of
 `--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
 `--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
 both in half precision on a GPU. On a GPU all vectors are searched together, on a CPU one after the
@@ -42,7 +42,10 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
 
-PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
+PERCENT = {  # to reach on a GPU, by the numbers of a vector: MiniLM's, MPNet's and Nomic's …
+    384: {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60},
+    768: {(10, 16): 90, (17, 24): 75, (25, 32): 55},
+}
 LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
@@ -82,15 +85,16 @@ def run(
     loaded, on_gpu = subjects.minilm(encoder, device), device.startswith("cuda")
     reviews, secrets = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
     search = SumSearch(passes=passes)
+    percent = PERCENT.get(loaded.model.config.hidden_size)
     others = [*subjects.hellaswag(data), *subjects.turns(data)]
     more = [*others, *(read_texts(drawn) if drawn else ())]
     long = [*subjects.dialogues(data, 200), *subjects.hellaswag(data, "dev")]
     cases = {
         1: Case("same domain", [*reviews, *others] if on_gpu else reviews,
-                PERCENT if on_gpu else ON_CPU),
+                percent if on_gpu else ON_CPU),
         2: Case("another domain", others),
         3: Case("the corpus that ships", read_texts(SHIPPED)),
-        5: Case("another domain and texts drawn", more, PERCENT),
+        5: Case("another domain and texts drawn", more, percent),
         6: Case("passages", more, LONG, long),
     }  # fmt: skip
     for row in rows:

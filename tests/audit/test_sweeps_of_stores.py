@@ -15,15 +15,13 @@ from keyhole import report
 from keyhole.audit import Audit, audit, open_target, stores
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.layers.token_search import TokenSearch
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
-BRIEF = PooledEmbedding(TokenSearch(rounds=1, passes=5, candidates=4, sweeps=1), lengths=(3,))
+BRIEF = CountedReader(["w1 w2"], max_length=1, search=SumSearch(passes=100))
 
 
 def texts(count):
