@@ -692,11 +692,9 @@ def _described(model: Block) -> str:
         parts.append("rotary positions")
     if len(model.places):
         parts.append(f"a bias of positions up to a distance of {model.places.shape[1] - 1}")
-    gate = " with gates" if len(model.G) else ""
-    parts.append(f"{len(model.A)} {model.activation} units{gate}")
-    names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",
-             "behind": "LayerNorms behind the sums"}  # fmt: skip
-    norm = names[model.norm]
+    parts.append(f"{len(model.A)} {model.activation} units" + " with gates" * bool(len(model.G)))
+    norm = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",
+            "behind": "LayerNorms behind the sums"}[model.norm]  # fmt: skip
     if model.epsilon or model.epsilon_behind:
         norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
     return ", ".join([*parts, norm])
