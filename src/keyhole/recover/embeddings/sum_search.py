@@ -9,9 +9,7 @@ rounding, so that the hard ones get the machine to themselves; one that was stor
 digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
 stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
 piece of a password, or in an order that bigrams do not speak for: then many more exchanges are
-tried, and more and more tokens at each of its places, at last all. A long text that stands is
-rather wrong in several places at once, which that does not mend: so all such tries together take
-no more passes than the rest.
+tried, and many more tokens at each of its places, at last all.
 
 How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
 one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
@@ -53,8 +51,7 @@ MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
-_STANDS = 3  # rounds after which more is tried …
-_WIDER, _TIMES = 128, 4  # … tokens at each place, and as many times as before the next time
+_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
 _ORDERS = 8  # times as many exchanges
 _SELDOM = 32  # of them to one in a gap
@@ -142,33 +139,33 @@ class SumSearch:
             for row in ((stood == _SETTLED) & ~found.left).nonzero().flatten().tolist():
                 if may_be and may_be(row, found.best_texts.tokens(row)):
                     found.left[row] = True
-            self._widen(found, likely, (stood >= _STANDS).nonzero().flatten())
+            for long, tokens in _WIDER.items():
+                self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
 
-    def _widen(self, found: Populations, likely: LikelyTokens, vectors: Tensor) -> None:
-        """Try more tokens at each place of the nearest text of each vector, if passes allow.
+    def _widen(
+        self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+    ) -> None:
+        """Try so many tokens at each place of the nearest text of each vector, if passes allow.
 
-        Before that, `_ORDERS` times as many exchanges of its pieces.
+        Before that, so many times `_ORDERS` exchanges of its pieces.
         """
         most = self.passes or _PASSES[vectors.device.type]
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             if not len(self._open(found, rows)):
                 continue
-            begun, tokens = int(found.passes[vector]), _WIDER * _TIMES ** int(found.tries[vector])
-            count = min(tokens, len(found.encoder.table))
-            cost = count * (int(found.best_lengths[vector]) + _ORDERS)
-            may = min(most - begun, begun - 2 * int(found.wider[vector]))
-            if cost > may or tokens >= _TIMES * len(found.encoder.table):
-                continue
             parents = found.parents(rows, by_turn=False)
-            texts, _ = exchanged(parents.texts, found.ngrams, _ORDERS * count, found.generator)
+            orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
+            texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
             found.take(texts, rows.expand(len(texts)))
-            if len(self._open(found, rows)):
+            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
+            count = min(tokens, len(found.encoder.table))
+            if tokens > count:  # the last time: as many as passes allow
+                count = min(count, left - left // _SELDOM)
+            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
                 shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
                 self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
-            found.tries[vector] += 1
-            found.wider[vector] += found.passes[vector] - begun
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""
@@ -263,8 +260,6 @@ class Populations:
     best_lengths: Tensor = field(init=False)
     passes: Tensor = field(init=False)  # (v,)
     left: Tensor = field(init=False)  # (v,) vectors that nothing more is tried for
-    wider: Tensor = field(init=False)  # (v,) passes of tries with more tokens …
-    tries: Tensor = field(init=False)  # … and how many of them the best text had
     _stood: Tensor = field(init=False)  # (v,) rounds since the best text changed …
     _last: Tensor = field(init=False)  # … and how near it was then
     _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
@@ -286,8 +281,7 @@ class Populations:
         self.best_lengths = torch.ones_like(self.best_ids[:, 0])
         self.passes = torch.zeros_like(self.best_lengths)
         self.left = torch.zeros_like(self.best, dtype=torch.bool)
-        self.wider, self.tries, self._stood = (torch.zeros_like(self.passes) for _ in range(3))
-        self._last = self.best.clone()
+        self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
         self._changed = self.ids.new_zeros(rows, 0)
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
@@ -410,8 +404,7 @@ class Populations:
     def stood(self) -> Tensor:
         """(v,) the rounds that the best text of each vector has stood; to be asked each round."""
         same = self.best == self._last
-        self._stood, self.tries = (self._stood + 1).where(same, 0), self.tries.where(same, 0)
-        self._last = self.best.clone()
+        self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
         return self._stood
 
     def _scores(self, rows: Tensor) -> Tensor:
