@@ -65,6 +65,7 @@ _HALF = 1e-4  # of 1 − cos: half precision tells no more
 _BACK = 0.2  # of a score: texts of the same tokens step back by it
 _BETTER = 0.03  # of a score: less is standing still
 _NOISE = 3e-3  # of a cosine in half precision
+_OVERLAP = 0.1  # of changes, before it is measured
 _RUINED = 0.6  # of a text, at most, is left out to begin again
 
 
@@ -180,7 +181,8 @@ class SumSearch:
         """Run single changes of one text of each population, then sets of them, twice."""
         encoder = found.encoder
         vector = found.vector[rows]
-        off = found.goals[vector] - parents.vectors
+        goals = found.goals[vector]
+        off = goals - parents.vectors
         chance = Chance(parents.turns, found.generator)
         own = encoder.next_log_p(parents.texts) if encoder.speaks else None
         changes = likely.changes(
@@ -189,28 +191,31 @@ class SumSearch:
         prior = found.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
         effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
         sets = Sets.none(off)
-        for _ in range(2):
+        for stage in range(2):
             if not len(self._open(found, rows)):
                 break
-            tried = effects.grown(sets, self.width, self.depth, self.tried)
-            sets = self._tried(found, changes, rows, tried)
+            overlap = found.overlap[rows]
+            tried = effects.grown(sets, self.width, self.depth, self.tried, overlap)
+            vectors, ran = self._tried(found, changes, rows, tried)
+            if stage == 0:
+                did = vectors - parents.vectors[:, None]
+                found.overlap[rows] = effects.overlap(tried, did, ran).clamp(0.0, 1.0)
+            cosines = (vectors * goals[:, None]).sum(-1).where(ran, _NONE)
+            best = cosines.topk(min(self.width // 2, cosines.shape[1]), dim=1)
+            off = goals[:, None] - picked(vectors, best.indices)
+            sets = Sets(picked(tried, best.indices), off, best.values > _NONE)
 
     def _tried(
         self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
-    ) -> Sets:
-        """Run texts with sets of changes (p, w, k): the best half of a beam, as they are."""
+    ) -> tuple[Tensor, Tensor]:
+        """Run texts with sets of changes (p, w, k): their vectors (p, w, d), and which were run."""
         p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
         fits &= (sets >= 0).any(-1).flatten()
-        goals = found.goals[found.vector[rows]]
-        vectors = goals.new_zeros(p * w, goals.shape[1])
+        vectors = found.goals.new_zeros(p * w, found.goals.shape[1])
         vectors[fits], _ = found.take(texts[fits], rows[parent[fits]])
-        vectors = vectors.view(p, w, -1)
-        cosines = (vectors * goals[:, None]).sum(-1).where(fits.view(p, w), _NONE)
-        best = cosines.topk(min(self.width // 2, w), dim=1)
-        off = goals[:, None] - picked(vectors, best.indices)
-        return Sets(picked(sets, best.indices), off, best.values > _NONE)
+        return vectors.view(p, w, -1), fits.view(p, w)
 
 
 def _effects(
@@ -260,6 +265,7 @@ class Populations:
     best_lengths: Tensor = field(init=False)
     passes: Tensor = field(init=False)  # (v,)
     left: Tensor = field(init=False)  # (v,) vectors that nothing more is tried for
+    overlap: Tensor = field(init=False)  # (r,) of changes, as last measured (sums.py)
     _stood: Tensor = field(init=False)  # (v,) rounds since the best text changed …
     _last: Tensor = field(init=False)  # … and how near it was then
     _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
@@ -271,6 +277,7 @@ class Populations:
         rows, kept = v * len(self.trust), self.kept
         self.vector = torch.arange(v, device=device).repeat_interleave(len(self.trust))
         self.trust = self.trust.repeat(v) * 2 / d
+        self.overlap = torch.full_like(self.trust, _OVERLAP)
         self.ids = torch.zeros(rows, kept, self.max_length, dtype=torch.long, device=device)
         self.lengths = torch.ones_like(self.ids[..., 0])
         self.cosines = torch.full((rows, kept), _NONE, device=device)
