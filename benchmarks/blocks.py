@@ -41,6 +41,10 @@ for _size in ({}, WIDE):
         KINDS[f"{_name}SwiGLU, {_dim}"] = {**_size, **SWIGLU, "norm": _norm}, TOLERANCE
     KINDS[f"RMSNorm, SwiGLU, rotary, grouped keys, {_dim}"] = {**_size, **LLAMA}, TOLERANCE
     KINDS[f"LayerNorms behind the sums, GELU, {_dim}"] = {**_size, **BERT}, TOLERANCE
+    for _activation in ("GELU", "ReLU"):
+        KINDS[f"LayerNorms behind the sums, epsilon 1e-5, {_activation}, {_dim}"] = (
+            {**_size, "norm": "behind", "activation": _activation.lower()}, TOLERANCE,
+        )  # fmt: skip
 NARROW = {"dim": 8, "heads": 2, "score": True}
 for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
     _dim = f"d = {_size.get('dim', 16)}"
@@ -53,22 +57,24 @@ for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
         )  # fmt: skip
 for _norm in ("layer", "rms"):
     KINDS[f"{NORMS[_norm]}ReLU, d = 16"] = {"activation": "relu", "norm": _norm}, TOLERANCE
-for _activation in ("relu", "gelu"):
-    KINDS[f"PyTorch's layer, {_activation}, norm_first, d = 16"] = (
-        {"pytorch": _activation},
-        TOLERANCE,
-    )
+for _activation, _dim, _heads in (("relu", 16, 4), ("gelu", 16, 4), ("relu", 8, 2)):
+    for _first in (True, False):
+        KINDS[
+            f"PyTorch's layer, {_activation},{' norm_first,' * _first} d = {_dim}"
+            f"{', 2 heads' * (_heads == 2)}"
+        ] = {"pytorch": (_activation, _dim, _heads, _first)}, TOLERANCE
 
 
 class PyTorch:
-    """torch.nn.TransformerEncoderLayer with norm_first, as it is initialised."""
+    """torch.nn.TransformerEncoderLayer, as it is initialised."""
 
-    dim = outputs = 16
-
-    def __init__(self, activation: str, seed: int) -> None:
+    def __init__(
+        self, activation: str, dim: int, heads: int, norm_first: bool, *, seed: int
+    ) -> None:
         torch.manual_seed(seed)
+        self.dim = self.outputs = dim
         self.layer = torch.nn.TransformerEncoderLayer(
-            self.dim, 4, 2 * self.dim, 0.0, activation, norm_first=True, batch_first=True,
+            dim, heads, 2 * dim, 0.0, activation, norm_first=norm_first, batch_first=True,
             dtype=torch.float64,
         ).eval()  # fmt: skip
         self.unknowns = sum(part.numel() for part in self.layer.parameters())
@@ -103,7 +109,10 @@ def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iter
 
 def measure(name: str, seed: int) -> dict[str, Any]:
     kind = KINDS[name][0]
-    target = PyTorch(kind["pytorch"], seed) if "pytorch" in kind else plant_block(**kind, seed=seed)
+    if "pytorch" in kind:
+        target = PyTorch(*kind["pytorch"], seed=seed)
+    else:
+        target = plant_block(**kind, seed=seed)
     result = TransformerBlock(seed=seed)(target)
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,

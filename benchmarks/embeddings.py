@@ -8,7 +8,7 @@ other papers print them. A text that gives the vector back within 1e-6 and is an
 Rows: 1, a corpus of the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
 besides); 2, of another one (HellaSwag and DREAM alone); 3, the corpus that ships; 4, the two
 secrets of OWASP's lab for embedding inversion, which recovers neither, with the corpus that ships
-and the judge; 5, another domain and the texts of `--drawn` (`keyhole lab corpus`); 6, passages of
+and the judge; 5, another domain and the texts of `--drawn` (docs/embeddings.md); 6, passages of
 `--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
 `--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
 both in half precision on a GPU; 8, one round of sums: of `--texts` texts with four tokens wrong and

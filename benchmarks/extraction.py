@@ -307,15 +307,6 @@ def one_layer(quick: bool) -> Iterator[Row]:
         for m in widths:
             cost = f"(m·d = {m * 16}, d² = 256)"
             yield transformers(f"{what}, d=16, width {m}", make(m), attention, seeds, cost)
-    shapes = [(2, 12, 16), (3, 12, 16)]
-    if not quick:
-        shapes = [(H, d, m) for d in (12, 16) for H in (2, 3) for m in (16, 32)]
-        shapes += [(4, 16, 32), (4, 64, 64)]
-    for heads, d, m in shapes:
-        plant = planting("one-layer", dim=d, width=m, heads=heads)
-        cost = f"(m·H·d = {m * heads * d}, 2H·d² = {2 * heads * d * d})"
-        what = f"one-layer Transformer, {heads} heads, d={d}, width {m}"
-        yield transformers(what, plant, extract.MultiHead, seeds, cost)
     every = [(d, m) for d in (8, 16, 32) for m in (16, 32, 64, 128)]
     for d, m in [(8, 16), (16, 64)] if quick else every:
         runs = attacked(extract.ReluNetwork, planting("relu", dim=d, width=m), seeds)

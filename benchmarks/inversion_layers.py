@@ -38,9 +38,9 @@ def planted_stack(n: int, d: int, depth: int, residual: bool, seed: int):
     layers = []
     for _ in range(depth):
         W = 0.3 * draw(d, d) / d**0.5
-        layers.append(stacks.Layer(W, draw(d, d) / (d * depth) ** 0.5, residual=residual))
-    stack = stacks.Stack(tuple(layers), torch.zeros(n, d))
-    return replace(stack, B=stack.output(X)), X
+        V = draw(d, d) / (d * depth) ** 0.5
+        layers.append(invert.Problem(W, V, torch.zeros(n, d), residual=residual))
+    return [*layers[:-1], replace(layers[-1], B=stacks.inputs_of(layers, X)[-1])], X
 
 
 def stack_row(n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float) -> Row:
@@ -60,11 +60,11 @@ class Tally:
     """How often something was found, and how often that was what had been planted."""
 
     def __init__(self) -> None:
-        self.results: list[invert.Inversion | stacks.StackInversion] = []
+        self.results: list[invert.Inversion] = []
         self.errors: list[float] = []  # of the nearest solution
         self.first = 0
 
-    def add(self, result: invert.Inversion | stacks.StackInversion, X: Tensor) -> None:
+    def add(self, result: invert.Inversion, X: Tensor) -> None:
         self.results.append(result)
         errors = [relative(solution, X) for solution in result.solutions]
         self.errors.append(min(errors, default=torch.inf))
@@ -87,16 +87,9 @@ class Tally:
         ]
 
     def growth(self) -> str:
-        """Medians over what was found: condition and measured growth a layer, and through all."""
-        solved = [r for r in self.results if isinstance(r, stacks.StackInversion) and r.layers]
-        figures = (
-            ("a layer: condition {:.0e}", [a.condition for r in solved for a in r.layers]),
-            ("measured {:.1f}", [a.measured for r in solved for a in r.layers]),
-            ("all: measured {:.0f}", [r.amplification for r in solved]),
-            ("bound {:.0e}", [r.bound for r in solved]),
-        )
-        known = ((text, [value for value in values if value]) for text, values in figures)
-        return ", ".join(text.format(median(values)) for text, values in known if values)
+        """The median of what was found: what errors in the output grow by, at most."""
+        known = [result.condition for result in self.results if result.condition is not None]
+        return f"condition {median(known):.0e}" if known else ""
 
 
 if __name__ == "__main__":

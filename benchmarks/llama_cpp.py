@@ -19,7 +19,9 @@ and values of all layers. `parts`:
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
@@ -102,18 +104,23 @@ class Several:
         self.servers = servers
         self.dim, self.vocabulary = servers[0].dim, servers[0].vocabulary
         self.pool = ThreadPoolExecutor(len(servers))
+        self.asked, self.said, self.started = 0, 0.0, time.perf_counter()
 
     def __call__(self, sequences: Tensor) -> Tensor:
         shares = [rows for rows in sequences.tensor_split(len(self.servers)) if len(rows)]
-        return torch.cat(list(self.pool.map(lambda ask, x: ask(x), self.servers, shares)))
+        answers = torch.cat(list(self.pool.map(lambda ask, x: ask(x), self.servers, shares)))
+        self.asked, seconds = self.asked + len(sequences), time.perf_counter() - self.started
+        if seconds > self.said + 10:
+            self.said = seconds
+            print(f"{self.asked:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
+        return answers
 
 
 def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
-    """Prompts are single tokens: as many as the matrix has rows, and the fewest to compute."""
     with ExitStack() as stack:
         urls = [stack.enter_context(served(path, f"threads={threads}")) for _ in range(servers)]
         oracle = Several([stack.enter_context(closing(Completions.at(url))) for url in urls])
-        found, seconds = show.timed(lambda: OutputLayer(top=top, length=1)(oracle))
+        found, seconds = show.timed(lambda: OutputLayer(top=top)(oracle))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries

@@ -67,14 +67,7 @@ def biased_heads(
 
 def one_layer(X: np.ndarray, W: np.ndarray, A: np.ndarray, w: np.ndarray) -> float:
     """F(X) = wᵀ ReLU(A · attn(X)), attn(X) = Σ_i softmax_i(x_iᵀ W x_N) x_i."""
-    return one_layer_heads(X, W[None], A[None], w)
-
-
-def one_layer_heads(X: np.ndarray, Ws: np.ndarray, As: np.ndarray, w: np.ndarray) -> float:
-    """F(X) = wᵀ ReLU(Σ_h A_h · attn_h(X))."""
-    hidden = np.zeros(len(w))
-    for W, A in zip(Ws, As, strict=True):
-        hidden += A @ np.array([head(X, W, unit) for unit in np.eye(X.shape[1])])
+    hidden = A @ np.array([head(X, W, unit) for unit in np.eye(X.shape[1])])
     return float(w @ np.maximum(hidden, 0.0))
 
 

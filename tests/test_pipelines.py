@@ -152,9 +152,12 @@ def test_what_a_caller_gives_is_never_run(place, text):
 
 def test_lines_become_options(place):
     words = words_that_arrive(place)
-    audit(place, target="t", model="a b\n\nc", outputs="junit=x\n", authorized="true", policy="p")
+    audit(
+        place, target="t", model="a b", outputs="junit=x\n\nhtml=y\n", authorized="true", policy="p"
+    )
     assert words()[-7:] == [
-        "--policy=p", "--authorized", "--model=a b", "--model=c", "--output=junit=x", "--", "t",
+        "--model=a b", "--policy=p", "--authorized", "--output=junit=x", "--output=html=y", "--",
+        "t",
     ]  # fmt: skip
 
 

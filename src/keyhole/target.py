@@ -35,7 +35,7 @@ MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
 STORES = (  # the forms of vector stores (stores/__init__.py opens them)
     "chroma:FOLDER", "qdrant:FOLDER", "lancedb:FOLDER", "milvus:FOLDER", "weaviate:URL", POSTGRES,
-    ".faiss", ".parquet", ".npy", ".npz", ".jsonl", "http(s)://…/v1/embeddings",
+    ".faiss", ".parquet", ".npy", ".jsonl", "http(s)://…/v1/embeddings",
 )  # fmt: skip
 PREFIXED = (":FOLDER", ":URL")  # the ends of forms that begin with the store's name
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in

@@ -57,8 +57,8 @@ def test_a_model():
     findings = [finding for checked in made for finding in checked.findings]
     assert {name: finding.status for name, finding in by_name(findings).items()} == {
         "keys and values of layer 0, rotated": Status.RECOVERED,
-        "keys and values of layer 0, scrambled": Status.RECOVERED,
-        "keys and values of layer 0, mixed": Status.UNSOLVED,
+        "keys and values of layer 0, by KV-Shield": Status.RECOVERED,
+        "keys and values of layer 0, by KV-Cloak": Status.UNSOLVED,  # a block is as wide as a head
         "hidden states of layer 1, rotated": Status.RECOVERED,
     }
     assert all(finding.sought == "text" for finding in findings)

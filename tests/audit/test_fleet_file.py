@@ -84,7 +84,7 @@ def test_what_is_no_file_stays_as_it_is(fleet, tmp_path):
         target = "demo"
         [[target]]
         target = "chroma:store"
-        model = ["models/a", "owner/name"]
+        model = "models/a"
         [[target]]
         target = "http://user:secret@localhost:1/v2/models/m"
         """
@@ -92,7 +92,7 @@ def test_what_is_no_file_stays_as_it_is(fleet, tmp_path):
     assert [each.target.place for each in members] == [
         "demo", f"chroma:{tmp_path}/store", "http://user:secret@localhost:1/v2/models/m",
     ]  # fmt: skip
-    assert members[1].target.options.model == (f"{tmp_path}/models/a", "owner/name")
+    assert members[1].target.options.model == f"{tmp_path}/models/a"
     assert members[2].name == "http://localhost:1/v2/models/m"
     assert [each.target.local_only for each in members] == [False, False, True]
 

@@ -29,7 +29,6 @@ from keyhole.disrupt import (
     HackAttend,
     Outcome,
     Rerank,
-    sweep,
 )
 from keyhole.disrupt.registry import Row
 from keyhole.models import Loaded, identity
@@ -128,22 +127,6 @@ def test_the_audit_tries_what_the_registry_says():
         HackAttend.as_released(ranking="random", order="random", spare="special", seed=7),
     ]
     assert [attacker.control for attacker in made] == [False, False, False, True]
-
-
-def test_a_disruption_is_an_audit_of_one_finding(tmp_path):
-    model = tiny_classifiers.model(seed=2, labels=2)
-    model.save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    found = sweep(HackAttend(0.5, seed=4), str(tmp_path), tiny_classifiers.examples(6), workers=0)
-    assert found.flips
-    made = flips.audit_of(found, "my model")
-    (finding,) = made.findings
-    assert (made.target, made.identity, made.seed) == ("my model", found.identity, 4)
-    assert finding.known == found.success
-    assert len(finding.cuts) == min(found.flips, flips.SHOWN)
-    again = flips.audit_of(Disruption.from_dict(found.to_dict()))
-    assert again.findings == (replace(finding, cuts=()),)  # files hold no texts
-    assert again.target == str(tmp_path)
 
 
 def test_without_labels_the_models_own_answers_count(easily):

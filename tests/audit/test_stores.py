@@ -23,17 +23,17 @@ from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.stores import open_store
 
 TEXTS = [f"w{number}" for number in (1, 20, 3, 44, 150, 6)]
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
 LOADED = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
-BRIEF = TokenSearch(rounds=2, passes=60, candidates=8, sweeps=1)
-SHORT = PooledEmbedding(BRIEF, lengths=(3,))  # the frame and one word
+LINES = [f"w{number}" for number in range(1, 40)]
+SHORT = CountedReader(LINES, max_length=1, search=SumSearch(passes=400))
 
 
 def vectors_of(texts=TEXTS, way=Exposure("pooled")):  # noqa: B008 - it is frozen

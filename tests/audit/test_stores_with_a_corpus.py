@@ -90,11 +90,11 @@ def test_what_noise_would_change_is_measured_on_the_store_itself(target):
 def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(target, tmp_path, monkeypatch):
     journal, read, parts = tmp_path / "journal", stores.read, []
 
-    def stopped_in_the_second(loaded, part, track):
+    def stopped_in_the_second(part, track):
         parts.append(part.rows)
         if len(parts) == 2:
             raise KeyboardInterrupt
-        return read(loaded, part, track)
+        return read(part, track)
 
     monkeypatch.setattr(stores, "read", stopped_in_the_second)
     with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -12,21 +11,17 @@ import pytest
 import made_stores
 import tiny_models as tiny
 from command_line import inside
-from keyhole import oracle, report
+from keyhole import report
 from keyhole.audit import Audit, audit, open_target, stores
-from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.core.progress import untracked
 from keyhole.models.capture import Exposure
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.layers.token_search import TokenSearch
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
-BRIEF = PooledEmbedding(TokenSearch(rounds=1, passes=5, candidates=4, sweeps=1), lengths=(3,))
+BRIEF = CountedReader(["w1 w2"], max_length=1, search=SumSearch(passes=100))
 
 
 def texts(count):
@@ -86,45 +81,23 @@ def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_pat
     assert len(page) < 200_000
 
 
-def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
-    """Sent as a process sends it."""
-    target = opened(4, counting(tmp_path))
-    (store,) = target.stores.values()
-    check, *_ = store.checks(0)
-    sent = pickle.dumps(check.for_worker())
-    assert len(sent) < 20_000  # neither the encoder nor the corpus
-    (there,) = pickle.loads(sent)(0).findings
-    (here,) = check.run(untracked).findings
-    assert there.texts == here.texts
-    assert there.status is here.status is Status.RECOVERED
-
-
-@FULL
-def test_processes_give_what_this_one_gives(opened, tmp_path):
-    target = opened(9, BRIEF)
-    here = audit(target)
-    there = audit(target, processes=2, journal=tmp_path / "journal")
+@pytest.mark.release
+def test_processes_give_what_this_one_gives(opened, encoder, tmp_path):
+    """They open store and encoder by their names, and count the corpus themselves."""
+    opened(9)
+    options = {"model": encoder, "corpus": str(counting(tmp_path).corpus)}
+    here, there = (
+        audit(str(tmp_path / "vectors.jsonl"), **options, processes=count) for count in (0, 2)
+    )
     assert read(there) == read(here)
+    assert sorted(read(here)) == sorted(texts(9))
     assert there.findings[0].status == here.findings[0].status
     assert there.findings[0].estimate == here.findings[0].estimate
-    assert len((tmp_path / "journal").read_text().splitlines()) == 1 + 2
 
 
-@FULL
-def test_processes_count_the_corpus_themselves(opened, tmp_path):
-    target = opened(70, counting(tmp_path))
-    there = audit(target, processes=2)
-    assert read(there) == texts(70)
-    assert read(audit(target)) == texts(70)
-
-
-def test_workers_need_the_name_of_the_encoder(opened):
-    target = opened(2, BRIEF)
-    nameless = tuple(replace(part, encoder=None) for part in target.parts)
-    with pytest.raises(InputError, match="workers need the name of the encoder"):
-        audit(replace(target, parts=nameless), processes=1)
+def test_workers_need_a_target_by_its_name(opened):
     with pytest.raises(InputError, match="--processes and --dask need a target by its name"):
-        audit(oracle.plant(dim=3), processes=1)
+        audit(opened(2, BRIEF), processes=1)
 
 
 def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):
@@ -142,5 +115,5 @@ def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, c
     assert "--texts" in done.stderr
 
 
-def briefly(read, loaded, part, track):
-    return read(loaded, replace(part, method=BRIEF), track)
+def briefly(read, part, track):
+    return read(replace(part, method=BRIEF), track)

@@ -25,7 +25,6 @@ import tiny_classifiers
 import tiny_models
 from keyhole import disrupt, harden, invert, oracle, recover
 from keyhole.core.files import write_tensors
-from keyhole.lab import stacks
 
 SEED = 2601
 SENTENCE = "a fine film with w1 w2 w3"
@@ -582,9 +581,6 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "target.safetensors": lambda path: oracle.save(oracle.plant(dim=3, seed=SEED), path),
     "problem.safetensors": lambda path: invert.plant(3, 2, seed=SEED)[0].save(path),
     "input.safetensors": lambda path: write_tensors(path, {"X": invert.plant(3, 2, seed=SEED)[1]}),
-    "stack.safetensors": lambda path: stacks.plant(2, 3, 2, residual=True, seed=SEED)[0].save(
-        path
-    ),
     "classifier": _classifier,
     "headless": lambda path: tiny_models.save("bert", path),
     "decoder": _decoder,

@@ -53,7 +53,7 @@ def _document() -> str:
                 lower_bound=12, known=1.0, trace=((3, 0.5), (12, 1e-12)), **common),
         Finding(called("hidden states of layer 1"), "EncoderStates", Status.RECOVERED, error=None,
                 sought="text", texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
-        Finding(called("stored embedding"), "PooledEmbedding", Status.INEXACT, error=None,
+        Finding(called("stored embedding"), "CountedReader", Status.INEXACT, error=None,
                 sought="text", texts=(Readings("pooled", 1, "as stored", (reading,)),),
                 estimate=Estimate.of(1, 2, 10), **common),
         Finding(called("attention cut"), "HackAttend", Status.INEXACT, error=None,

@@ -20,7 +20,7 @@ SLOW = ("keyhole audit demo", "keyhole harden", "keyhole disrupt demo", "keyhole
 
 def code_of(line):
     """How an example ends here, where its files are tiny."""
-    if line.startswith("keyhole lab stacks") or line.split()[1] in SUCCEED:
+    if line.split()[1] in SUCCEED:
         return 1
     if line.startswith(("keyhole disrupt ./my-class", "keyhole disrupt ./hardened")):
         return 3  # 1% of so few tokens is no unit at all: nothing could be checked

@@ -74,7 +74,7 @@ def test_every_bad_file_ends_in_one_line(words, name, world, monkeypatch, capsys
         ("audit", "demo", "--seed", "-1"), ("audit", "\x1b[31m"), ("extract", "x" * 5000),
         ("lab", "plant", "x", "-o", "dim"), ("lab", "plant", "x", "-o", "dim=x"),
         ("lab", "plant", "x", "-o", "dim=-1"), ("lab", "plant", "x", "-o", "dim=9" + "9" * 30),
-        ("lab", "plant", "x", "--kind", "nothing"), ("lab", "stacks", "x"),
+        ("lab", "plant", "x", "--kind", "nothing"),
         ("audit", "demo", "--output", "pdf=x"), ("audit", "demo", "--endpoint", "frobs=1"),
         ("audit", "demo", "--endpoint", "batch=2"), ("check-config", ".", "--fail-on", "never"),
         ("lab", "methods", "nothing"), ("extract", "demo", "--method", "nothing"),

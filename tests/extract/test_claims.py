@@ -20,8 +20,7 @@ from planted_sub_layers import planted
 from keyhole import extract, oracle
 from keyhole.core.text import percent
 from keyhole.extract import Status
-from keyhole.extract.ordinary_labels import OrdinaryLabels
-from keyhole.extract.ordinary_questions import OrdinaryQuestions
+from keyhole.extract.ordinary_questions import OrdinaryLabels, OrdinaryQuestions
 from keyhole.oracle.storage import plant_orthogonal
 from keyhole.oracle.token_questions import Logits
 
@@ -152,10 +151,6 @@ CASES = {
     "OrdinaryQuestions": lambda d, s: single(OrdinaryQuestions(seed=s), d, s),
     "OneLayerTransformer": lambda d, s: planted_as(
         "one-layer", extract.OneLayerTransformer(seed=s), d, s, d * d + relu(d, 4), width=4
-    ),
-    "OneLayerTransformer, heads": lambda d, s: planted_as(
-        "one-layer", extract.OneLayerTransformer(attention=extract.MultiHead(seed=s), seed=s),
-        d, s, 2 * (d * d + 4 * d), width=4, heads=2,
     ),
     "ReluNetwork": lambda d, s: planted_as(
         "relu", extract.ReluNetwork(seed=s), d, s, relu(d, 6), width=6

@@ -10,8 +10,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryLabels
 from keyhole.extract.defences import HonestClient
-from keyhole.extract.ordinary_labels import LabelExam
-from keyhole.extract.ordinary_questions import ordinary_sequence, usual_norm_of
+from keyhole.extract.ordinary_questions import LabelExam, ordinary_sequences, usual_norm_of
 
 TARGET = oracle.plant(dim=5, seed=6)
 
@@ -47,8 +46,7 @@ def test_the_judge_counts_wrong_labels():
 
 def ordinary_questions(count):
     stream = torch.Generator().manual_seed(0)
-    parts = [ordinary_sequence(3, 5, stream) for _ in range(count)]
-    return usual_norm_of(5) * torch.stack(parts)
+    return usual_norm_of(5) * ordinary_sequences(count, 3, 5, stream)
 
 
 def test_what_it_does_not_try():

@@ -18,10 +18,6 @@ CASES = {
     "OneLayerTransformer": (
         extract.OneLayerTransformer(), oracle.plant("one-layer", dim=4, width=4)
     ),
-    "OneLayerTransformer, heads": (
-        extract.OneLayerTransformer(attention=extract.MultiHead()),
-        oracle.plant("one-layer", dim=5, width=4, heads=2),
-    ),
     "ReluNetwork": (extract.ReluNetwork(), oracle.plant("relu", dim=6, width=5)),
     "OrthogonalHeads": (extract.OrthogonalHeads(), oracle.plant(dim=6)),
     "FullOutput": (extract.FullOutput(), oracle.plant("attention", dim=6)),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import reference_stack
 import torch
 
 from keyhole import invert
-from keyhole.lab import stacks
 
 
 def gaussians(seed):
@@ -43,10 +44,11 @@ def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
     flow = X.numpy()
     for _ in range(depth):
         W, V = 0.3 * draw(d, d) / d**0.5, v * draw(d, d) / (d * depth) ** 0.5
-        layers.append(stacks.Layer(W, V, residual=residual, causal=causal))
+        blank = torch.zeros(n, d, dtype=torch.float64)
+        layers.append(invert.Problem(W, V, blank, residual=residual, causal=causal))
         weights = (W.numpy()[None], V.numpy()[None])
         flow = reference_stack.output(flow, *weights, causal=causal, residual=residual)
-    return stacks.Stack(tuple(layers), torch.from_numpy(flow)), X
+    return (*layers[:-1], replace(layers[-1], B=torch.from_numpy(flow))), X
 
 
 def off(solution, X):

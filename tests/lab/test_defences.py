@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from command_line import inside
-from keyhole.core.errors import InputError
-from keyhole.core.journal import records_in
 from keyhole.lab import defences
 from keyhole.lab.defences import DefenceTable, Verdict
 from keyhole.models.demo import TEXTS, load_demo
@@ -75,30 +73,14 @@ def test_what_is_proved_says_why(plans, name, proof):
     assert proof in row.proof
 
 
-def test_stopped_it_goes_on_and_measures_nothing_twice(plans, tmp_path, monkeypatch):
+def test_the_table_counts_its_rows_and_comes_back_from_its_file(plans, tmp_path, monkeypatch):
     few = [(name, make) for name, make in plans.items() if name.startswith("weights: r")]
     monkeypatch.setattr(defences, "sections", lambda _loaded, _seed: {"weights": few})
-
-    def stop(_name, _total=None):
-        def progress(done, total=None, note=""):
-            if done == 1:
-                raise KeyboardInterrupt
-
-        return progress
-
-    journal = tmp_path / "journal"
-    with pytest.raises(KeyboardInterrupt):
-        defences.table(journal=journal, track=stop)
-    assert records_in(journal) == 1
-    done = []
-    found = defences.table(journal=journal, resuming=done.append)
-    assert done == [1]
+    found = defences.table()
     assert [row.defence for row in found.rows] == ["rounding", "rounding, norms clipped"]
     found.save(tmp_path / "table.json")
     assert DefenceTable.load(tmp_path / "table.json") == found
     assert "2 rows, 1 broken, 1 partly broken" in found.summary()
-    with pytest.raises(InputError, match="has seed 1"):
-        defences.table(journal=journal, seed=1)
 
 
 def test_the_command_prints_and_saves_the_table(plans, tmp_path, monkeypatch, capsys):

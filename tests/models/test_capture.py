@@ -152,8 +152,7 @@ def test_a_model_with_a_head_is_read_below_it():
         ("hidden", "an exposure such as hidden:3"),
         ("hidden:x", "an exposure such as hidden:3"),
         ("gradients:1", "an exposure must be one of hidden"),
-        ("logits:0", "steps"),
-        ("logits:x", "an exposure such as hidden:3, pooled or logits"),
+        ("logits:2", "an exposure such as hidden:3, pooled or logits"),
     ],
 )
 def test_an_exposure_that_is_none(text, message):
@@ -175,14 +174,12 @@ def test_logits_are_those_behind_the_text_whatever_the_padding():
     model = tiny.language_model("llama")
     ids = tiny.ids(2, 6, causal=True)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
-    exposure = Exposure("logits", steps=3)
+    exposure = Exposure("logits")
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     first, last = ids[:1, :4], ids[1:, 2:]
     right = capture(model, exposure, ids=ids[:1], mask=mask[:1])["values"]
     assert torch.allclose(right, capture(model, exposure, ids=first)["values"], atol=1e-5)
-    left = capture(
-        model, Exposure("logits"), ids=ids[1:], mask=mask[1:], position_ids=positions[1:]
-    )
+    left = capture(model, exposure, ids=ids[1:], mask=mask[1:], position_ids=positions[1:])
     assert torch.allclose(left["values"][0, 0], model(last).logits[0, -1], atol=1e-5)
 
 

@@ -18,8 +18,7 @@ CASES = {
     "low rank": {"kind": "head", "rank": 2},
     "multi-head": {"kind": "multi-head", "heads": 3},
     "one-layer": {"kind": "one-layer", "width": 7},
-    "one-layer, heads": {"kind": "one-layer", "width": 7, "heads": 3},
-    "one-layer, heads, narrow": {"kind": "one-layer", "width": 1, "heads": 2},
+    "one-layer, narrow": {"kind": "one-layer", "width": 1},
     "last token": {"kind": "attention", "heads": 2, "outputs": 3},
     "every token": {"kind": "attention", "every_token": True},
     "causal": {"kind": "attention", "every_token": True, "causal": True, "heads": 2},
@@ -34,7 +33,7 @@ def expected(target: oracle.Planted, tokens: np.ndarray) -> np.ndarray | float:
             W, v = target.tensors()["W"].numpy(), target.tensors()["v"].numpy()
             return reference.multi_head(tokens, W, v)
         case oracle.OneLayer():
-            witness = reference.one_layer if target.W.ndim == 2 else reference.one_layer_heads
+            witness = reference.one_layer
             return witness(tokens, target.W.numpy(), target.A.numpy(), target.w.numpy())
         case oracle.Attention():
             out = sum(
@@ -60,15 +59,14 @@ def test_a_stored_target_answers_the_same_bit_for_bit(case, tmp_path):
     assert torch.equal(again(X), target(X))
 
 
-def test_heads_of_one_layer_must_fit_its_network():
-    W, A = torch.zeros(2, 5, 5, dtype=torch.float64), torch.zeros(2, 3, 5, dtype=torch.float64)
+def test_attention_must_fit_its_network():
+    W, A = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
     w = torch.zeros(3, dtype=torch.float64)
-    assert len(oracle.OneLayer(W, A, w).W) == 2
-    for bad_W, bad_A in ((W[0], A), (W, A[0]), (W[:1], A), (W, A[:, :2]), (W, A[None])):
+    for bad_W, bad_A in ((W[None], A), (W, A[None]), (W[:4], A), (W, A[:2])):
         with pytest.raises(InputError, match=r"expected [AW] of shape"):
             oracle.OneLayer(bad_W, bad_A, w)
-    # A network without neurons answers zero, with one head as with two.
-    assert not oracle.OneLayer(W, A[:, :0], w[:0])(X).any()
+    # A network without neurons answers zero.
+    assert not oracle.OneLayer(W, A[:0], w[:0])(X).any()
 
 
 def test_identity_tells_targets_apart():

@@ -60,53 +60,6 @@ def test_unusual_questions():
         guarded(torch.cat([X[:5], 3 * X[:1]]))
 
 
-def test_a_budget_for_each_client():
-    rationed = oracle.Rationed(TARGET, budget=5)
-    assert torch.equal(rationed(draw(3), "a"), TARGET(draw(3)))
-    with pytest.raises(Refused, match="3 more exceed the 2 left") as refused:
-        rationed(draw(3), "a")
-    assert refused.value.status == 403
-    rationed(draw(2), "a")
-    rationed(draw(5), "b")  # two addresses, two budgets
-    with pytest.raises(Refused):
-        rationed(draw(1), "b")
-
-
-def test_a_rate_holds_for_batches_of_any_size():
-    now = 100.0
-    rationed = oracle.Rationed(TARGET, rate=4.0, clock=lambda: now)
-    waits: list[float] = []
-    for size in (1, 20, 2, 1, 40):
-        if waits:
-            with pytest.raises(oracle.TooFast, match="more than 4 queries a second") as refused:
-                rationed(draw(size))
-            assert refused.value.status == 429
-            assert refused.value.wait == waits[-1]
-            now += refused.value.wait
-        assert torch.equal(rationed(draw(size)), TARGET(draw(size)))
-        waits.append(size / 4)
-    assert now - 100 == 24 / 4  # for all but the last batch, which is answered at once
-    assert oracle.identity_of(rationed) == TARGET.identity
-
-
-def refused(rationed: oracle.Rationed, client: str, count: int = 1) -> bool:
-    try:
-        rationed(draw(count), client)
-    except Refused:
-        return True
-    return False
-
-
-def test_a_refused_batch_costs_nothing():
-    now = 0.0
-    rationed = oracle.Rationed(TARGET, budget=3, rate=1.0, clock=lambda: now)
-    assert not refused(rationed, "a")
-    assert refused(rationed, "a", 2)  # too fast
-    now = 1.0
-    assert refused(rationed, "a", 3)  # too many
-    assert not refused(rationed, "a", 2)
-
-
 def test_fresh_noise_differs_each_time_and_averages_out():
     noisy = Degradation(fresh_noise=0.1).applied(TARGET)
     X = draw(4).repeat(1000, 1, 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing, contextmanager
 
-import httpx
 import pytest
 import torch
 
@@ -53,23 +51,3 @@ def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
             with pytest.raises(Refused, match=reason) as refused:
                 remote(question)
             assert refused.value.status == 422
-
-
-@pytest.mark.release  # the wrapper itself: test_refusing.py
-def test_labels_with_noise_anew_each_time_under_a_budget_and_a_rate(tmp_path):
-    X = draw(1).repeat(10, 1, 1)
-    noise = 10 * abs(float(TARGET(X)[0]))  # so that a label is wrong nearly half of the time
-    options = ["-o", f"fresh_noise={noise}", "-o", "sign_only=true", "-o", "client_budget=30",
-               "-o", "client_rate=10"]  # fmt: skip
-    with served(tmp_path, *options) as remote:
-        begun = time.monotonic()
-        assert set(torch.cat([remote(X), remote(X)]).tolist()) == {0.0, 1.0}
-        # The second batch had to wait for the first: the server said 429 and how long.
-        assert time.monotonic() - begun >= 1
-        question = {"name": "sequences", "shape": [1, 1, DIM], "datatype": "FP64"}
-        question["data"] = [0.5] * DIM
-        reply = httpx.post(f"{remote.identity}/infer", json={"inputs": [question]})
-        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-        with pytest.raises(Refused, match="11 more exceed the 10 left") as refused:
-            remote(draw(11))
-        assert refused.value.status == 403

@@ -14,11 +14,6 @@ def npy(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     return str(folder / "vectors.npy")
 
 
-def npz(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
-    np.savez_compressed(folder / "vectors.npz", vectors=vectors, texts=np.array(texts))
-    return str(folder / "vectors.npz")
-
-
 def jsonl(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     path = folder / "vectors.jsonl"
     rows = zip(vectors.tolist(), texts, strict=True)
@@ -106,8 +101,8 @@ def _faiss():
     return faiss
 
 
-MAKERS = (npy, npz, jsonl, parquet, faiss, faiss_inverted, qdrant, chroma, lancedb, milvus)
-WITH_TEXTS = (npz, jsonl, parquet, qdrant, chroma, lancedb, milvus)
+MAKERS = (npy, jsonl, parquet, faiss, faiss_inverted, qdrant, chroma, lancedb, milvus)
+WITH_TEXTS = (jsonl, parquet, qdrant, chroma, lancedb, milvus)
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, bytes]]:

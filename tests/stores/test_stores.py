@@ -68,7 +68,6 @@ def test_the_identity_is_that_of_the_vectors(tmp_path):
         ("x/y.faiss", "an index of FAISS"),
         ("y.parquet?column=v", "Parquet"),
         ("y.npy", "a NumPy array"),
-        ("y.npz", "NumPy arrays"),
         ("y.jsonl", "JSON lines"),
         ("https://host/v1/embeddings", "a server of embeddings"),
         ("http://host:1/v1/embeddings?model=m", "a server of embeddings"),
@@ -117,7 +116,6 @@ WRONG = {
     "infinite.jsonl": b"[1e400, 2.0]\n",
     "half.jsonl": b"[1.0, 2.0]\n[1.0,",
     "garbage.npy": b"garbage",
-    "garbage.npz": b"garbage",
     "garbage.parquet": b"garbage",
     "garbage.faiss": b"garbage",
 }

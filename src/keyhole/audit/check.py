@@ -47,17 +47,14 @@ class Checked:
 class Check:
     """One attack on one exposure, not made yet.
 
-    `attack` is its name, where an exposure is tried with several. `for_worker`, where there is one,
-    gives the same as a function that another process can call, with its number among the workers of
-    its machine. `weight` is about how many seconds it takes: the time that is left is
-    estimated by it, and corrected by what others took. `queries` is the most questions that it asks
-    a server, where those are many.
+    `attack` is its name, where an exposure is tried with several. `weight` is about how many
+    seconds it takes: the time that is left is estimated by it, and corrected by what others took.
+    `queries` is the most questions that it asks a server, where those are many.
     """
 
     exposure: Exposure
     run: Callable[[Track], Checked]
     attack: str = ""
-    for_worker: Callable[[], Callable[[int], Checked]] | None = None
     weight: float = 0.02
     queries: int = 0
 

@@ -23,7 +23,7 @@ from keyhole.models.capture import Exposure as Captured
 from keyhole.oracle import Oracle, OracleError
 from keyhole.recover.defences import LeakTried, read_behind
 from keyhole.recover.registry import caches
-from keyhole.recover.secrets import FORMS
+from keyhole.recover.secrets import SECRETS
 from keyhole.report import words
 
 _BROKEN = "Do not rely on it: count queries per client, and treat what they bring as given away."
@@ -95,7 +95,8 @@ def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _leaks(parts: Anatomy) -> list[tuple[Captured, str]]:
     first, middle = Captured("kv", caches(parts)[0]), Captured("hidden", -(-parts.layers // 2))
     shown = not parts.lacks("kv", first.layer + parts.causal)
-    return [*((first, form) for form in FORMS if shown), (middle, "rotated")]
+    forms = [form for form in SECRETS if shown and (parts.rotary or form != "cloaked")]
+    return [*((first, form) for form in forms), (middle, "rotated")]
 
 
 def _model(

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.core import Audit, Cut, Finding, Outcome, Remedied, Skip, Status
+from keyhole.core import Cut, Finding, Remedied, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Progress, Track, silent
@@ -25,18 +24,15 @@ from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption
 from keyhole.disrupt import Outcome as ExampleOutcome
 from keyhole.disrupt.batches import Batches
-from keyhole.disrupt.disruption import status_of
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
-from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
+from keyhole.models.loading import GENERATES, head_of
 from keyhole.models.pieces import decoded, labels
 from keyhole.report import words
 
 if TYPE_CHECKING:
     from keyhole.audit.texts import TextTarget
-    from keyhole.harden.evaluate import Evaluation, Measured
-    from keyhole.harden.run import Hardening
 
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch
@@ -150,38 +146,6 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def audit_of(disruption: Disruption, target: str = "") -> Audit:
-    """The result of `disrupt.run` as an audit with one finding; `target` names the model.
-
-    Where the disruption still has its examples, a few flipped ones are shown.
-    """
-    cuts: tuple[Cut, ...] = ()
-    if disruption.examples:
-        tokenizer, config = load_tokenizer(disruption.model), load_config(disruption.model)
-        cuts = cuts_of(tokenizer, config, disruption)
-    return Audit(
-        target=target or disruption.model,
-        identity=disruption.identity or disruption.model,
-        findings=(finding(exposure_of(disruption.method), disruption, cuts, disruption.seconds),),
-        seed=int(disruption.method.get("seed", 0)),
-        seconds=disruption.seconds,
-    )
-
-
-def exposure_of(method: Mapping[str, Any], part: str = "") -> Exposure:
-    """The exposure of an attack, from the settings in its result."""
-    if "scope" not in method:  # another attacker than HackAttend
-        return replace(_CUT, variant=str(method["attack"]), part=part)
-    how = ""
-    if method["control"]:
-        how = "-random"
-    elif method["schedule"]["name"] == "greedy":
-        released = HackAttend.from_dict(method).as_published
-        how = "-released" if released else "-schedule"
-    variant, share = f"{method['scope']}{how}", f"{100 * method['share']:g}%"
-    return replace(_CUT, variant=variant, name=share, part=part)
-
-
 def finding(
     exposure: Exposure,
     disruption: Disruption,
@@ -240,16 +204,14 @@ def cuts_of(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, .
 
 
 def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome, task: str) -> Cut:
-    rows = [unit.sequence for unit in outcome.cut]
-    row = max(set(rows), key=rows.count, default=0)  # of several choices, the one cut most
-    units = [unit for unit in outcome.cut if unit.sequence == row]
+    units = outcome.cut
     last = max((max(unit.query, unit.key) for unit in units), default=0)
     layers = [getattr(config, "num_hidden_layers", 1), *(unit.layer + 1 for unit in units)]
     heads = [getattr(config, "num_attention_heads", 1), *(unit.head + 1 for unit in units)]
     return Cut(
-        tokens=_tokens(tokenizer, example, row, outcome.before, last + 1),
-        before=_answer(tokenizer, config, example, outcome.before, task),
-        after=_answer(tokenizer, config, example, outcome.after, task),
+        tokens=_tokens(tokenizer, example, outcome.before, last + 1),
+        before=_answer(tokenizer, config, outcome.before, task),
+        after=_answer(tokenizer, config, outcome.after, task),
         sure_before=outcome.confidence_before,
         sure_after=outcome.confidence_after,
         share=outcome.share,
@@ -260,110 +222,20 @@ def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome,
 
 
 def _tokens(
-    tokenizer: Any, example: Example, row: int, continued: tuple[int, ...], least: int
+    tokenizer: Any, example: Example, continued: tuple[int, ...], least: int
 ) -> tuple[str, ...]:
     """The tokens at `least` positions: the text's, then those that the model continued with."""
     batch, _ = encode(tokenizer, [example])
-    ids = batch["input_ids"].flatten(0, -2)[row]
-    kept = ids[batch["attention_mask"].flatten(0, -2)[row].bool()].tolist()
+    kept = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
     missing = max(0, least - len(kept))
     more = [token for token in continued if token >= 0][:missing]
     tokens = labels(tokenizer, kept + more)
     return (*tokens, *["?"] * (least - len(tokens)))
 
 
-def _answer(
-    tokenizer: Any, config: Any, example: Example, answer: tuple[int, ...], task: str
-) -> str:
-    """A class by its name, a choice by its text, tokens as they are written."""
-    if task == "choice":
-        return example.choices[answer[0]]
+def _answer(tokenizer: Any, config: Any, answer: tuple[int, ...], task: str) -> str:
+    """A class by its name, tokens as they are written."""
     if task == "classification":
         names: Mapping[int, str] = getattr(config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))
     return decoded(tokenizer, [token for token in answer if token >= 0])
-
-
-# A hardening as findings, of the model before and after: the audit's page shows both.
-#
-# The attacks are HackAttend's, with pictures of the first one's cuts. They are listed with masks
-# that were chosen without the model (harden/evaluate.py): a model that has learnt to recognise
-# HackAttend's masks would withstand those, and not the others.
-
-
-def audit_of_hardening(hardening: Hardening, folder: str | Path) -> Audit:
-    """The models before and after as parts of one target; `folder` holds the trained one."""
-    place = Path(folder) / hardening.runs[-1].folder
-    tokenizer, config = load_tokenizer(place), load_config(place)
-    evaluations = hardening.evaluations()
-    rows = {
-        name: findings(evaluation, name, tokenizer, config)
-        for name, evaluation in evaluations.items()
-    }
-    if hardening.before is not None:
-        first, *after = rows
-        trained = [row for name in after for row in rows[name]]
-        rows[first] = tuple(_with_remedy(row, trained, hardening.method) for row in rows[first])
-    return Audit(
-        target=hardening.model,
-        identity=hardening.identity,
-        findings=tuple(row for group in rows.values() for row in group),
-        seed=hardening.seed,
-        seconds=sum(evaluation.seconds for evaluation in evaluations.values()),
-    )
-
-
-def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> tuple[Finding, ...]:
-    """One for each kind of mask; `part` names the model."""
-    attacks: list[Finding] = []
-    masks = partial(Exposure, "KH-PREDICTIONS-CUTS", part=part)
-    others: dict[Exposure, Measured] = {}
-    for name, measured in evaluation.attacks.items():
-        disruption = evaluation.disruptions.get(name)
-        if disruption is None:  # an evaluation from a file has no outcomes
-            others[masks("attack", name=name)] = measured
-            continue
-        cuts = () if attacks else cuts_of(tokenizer, config, disruption)
-        attacks.append(
-            finding(exposure_of(disruption.method, part), disruption, cuts, disruption.seconds)
-        )
-    if attacks and evaluation.smoothed is not None:
-        proved = evaluation.smoothed
-        shares = ", ".join(f"{name} {percent(share)}" for name, share in proved.curve().items())
-        more = f"; of {len(proved.ballots)} answers voted on over masks, certified against {shares}"
-        attacks[0] = replace(attacks[0], reason=attacks[0].reason + more)
-    others |= {
-        masks("transferred", name=name): measured
-        for name, measured in evaluation.transferred.items()
-    }
-    others |= {masks(name): measured for name, measured in evaluation.wrong_label.items()}
-    return (*attacks, *(_mask_finding(exposure, measured) for exposure, measured in others.items()))
-
-
-def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
-    """A finding of the model before, with what the same masks flip after the training."""
-    remedy = f"keyhole harden --method {method}"
-    return replace(
-        row,
-        remedied=tuple(
-            Remedied(f"{remedy}: {other.part}", other.known, other.reason)
-            for other in trained
-            if replace(other.exposure, part=row.part) == row.exposure
-            and other.outcome is not Outcome.UNCHECKED
-        ),
-    )
-
-
-def _mask_finding(exposure: Exposure, measured: Measured) -> Finding:
-    untried = measured.examples == 0
-    return Finding(
-        exposure=exposure,
-        attack="masks that it did not help to choose",
-        status=Status.NOT_APPLICABLE if untried else status_of(measured.flips, measured.examples),
-        reason=f"{measured.flips} of {measured.examples} right answers flipped",
-        remedy="Where these flip more than the attack does, the model reads labels off masks.",
-        queries=round(measured.queries * measured.examples),
-        seconds=measured.seconds,
-        known=measured.success,
-        sought="prediction",
-    )

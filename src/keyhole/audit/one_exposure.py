@@ -2,7 +2,7 @@
 
 | name | what is attacked | what is sought |
 |---|---|---|
-| `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits`, `logits:4` | models | text |
+| `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` | models | text |
 | `pooled` | vector stores | text |
 | `gradient` | models with a loss | the texts of a batch |
 | `flips` | classifiers and models that write text | the prediction |

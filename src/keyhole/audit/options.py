@@ -46,10 +46,10 @@ def _layers(word: str) -> Layers:
 class AuditOptions:
     """What is tried with a target, and how; None is what suits the target."""
 
-    model: tuple[str, ...] = option(
-        (),
-        "The encoder that made a store's vectors: a folder, a hub name, or demo; given several "
-        "times, the right one is found. For a server or a leak, its model.",
+    model: str | None = option(
+        None,
+        "The encoder that made a store's vectors: a folder, a hub name, or demo. For a server or a "
+        "leak, its model.",
         TARGET,
         metavar="MODEL",
     )
@@ -153,9 +153,9 @@ class AuditOptions:
             value: Any = getattr(self, each.name)
             if isinstance(value, PathLike):
                 value = fspath(value)
-            if each.name in ("model", "only", "returns") and isinstance(value, str):
+            if each.name in ("only", "returns") and isinstance(value, str):
                 value = (value,)
-            elif value is None and each.name in ("model", "only", "returns", "endpoint"):
+            elif value is None and each.name in ("only", "returns", "endpoint"):
                 value = EndpointOptions() if each.name == "endpoint" else ()
             elif isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
@@ -211,16 +211,14 @@ def fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
         options.endpoint.expect_none(public)
     if kind in _MODEL_OF and not options.model:
         raise InputError(f"{what} needs --model: {_MODEL_OF[kind]}")
-    if kind is not TargetKind.STORE and len(options.model) > 1:
-        raise InputError(f"give {what} one --model, not {len(options.model)}")
-    models = (place, *options.model) if kind is TargetKind.MODEL else options.model
-    files = {file: "a GGUF file" for file in models if file.endswith(".gguf")}
+    model = place if kind is TargetKind.MODEL else options.model or ""
     named = (
+        (model if model.endswith(".gguf") else None, "a GGUF file"),
         (options.data, "a file of texts"),
         (options.known, "texts"),
         (options.corpus, "a corpus"),
     )
-    for file, called in (*files.items(), *named):
+    for file, called in named:
         if file is not None:
             expect_file(file, called)
     return kind

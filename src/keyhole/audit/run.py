@@ -87,15 +87,14 @@ def audit(
         plan = Plan.of(opened, checks, options, opening)
         for store in opened.stores.values():
             notice(words.begins(len(store.rows), store.count))
-        sendable = all(check.for_worker for check in checks.values())
-        if workers and named is not None and named.local_only and not sendable:
+        if workers and named is not None and named.local_only:
             notice("its checks are made in this process, which holds its ledger and secrets")
             workers = 0
         memory = stack.enter_context(Journal(journal, plan.determined, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
         run = Checking(runner, memory, track, notice)
-        send = partial(_sent, checks, named, plan) if workers else partial(_local, checks, track)
+        send = partial(_sent, named, plan) if workers else partial(_local, checks, track)
         run.begin("", plan, send)
         if run.done:
             resuming(run.done, run.total)
@@ -111,13 +110,8 @@ def _local(checks: Mapping[str, Check], track: Track, key: str) -> Callable[[int
     return partial(_in_process, checks[key], track)
 
 
-def _sent(
-    checks: Mapping[str, Check], named: NamedTarget | None, plan: Plan, key: str
-) -> Callable[[int], Checked]:
-    """What a worker is sent: the check itself where it can be, or which one of the target it is."""
-    for_worker = checks[key].for_worker
-    if for_worker is not None:
-        return for_worker()
+def _sent(named: NamedTarget | None, plan: Plan, key: str) -> Callable[[int], Checked]:
+    """What a worker is sent: which check of the target it is."""
     if named is None:
         raise InputError("--processes and --dask need a target by its name: workers open it")
     return partial(make, named, plan.identity, key)

@@ -44,7 +44,7 @@ from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Rout
 from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
-from keyhole.recover.embeddings.short_prompt import final_states
+from keyhole.recover.embeddings.final_state import final_states
 from keyhole.recover.files.contents import as_served, served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original

@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Reading
 from keyhole.core.journal import digest
-from keyhole.core.machine import device_of
-from keyhole.core.progress import Track, untracked
+from keyhole.core.progress import Track
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
-from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded, identity, kept_open
+from keyhole.models.loading import Loaded, identity
 from keyhole.recover import Pooled, TextRecovery
 from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
@@ -95,8 +93,8 @@ class StoreFacts:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Vectors:
-    """Some vectors of a store and how they were made: all that is needed but the encoder.
+class StoreTarget(Part):
+    """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
 
     `texts` are those that the store still has of them, None where it has none; `max_length` is
     after how many tokens the encoder cuts a text off; `rounding` is what the store says of how
@@ -104,6 +102,10 @@ class Vectors:
     counts the corpus that ships.
     """
 
+    name: str
+    store_identity: str
+    count: int
+    loaded: Loaded
     exposure: Exposure
     rows: tuple[int, ...]
     vectors: Tensor
@@ -112,21 +114,7 @@ class Vectors:
     max_length: int
     rounding: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: Attack = field(default_factory=CountedReader)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StoreTarget(Vectors, Part):
-    """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
-
-    `encoder` is the name by which other processes open the encoder.
-    """
-
-    name: str
-    store_identity: str
-    count: int
-    loaded: Loaded
     note: str = ""
-    encoder: str | None = None
     others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
     observed = True
 
@@ -193,9 +181,9 @@ class StoreTarget(Vectors, Part):
         for start in range(0, count, step):
             end = min(start + step, count)
             few = self.some(slice(start, end))
-            run, sent = partial(_in_process, self, few, attack), partial(_for_worker, self, few)
+            run = partial(_read_with, few, attack)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            made.append(Check(self.exposure, run, name, sent, weight=pace * self._work(start, end)))
+            made.append(Check(self.exposure, run, name, weight=pace * self._work(start, end)))
         way = self.pooling.exposure
         if against_defences and way.normalised and way.width is None and not self.rounding:
             for defence in _defences(self.vectors.shape[1], seed):
@@ -223,10 +211,8 @@ class StoreTarget(Vectors, Part):
         seconds = shortest(lambda: encoder.vectors(texts, fast=True))
         return seconds / encoder.framed(texts)[0].numel()
 
-    def some(self, few: slice) -> Vectors:
-        held = {each.name: getattr(self, each.name) for each in fields(Vectors)}
-        cut = {name: held[name][few] for name in ("rows", "vectors", "texts")}
-        return Vectors(**held | cut)
+    def some(self, few: slice) -> StoreTarget:
+        return replace(self, rows=self.rows[few], vectors=self.vectors[few], texts=self.texts[few])
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -309,18 +295,8 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 _Ready = Callable[[Track], Attack]
 
 
-def _in_process(target: StoreTarget, part: Vectors, attack: _Ready, track: Track) -> Checked:
-    return read(target.loaded, replace(part, method=attack(track)), track)
-
-
-def _for_worker(target: StoreTarget, part: Vectors) -> Callable[[int], Checked]:
-    """What a worker is sent."""
-    if target.encoder is None:
-        raise InputError(f"workers need the name of the encoder of {target.name}: open it by name")
-    device = anatomy(target.loaded.model).device
-    kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
-    source = Source(target.encoder, target.loaded.identity, kind)
-    return partial(read_in_worker, source, part)
+def _read_with(part: StoreTarget, attack: _Ready, track: Track) -> Checked:
+    return read(replace(part, method=attack(track)), track)
 
 
 def _ready_once(target: StoreTarget) -> _Ready:
@@ -373,7 +349,7 @@ def _joined(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     )  # fmt: skip
 
 
-# A few of a store's vectors read back: one check of an audit, in this process or in another.
+# A few of a store's vectors read back: one check of an audit.
 #
 # Where the store still has the texts, what was read is compared with them; where it does not, a
 # text counts as read if running the encoder on it gives the vector again (recover/layers/judge.py).
@@ -387,49 +363,18 @@ _SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 
 
-def read(loaded: Loaded, part: Vectors, track: Track) -> Checked:
+def read(part: StoreTarget, track: Track) -> Checked:
     """Read all vectors of a part, and say what became of each."""
     started = time.perf_counter()
-    recoveries = _recover(loaded, part, track)
-    readings = tuple(
-        _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
-    )
-    result = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    recoveries = _recover(part, track)
+    readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
+    result = Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
     made = finding(
         part.exposure, status_of(result, [recovery.status for recovery in recoveries]),
         recoveries[0].reason, attack=recoveries[0].method, result=result,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
     return Checked((made,))
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a worker finds the encoder, which is not sent."""
-
-    encoder: str
-    identity: str
-    device: str = "cpu"
-
-
-def read_in_worker(source: Source, part: Vectors, worker: int = 0) -> Checked:
-    """What a worker does: open the encoder, once a process, and read."""
-    source = replace(source, device=device_of(source.device, worker))
-    with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
-        return read(loaded, replace(part, method=method), untracked)
-
-
-def _opened(source: Source, part: Vectors) -> tuple[Loaded, Attack]:
-    loaded, method = open_model(source.encoder, device=source.device), part.method
-    if loaded.identity != source.identity:
-        raise InputError(
-            f"{source.encoder} is {loaded.identity} where a worker runs, and {source.identity} "
-            "where the audit began: it must be the same on every machine"
-        )
-    if isinstance(method, CountedReader):
-        attacked = Attacked.of(loaded.model, loaded.tokenizer)
-        method = method.ready(attacked, part.pooling.exposure, part.pooling.prefix)
-    return loaded, method
 
 
 def finding(
@@ -467,7 +412,7 @@ def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
     return Status.INEXACT if partly else Status.BUDGET
 
 
-def _recover(loaded: Loaded, part: Vectors, track: Track) -> list[TextRecovery]:
+def _recover(part: StoreTarget, track: Track) -> list[TextRecovery]:
     way = part.pooling.exposure
     leaks = [
         Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.rounding)
@@ -476,17 +421,17 @@ def _recover(loaded: Loaded, part: Vectors, track: Track) -> list[TextRecovery]:
     progress = track(words.exposure(part.exposure), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
-        loaded.model, loaded.tokenizer, leaks, method=part.method, track=track
+        part.loaded.model, part.loaded.tokenizer, leaks, method=part.method, track=track
     ):
         recoveries[number] = recovery
         progress(len(recoveries))
     return [recoveries[number] for number in range(len(leaks))]
 
 
-def _reading(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) -> Reading:
+def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
     """What was read of one vector, next to the store's own text where it has one."""
-    tokenizer, text = loaded.tokenizer, part.texts[place]
-    near = _similarity(loaded, part, place, recovery)
+    tokenizer, text = part.loaded.tokenizer, part.texts[place]
+    near = _similarity(part, place, recovery)
     if text is None or not text.strip():
         note = f"vector {part.rows[place]}: the store has no text of it"
         return reading_alone(tokenizer, recovery, note, near)
@@ -505,13 +450,14 @@ def _reading(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) 
     )
 
 
-def _similarity(loaded: Loaded, part: Vectors, place: int, recovery: TextRecovery) -> float | None:
+def _similarity(part: StoreTarget, place: int, recovery: TextRecovery) -> float | None:
     """The cosine of a vector with that of the text that was read; None where none was."""
     if not recovery.ids:
         return None
-    ids = torch.tensor([recovery.ids], device=anatomy(loaded.model).device)
+    model = part.loaded.model
+    ids = torch.tensor([recovery.ids], device=anatomy(model).device)
     with torch.no_grad():
-        made = capture(loaded.model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+        made = capture(model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
     return float(torch.cosine_similarity(made, part.vectors[place].cpu().double(), dim=0))
 
 
@@ -537,10 +483,7 @@ def _behind(
     started = time.perf_counter()
     way, vectors = part.pooling.exposure, part.vectors.float()
     ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, way)
-    read = [
-        _reading(target.loaded, part, place, recovery).exact
-        for place, recovery in enumerate(recoveries)
-    ]
+    read = [_reading(part, place, recovery).exact for place, recovery in enumerate(recoveries)]
     others = vectors if target.others is None else target.others.float()
     queries, docs = others.tensor_split([-(-len(others) // 10)])
     count, lost = sum(read), 1 - retrieval(defence, docs, queries)
@@ -552,59 +495,3 @@ def _behind(
         attack=recoveries[0].method, seconds=time.perf_counter() - started,
     )  # fmt: skip
     return Checked((replace(made, queries=len(read), known=count / len(read)),))
-
-
-# Which encoder made a store's vectors? Of several, the one that explains them best.
-#
-# With texts whose vectors are known, it is the one that gives these vectors, to rounding: no other
-# does. Without, it is a guess: the one whose vectors' mean points most where the store's points.
-
-
-def likeliest(candidates: Sequence[StoreTarget]) -> StoreTarget:
-    """The candidate whose encoder fits, with the others in its reason; alone, as it is."""
-    if len(candidates) == 1:
-        return candidates[0]
-    if all(candidate.pooling.error is not None for candidate in candidates):
-        return _by_known_texts(candidates)
-    return _by_statistics(candidates)
-
-
-def _by_known_texts(candidates: Sequence[StoreTarget]) -> StoreTarget:
-    errors = {candidate: candidate.pooling.error or 0.0 for candidate in candidates}
-    best, *others = sorted(errors, key=lambda candidate: errors[candidate])
-    rest = ", ".join(f"{other.loaded.name} is {errors[other]:.1e} off" for other in others)
-    found = f"none of {len(candidates)} encoders made them: {rest}"
-    if best.pooling.sure:
-        found = f"of {len(candidates)} encoders {best.loaded.name} made them: {rest}"
-    return _because(best, found)
-
-
-def _by_statistics(candidates: Sequence[StoreTarget]) -> StoreTarget:
-    likeness = {candidate: _likeness(candidate) for candidate in candidates}
-    order = sorted(likeness, key=lambda candidate: -likeness[candidate])
-    ranking = ", ".join(f"{each.loaded.name} {likeness[each]:.2f}" for each in order)
-    return _because(
-        order[0],
-        f"of {len(candidates)} encoders {order[0].loaded.name} is likeliest, which is a guess: the "
-        f"cosine of the mean of their vectors with the store's is {ranking}; --known makes sure",
-    )
-
-
-def _likeness(candidate: StoreTarget) -> float:
-    known = candidate.pooling.likeness
-    if known is None:  # its folder says how it pools, and nobody looked at the vectors
-        loaded = candidate.loaded
-        guess = from_statistics(
-            loaded.model,
-            loaded.tokenizer,
-            ORDINARY,
-            candidate.vectors,
-            candidate.pooling.exposure.width,
-        )
-        known = guess.likeness
-    return 0.0 if known is None else known
-
-
-def _because(target: StoreTarget, found: str) -> StoreTarget:
-    pooling = target.pooling
-    return replace(target, pooling=replace(pooling, reason=f"{pooling.reason}; {found}"))

@@ -8,7 +8,7 @@ target not opened yet, small enough to be sent to another process.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from keyhole.audit.check import Check, Part, nothing_to_try
 from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
 from keyhole.audit.servers import AnswersTarget, ServerTarget
-from keyhole.audit.stores import StoreTarget, likeliest, quick
+from keyhole.audit.stores import StoreTarget, quick
 from keyhole.audit.texts import LeakTarget, TextTarget
 from keyhole.core import Skip
 from keyhole.core.endpoint import expect_authorized, without_password
@@ -43,7 +43,7 @@ from keyhole.oracle.probe import Server
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.run import open_leaks
-from keyhole.stores import Store, address_of, open_store
+from keyhole.stores import address_of, open_store
 from keyhole.target import TargetKind
 
 TEXTS_OF_A_MODEL = 3
@@ -234,7 +234,7 @@ class NamedTarget:
     def fingerprint(self) -> str:
         """What tells that a target's files were not touched, without reading all of them."""
         options = self.options
-        named = (*options.model, options.data, options.known, options.corpus)
+        named = (options.model, options.data, options.known, options.corpus)
         files = [*self._own_files(), *(file for name in named if name for file in _files(name))]
         times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return digest(self.name, repr(self), times)
@@ -256,9 +256,8 @@ def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
     def found(name: str) -> str:
         return str(Path(folder, name)) if exists(Path(folder, name)) else name
 
-    named = {name: getattr(options, name) for name in ("known", "corpus", "data")}
-    files = {name: found(file) for name, file in named.items() if file}
-    return replace(options, model=tuple(map(found, options.model)), **files)
+    named = {name: getattr(options, name) for name in ("model", "known", "corpus", "data")}
+    return replace(options, **{name: found(file) for name, file in named.items() if file})
 
 
 def _files(name: str) -> list[Path]:
@@ -388,15 +387,15 @@ class _Opener:
 
     def _weights(self) -> Loaded | None:
         """The model of --model, with its head; None where none is given."""
-        if not self.options.model:
+        name = self.options.model
+        if name is None:
             return None
-        (name,) = self.options.model
         task = task_of(demo.folder_of(name))
         return demo.open_model(name, task=task, device=self.options.device)
 
     def _leak(self) -> Target:
         """A saved slot or leak, read with the weights of --model."""
-        (model,) = self.options.model
+        model = cast("str", self.options.model)
         loaded, opened = open_leaks(model, self.place, device=self.options.device)
         leaks = [
             replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
@@ -411,31 +410,14 @@ class _Opener:
         corpus = corpus_file(options.corpus)
         method = CountedReader() if corpus is None else CountedReader(corpus)
         known = [] if options.known is None else read_texts(options.known)
+        encoder = cast("str", options.model)
         with open_store(self.place, known, shown=self.name) as store:
-            subject = likeliest(self._candidates(store, known))
+            subject = StoreTarget.of(
+                store, demo.open_model(encoder, device=options.device),
+                texts=options.texts or TEXTS_OF_A_STORE, known=known, seed=options.seed,
+            )  # fmt: skip
         subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
-
-    def _candidates(self, store: Store, known: Sequence[str]) -> list[StoreTarget]:
-        """The store as each encoder would have made it; one of another width is no candidate."""
-        options = self.options
-        made: list[StoreTarget] = []
-        refused: list[InputError] = []
-        for encoder in options.model:
-            loaded = demo.open_model(encoder, device=options.device)
-            try:
-                subject = StoreTarget.of(
-                    store, loaded, texts=options.texts or TEXTS_OF_A_STORE, known=known,
-                    seed=options.seed,
-                )  # fmt: skip
-            except InputError as error:
-                refused.append(error)
-                continue
-            name = str(Path(encoder).absolute()) if exists(encoder) else encoder
-            made.append(replace(subject, encoder=name))
-        if not made:
-            raise refused[0]
-        return made
 
 
 def corpus_file(file: str | None) -> Path | None:

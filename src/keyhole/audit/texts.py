@@ -170,7 +170,7 @@ def checks_of(
     asked = replace(target, precisions=(precision,))
     made: list[Check] = []
     for entry, row in tried:
-        alone = replace(row, precisions=(precision,), steps=leak.steps)
+        alone = replace(row, precisions=(precision,))
         made.append(_made(alone, layer, part, entry, _attack(entry, row, target), asked, seed))
     return made
 
@@ -216,7 +216,7 @@ def _check(
 ) -> Checked:
     model, tokenizer = target.loaded.model, target.loaded.tokenizer
     started = time.perf_counter()
-    leaking = Captured(row.kind, exposure.layer or 0, steps=row.steps)
+    leaking = Captured(row.kind, exposure.layer or 0)
     texts = [*target.texts, *(target.notes if row.short else ())]
     exact = [leak_of(model, tokenizer, text, leaking, encoder=target.encoder) for text in texts]
     parts = anatomy(model)

@@ -33,7 +33,7 @@ _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
     "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, milvus:FOLDER, "
     "milvus:http://host:port, weaviate:http://host:port, postgresql://…, http://…/v1/embeddings, "
-    "or a file .faiss, .parquet, .npy, .npz, .jsonl; with --model also "
+    "or a file .faiss, .parquet, .npy, .jsonl; with --model also "
     "http://host:port, a server of a language model, or a file: a saved slot of llama.cpp, a leak "
     "of keyhole lab capture, or what another program saved of a model's states or cache (.pt, "
     ".safetensors)."

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import OutputFiles, Outputs, answer, expect_new
+from keyhole.cli.outputs import answer, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable
 from keyhole.core.options import CHECKS, TARGET
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from keyhole.disrupt import Disruption
-
 
 @command(
-    "keyhole disrupt demo --examples 2 --out flips.json --output html=flips.html",
+    "keyhole disrupt demo --examples 2 --out flips.json",
     "keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json",
     "keyhole disrupt demo --examples 2 --method as-released -o order=random",
 )
@@ -39,7 +34,6 @@ def disrupt(
         float | None, opt.about("The largest share of attention to cut: 0.01 by default.", CHECKS)
     ] = None,
     seed: opt.Seed = 0,
-    outputs: OutputFiles = None,
     out: opt.Out = None,
     resume: opt.Resume = None,
     force: opt.Force = False,
@@ -56,9 +50,6 @@ def disrupt(
     expect_new(out, force=force)
     if resume is not None:
         expect_writable(resume)
-    pages = Outputs.of(
-        outputs, {"html": _page(model)}, force=force, as_json=as_json, others=(out,) if out else ()
-    )
     if task is not None and task not in get_args(Task):
         raise InputError(f"--task is one of {', '.join(get_args(Task))}, not {task[:40]!r}")
     name = method or "strongest"
@@ -74,17 +65,6 @@ def disrupt(
         )  # fmt: skip
         if out is not None:
             result.save(out)
-        pages.write(result)
     words = f"{model}: {result.method['words']}\n{result.summary()}"
-    if not pages.printed(result):
-        answer(result.to_dict(), words, as_json=as_json)
-    pages.report()
+    answer(result.to_dict(), words, as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
-
-
-def _page(model: str) -> Callable[[Disruption], str]:
-    """The page that shows what was cut."""
-    from keyhole import report
-    from keyhole.audit.flips import audit_of
-
-    return lambda result: report.render(audit_of(result, model))

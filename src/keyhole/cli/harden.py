@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import OutputFiles, Outputs, say, show
+from keyhole.cli.outputs import say, show
 from keyhole.core import dump
-from keyhole.core.errors import InputError
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from keyhole.harden.run import Hardening
 
 # How any method trains: parameters of harden.run that are set as -o, like the method's own.
 TRAINING = {
@@ -28,7 +22,7 @@ TRAINING = {
 
 @command(
     "keyhole harden ./my-classifier --data train.tsv --method strongest --epochs 1 "
-    "--dev dev.tsv --output html=hardened.html --out hardened",
+    "--dev dev.tsv --out hardened",
     "keyhole disrupt ./hardened --data dev.tsv",
     "keyhole harden ./my-classifier --data train.tsv --method sattend -o emptied=true -o rate=0.95 "
     "--epochs 1 --dev dev.tsv --certify --out certified",
@@ -75,7 +69,6 @@ def harden(
     seeds: Annotated[
         int, opt.about("Train this many models, and report the mean and the range.", CHECKS)
     ] = 1,
-    outputs: OutputFiles = None,
     resume: opt.Resume = None,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -96,25 +89,18 @@ def harden(
     options = settings(option or (), {**opt.option_types(DEFENCES[name]), **TRAINING}, name)
     given = examples.keywords()
     given["label"] = given["label"] or "label"
-    pages = Outputs.of(outputs, {"html": _page(out)}, force=force, as_json=as_json)
-    if pages.asked - {""} and dev is None:
-        raise InputError("the page shows what was measured: give --dev")
     with interruptible(lambda: _kept(resume)), bars("harden", "parts") as track:
         result = run(
             model, data, out, method=name, **options, **given, epochs=epochs, dev=dev, flips=flips,
             certify=certify, checkpoint=resume, seed=seed, seeds=seeds, force=force, track=track,
         )  # fmt: skip
-        pages.write(result)
-    if pages.printed(result):
-        pass
-    elif as_json:
+    if as_json:
         typer.echo(dump(result.to_dict()))
     else:
         for trained in result.runs:
             show(trained.training.summary())
         if result.after:
             show(report.hardening(result))
-    pages.report()
     say(f"{'model' if seeds == 1 else 'models'}: {out}")
 
 
@@ -123,11 +109,3 @@ def _kept(checkpoint: Path | None) -> str:
     if checkpoint is None or not any(checkpoint.rglob("epoch-*[0-9]")):
         return ""
     return f"whole epochs are in {checkpoint}: the same command resumes"
-
-
-def _page(folder: Path) -> Callable[[Hardening], str]:
-    """The page that shows what was cut, before and after."""
-    from keyhole import report
-    from keyhole.audit.flips import audit_of_hardening
-
-    return lambda result: report.render(audit_of_hardening(result, folder))

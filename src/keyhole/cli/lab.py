@@ -11,14 +11,13 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible, lab
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import and_tensors, answer, expect_new, say, show
+from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.files import is_folder, write_text
+from keyhole.core.files import is_folder
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
-    from keyhole.core.progress import Progress
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
@@ -103,8 +102,8 @@ def capture(
         str,
         opt.about(
             "What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; logits "
-            "are those of the next token, logits:4 those of the first 4 tokens after the text; "
-            "gradient is what a client hands over for a batch of texts.",
+            "are those of the next token; gradient is what a client hands over for a batch of "
+            "texts.",
             CHECKS,
         ),
     ],
@@ -144,8 +143,7 @@ def capture(
             "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
             "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
             "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
-            "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
-            "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
+            "keys and values, by a secret drawn from the number KEY: rotated:KEY. "
             "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
             CHECKS,
             metavar="FORM",
@@ -236,59 +234,6 @@ def _capture_gradient(
     return f"{out}: {what}, {more['precision']}{private}"
 
 
-def _kept(journal: Path, what: str) -> str:
-    """What a stopped run has behind it."""
-    from keyhole.core.journal import records_in
-
-    records = records_in(journal)
-    return f"{records} {what} are in {journal}: the same command resumes" if records else ""
-
-
-@command(
-    "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
-    'keyhole lab corpus ./language-model --text "The film" --text "This movie" --texts 20 '
-    "--out reviews.txt",
-    group=lab,
-)
-def corpus(
-    model: opt.ModelName,
-    texts: Annotated[int, opt.about("How many sentences to draw.", CHECKS)] = 10_000,
-    text: Annotated[
-        list[str] | None,
-        opt.about(
-            "Words that sentences begin with; may be repeated. By default the first words of "
-            "sentences of the corpus that ships with Keyhole.",
-            CHECKS,
-            metavar="WORDS",
-        ),
-    ] = None,
-    max_length: Annotated[int, opt.about("The most tokens of a sentence.", CHECKS)] = 40,
-    out: Annotated[
-        Path, opt.about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
-    ] = Path("corpus.txt"),
-    force: opt.Force = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    allow_pickle: opt.AllowPickle = False,
-) -> None:
-    """Draw sentences from a language model, to read embeddings with as a --corpus."""
-    from keyhole.recover.embeddings.drawn import draw_texts
-
-    expect_count("--texts", texts)
-    expect_count("--max-length", max_length)
-    journal = out.with_name(f"{out.name}.journal")
-    expect_new(out, force=force)
-    with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
-        lines = draw_texts(
-            model, texts, begins=text or (), max_length=max_length, device=device,
-            allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
-        )  # fmt: skip
-        write_text(out, "".join(f"{line}\n" for line in lines))
-    journal.unlink(missing_ok=True)
-    short = "" if len(lines) == texts else f" (of {texts:,}: nothing new came after those)"
-    show(f"{out}: {len(lines):,} sentences{short}")
-
-
 @command(
     "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
     "keyhole invert layer.safetensors -o starts=32 --out input.json",
@@ -320,51 +265,6 @@ def bounds(
     with interruptible():
         found = measure_bounds(problem, at, **options, seed=seed)
     answer(found.to_dict(), found.summary(), as_json=as_json)
-
-
-@command(
-    "keyhole lab plant stack.safetensors --kind inversion -o layers=2 -o residual=true "
-    "-o dim=4 -o tokens=5",
-    "keyhole lab stacks stack.safetensors --out first.json",
-    group=lab,
-)
-def stacks(
-    stack: Annotated[
-        Path,
-        typer.Argument(
-            metavar="STACK",
-            help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
-        ),
-    ],
-    option: opt.MethodOptions = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "cpu",
-    out: opt.Out = None,
-    force: opt.Force = False,
-    as_json: opt.Json = False,
-) -> None:
-    """Read the input of several layers back from their weights and the last output.
-
-    -o sets the search at each layer: starts (64), solutions (inputs looked for, 4), seconds, and
-    branches (candidates that are carried down, 8).
-    """
-    from keyhole.lab.stacks import Stack, run
-
-    expect_new(*and_tensors(out), force=force)
-    options = settings(option or (), types_of(run, hidden=("device", "seed")), "stacks")
-    with interruptible(), bars("invert layers", each=False) as track:
-        asked = Stack.load(stack)
-
-        def begun(name: str, total: int | None = None) -> Progress:
-            """When the search begins: a refusal comes before it, as the only line."""
-            say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
-            return track(name, total)
-
-        result = run(asked, **options, device=device, seed=seed, track=begun)
-        if out is not None:
-            result.save(out)
-    answer(result.to_dict(), result.summary(), as_json=as_json)
-    raise typer.Exit(exit_code([result.status]))
 
 
 @command(
@@ -424,25 +324,17 @@ def defences(
     """Measure every defence in one table, each attacked by somebody who knows it.
 
     Caches, hidden states, embeddings, gradients and logits behind noise, rounding, secrets and
-    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing. With
-    --out every finished row is kept in FILE.journal, and the same command resumes.
+    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing.
     """
     from rich.table import Table
 
     from keyhole.lab.defences import table
 
     expect_new(out, force=force)
-    journal = None if out is None else out.with_name(f"{out.name}.journal")
-    kept = interruptible(lambda: "" if journal is None else _kept(journal, "rows"))
-    with kept, bars("defences", "rows") as track:
-        found = table(
-            model, device=device, allow_pickle=allow_pickle, seed=seed, journal=journal,
-            force=force, track=track, resuming=lambda done: say(f"resuming: {done} rows are done"),
-        )  # fmt: skip
+    with interruptible(), bars("defences", "rows") as track:
+        found = table(model, device=device, allow_pickle=allow_pickle, seed=seed, track=track)
         if out is not None:
             found.save(out)
-    if journal is not None:
-        journal.unlink(missing_ok=True)
     heads = ("guards", "defence", "attack", "attacker", "honest users lose", "time", "verdict")
     shown = Table(*heads, caption=found.summary(), caption_justify="left")
     for row in found.rows:

@@ -28,16 +28,15 @@ _ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # what is done to a t
 _TAKES = {
     "head": ("dim", "rank", "scale", *_ANSWERS),
     "multi-head": ("dim", "rank", "heads", "scale", *_ANSWERS),
-    "one-layer": ("dim", "rank", "heads", "width", "scale", *_ANSWERS),
+    "one-layer": ("dim", "rank", "width", "scale", *_ANSWERS),
     "relu": ("dim", "width", "scale", *_ANSWERS),
     "attention": ("dim", "rank", "heads", "scale", "every_token", "causal", *_ANSWERS),
     "attention-layers": (
         "dim", "rank", "heads", "layers", "scale", "every_token", "causal", *_ANSWERS,
     ),
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
-    "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps", "layers"),
+    "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps"),
 }  # fmt: skip
-_RATIONS = {"client_budget": int, "client_rate": float}
 Heads = Annotated[
     Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
 ]
@@ -66,11 +65,11 @@ def plant(
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
     Every kind takes dim (64) and scale (1 gives a W of norm about 2). head, multi-head, one-layer,
-    attention and attention-layers take rank; all but head and relu heads; one-layer and relu width
-    (32); attention every_token and causal, attention-layers these and layers (2), each with its
-    heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens (8),
-    residual, causal, maps (they leak too) and layers (a stack, of which only the last output is
-    known). Answers may be changed by sign_only, decimals, noise and max_norm.
+    attention and attention-layers take rank; all but head, one-layer and relu heads; one-layer and
+    relu width (32); attention every_token and causal, attention-layers these and layers (2), each
+    with its heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens
+    (8), residual, causal and maps (they leak too). Answers may be changed by sign_only, decimals,
+    noise and max_norm.
     """
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
@@ -98,21 +97,13 @@ def plant(
 
 
 def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
-    """A layer's output, or with `layers` that of a stack; what was planted."""
+    """A layer's output; what was planted."""
     from dataclasses import replace
 
     from keyhole import invert
-    from keyhole.lab import stacks
 
-    tokens, layers = options.pop("tokens", 8), options.pop("layers", None)
-    maps = options.pop("maps", False)
+    tokens, maps = options.pop("tokens", 8), options.pop("maps", False)
     expect_count("tokens", tokens)
-    if layers is not None:
-        if maps or "heads" in options:
-            raise InputError("a stack of layers takes neither maps nor heads")
-        dim = options["dim"]
-        stacks.plant(layers, tokens, **options, seed=seed)[0].save(path)
-        return f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}"
     problem, secret = invert.plant(tokens, **options, seed=seed)
     if maps:
         problem = replace(problem, maps=problem.maps_of(secret))
@@ -124,7 +115,7 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
     "keyhole lab plant target.safetensors",
     "keyhole lab serve target.safetensors --port 8080 --name head",
     "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
-    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3 -o client_budget=1000",
+    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3",
     "keyhole extract http://127.0.0.1:8080/v2/models/head",
     group=lab,
 )
@@ -141,14 +132,12 @@ def serve(
     """Put a planted target behind a real inference server (MLServer).
 
     -o changes its answers: sign_only, decimals, noise (the same each time for a question),
-    fresh_noise (anew each time), max_norm (longer tokens are shortened); refuses questions:
-    min_tokens, max_tokens, usual_norm (of honest clients' tokens); and rations each address:
-    client_budget (queries in all), client_rate (queries a second).
+    fresh_noise (anew each time), max_norm (longer tokens are shortened); or refuses questions:
+    min_tokens, max_tokens, usual_norm (of honest clients' tokens).
     """
     from keyhole.oracle.defences import Degradation
 
-    options = settings(option or (), types_of(Degradation, hidden=("seed",)) | _RATIONS, "serve")
-    rations = {name: options.pop(name, None) for name in _RATIONS}
+    options = settings(option or (), types_of(Degradation, hidden=("seed",)), "serve")
     degradation = Degradation(**options, seed=seed)
     try:
         from keyhole.lab.server import serve as run
@@ -160,7 +149,6 @@ def serve(
 
     def begun() -> None:
         done = f", {degradation}" if degradation else ""
-        done += "".join(f", {name} {value:g}" for name, value in rations.items() if value)
         if as_json:
             typer.echo(dump({"url": url}))
         else:
@@ -168,7 +156,7 @@ def serve(
             show(f"serving {target}{done}{comma} at {url} (Ctrl-C ends it)")
         sys.stdout.flush()
 
-    run(target, name=name, port=port, degradation=degradation, **rations, begun=begun)
+    run(target, name=name, port=port, degradation=degradation, begun=begun)
 
 
 @command(

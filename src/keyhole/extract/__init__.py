@@ -20,8 +20,7 @@ from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.multi_head_as_published import MultiHeadAsPublished
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
-from keyhole.extract.ordinary_labels import OrdinaryLabels
-from keyhole.extract.ordinary_questions import OrdinaryQuestions
+from keyhole.extract.ordinary_questions import OrdinaryLabels, OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.relu_network import ReluNetwork

@@ -176,8 +176,8 @@ def _by_parameters(
     model: _Model, free: Sequence[str]
 ) -> tuple[Callable[[Tensor], _Model], Callable[[Tensor, Tensor], Tensor], Tensor]:
     """The model as a function of its `free` parameters, its Jacobian for sequences, and they."""
-    start = model.tensors()
-    shapes = {name: start[name].shape for name in free}
+    start = {name: torch.as_tensor(getattr(model, name), dtype=torch.float64) for name in free}
+    shapes = {name: part.shape for name, part in start.items()}
     kept = {each.name for each in fields(cast("Any", model))}
 
     def put(flat: Tensor) -> _Model:
@@ -193,7 +193,7 @@ def _by_parameters(
         return put(flat).answers(tokens.unsqueeze(0)).squeeze(0)
 
     rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
-    return put, rows, torch.cat([start[name].flatten() for name in free])
+    return put, rows, torch.cat([part.flatten() for part in start.values()])
 
 
 def uncertainty(

@@ -406,7 +406,7 @@ def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
 def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple[Tensor, int]:
     """`ωM_h` (n, H, m) of enough ω, and the dimension k of the space that each head writes into."""
     heads, m = anchor.values.shape
-    vectors = torch.empty(0, heads, m, dtype=torch.float64)
+    vectors = anchor.values[None]  # others are orthogonal to it: in narrow layers it counts
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))

@@ -38,6 +38,7 @@ from keyhole.oracle.token_questions import ABSENT, question
 
 _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used
+_TOGETHER = 64  # rows whose questions are asked at once: several servers may share them
 _BIASES = (16.0, 32.0, 64.0, 128.0)
 _FURTHER = 48.0  # more for tokens of no probability: less than what they are behind the reference
 _RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
@@ -145,8 +146,8 @@ class ChosenTokens:
         while len(self._asked) < count:
             self._asked.append(self._prompts.draw(self.vocabulary))
             self._rows.append(_NONE)
-        for number in range(count):
-            self._complete(number)
+        for numbers in torch.arange(count).split(_TOGETHER):
+            self._complete(numbers.tolist())
         return torch.stack(self._rows[:count])
 
     def complete(self) -> Tensor:
@@ -155,17 +156,22 @@ class ChosenTokens:
 
     def fresh(self, prompts: Prompts) -> Tensor:
         for _ in range(_SET_ASIDE):
-            row = self._read(prompts.draw(self.vocabulary), self._chosen)
+            row = self._read([prompts.draw(self.vocabulary)], [self._chosen])[0]
             if float(row.min()) > ABSENT / 2:
                 return row
         raise Unsuccessful(Status.NOT_APPLICABLE, "of some tokens the target says nothing")
 
-    def _complete(self, number: int) -> None:
-        """The numbers that a row misses; another prompt where there are none."""
-        known = self._rows[number]
-        more = self._read(self._asked[number], self._chosen[len(known) :])
-        whole = torch.cat([known, more])
-        self._rows[number] = whole if float(whole.min()) > ABSENT / 2 else self.fresh(self._prompts)
+    def _complete(self, numbers: list[int]) -> None:
+        """The numbers that rows miss; another prompt where there are none."""
+        known = [self._rows[number] for number in numbers]
+        more = self._read(
+            [self._asked[number] for number in numbers],
+            [self._chosen[len(row) :] for row in known],
+        )
+        for number, row, rest in zip(numbers, known, more, strict=True):
+            whole = torch.cat([row, rest])
+            fits = float(whole.min()) > ABSENT / 2
+            self._rows[number] = whole if fits else self.fresh(self._prompts)
 
     def _open(self) -> None:
         """The first prompt, and a reference of which the target says something."""
@@ -173,7 +179,7 @@ class ChosenTokens:
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            values = self._raise(prompt, [ids])[0] if self._top else self._bisect(prompt, *ids)
+            values = self._raise([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
             if float(values.min()) > ABSENT:
                 self._chosen, self._asked = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -192,27 +198,36 @@ class ChosenTokens:
             group = list(itertools.islice(self._order, max(1, many)))
             if not group:
                 return
-            values = self._read(self._asked[0], group)
+            values = self._read(self._asked[:1], [group])[0]
             given = values > ABSENT / 2
             self._chosen += [token for token, known in zip(group, given, strict=True) if known]
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
-    def _read(self, prompt: Tensor, tokens: list[int]) -> Tensor:
-        """Their logits, but for one number that all tokens of a prompt share."""
-        if self._top == 1:
-            return self._raise(prompt, [[token] for token in tokens])[:, 0] if tokens else _NONE
-        reference = self._chosen[0]
-        asked = [token for token in tokens if token != reference]
-        if not self._top:
-            zeros = torch.zeros(len(tokens) - len(asked), dtype=torch.float64)
-            return torch.cat([zeros, self._bisect(prompt, reference, *asked)])
-        parts: list[Tensor] = [torch.zeros(len(tokens) - len(asked), dtype=torch.float64)]
-        size = self._top - 1
-        groups = [[reference, *asked[at : at + size]] for at in range(0, len(asked), size)]
-        for _, alike in itertools.groupby(groups, len):
-            first, values = self._raise(prompt, list(alike)).tensor_split([1], 1)
-            parts.append(torch.where(values > ABSENT, values - first, ABSENT).flatten())
-        return torch.cat(parts)
+    def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
+        """Logits of tokens of each prompt, but for one number that all of a prompt share."""
+        reference, size = self._chosen[0], self._top - 1
+        parts: list[list[Tensor]] = []
+        asked: list[tuple[int, list[int]]] = []  # the prompt's number, and what is raised
+        for number, (prompt, wanted) in enumerate(zip(prompts, tokens, strict=True)):
+            others = [token for token in wanted if self._top == 1 or token != reference]
+            parts.append([torch.zeros(len(wanted) - len(others), dtype=torch.float64)])
+            if not self._top:
+                parts[number].append(self._bisect(prompt, reference, *others))
+            elif self._top == 1:
+                asked += [(number, [token]) for token in others]
+            else:
+                groups = range(0, len(others), size)
+                asked += [(number, [reference, *others[at : at + size]]) for at in groups]
+        for _, alike in itertools.groupby(
+            sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
+        ):
+            numbers, groups = zip(*alike, strict=True)
+            values = self._raise([prompts[number] for number in numbers], list(groups))
+            if self._top > 1:
+                values = torch.where(values > ABSENT, values - values[:, :1], ABSENT)[:, 1:]
+            for number, row in zip(numbers, values, strict=True):
+                parts[number].append(row)
+        return [torch.cat(part) for part in parts]
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
         """ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
@@ -231,9 +246,10 @@ class ChosenTokens:
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
         return torch.where(inside, low + step / 2, ABSENT)
 
-    def _raise(self, prompt: Tensor, groups: list[list[int]]) -> Tensor:
-        """Logits of raised tokens (groups, tokens). Those that the largest bias leaves a
-        probability of zero, next to the reference that is sampled, get more of it."""
+    def _raise(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
+        """Logits of raised tokens (groups, tokens), each behind its prompt. Those that the largest
+        bias leaves a probability of zero, next to the reference that is sampled, get more of it.
+        """
         tokens = torch.tensor(groups)
         values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
         more, left = torch.zeros_like(values), torch.arange(len(groups))
@@ -241,7 +257,7 @@ class ChosenTokens:
         for bias in (*ladder, ladder[-1]):
             biases = bias + more
             biases[:, 0] += _REFERENCE
-            asked = torch.cat([question(prompt, tokens[i], biases[i]) for i in left])
+            asked = torch.cat([question(prompts[i], tokens[i], biases[i]) for i in left])
             values[left] = ask(self._oracle, asked)
             absent = values <= ABSENT
             left = absent.any(1).nonzero()[:, 0]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,9 +24,7 @@ from torch import Tensor
 from keyhole import oracle
 from keyhole.core import Result, Status, environment
 from keyhole.core.errors import MissingExtra, expect_seed
-from keyhole.core.journal import Journal
 from keyhole.core.progress import Track, untracked
-from keyhole.core.result import restored
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import HackAttend
 from keyhole.extract.defences import HonestClient, Trial, trials, try_defence
@@ -68,7 +65,6 @@ _KEEP = 0.05  # of the attention, by each mask that votes
 _TAG = 16  # bytes that AES-GCM appends
 _NAMES = {
     "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
-    "scrambled": "secret map, tokens permuted", "mixed": "secret map, tokens mixed",
 }  # fmt: skip
 
 
@@ -125,10 +121,9 @@ class DefenceTable(Result):
 
 def table(
     model: str = "demo", *, device: str = "cpu", allow_pickle: bool = False, seed: int = 0,
-    journal: str | Path | None = None, force: bool = False, track: Track = untracked,
-    resuming: Callable[[int], object] = int,
+    track: Track = untracked,
 ) -> DefenceTable:  # fmt: skip
-    """Measure every row; those that `journal` holds are not measured again."""
+    """Measure every row."""
     expect_seed(seed)
     started = time.perf_counter()
     loaded = demo.open_model(
@@ -140,22 +135,15 @@ def table(
         for name, make in plans
     ]
     overall = track("defences", len(planned))
-    run = {"run": "defences", "model": identity(loaded.model, head=True), "seed": seed}
     rows: list[Row] = []
     left_out: list[str] = []
-    with Journal(journal, run, force=force) as kept:
-        if len(kept):
-            resuming(len(kept))
-        for number, (name, make) in enumerate(planned):
-            overall(number, note=name)
-            if name not in kept:
-                try:
-                    kept.add({name: asdict(make())})
-                except MissingExtra as error:
-                    left_out.append(f"{name}: {error}")
-                    continue
-            rows.append(kept.recall(name, partial(restored, Row)))
-        overall(len(planned))
+    for number, (name, make) in enumerate(planned):
+        overall(number, note=name)
+        try:
+            rows.append(make())
+        except MissingExtra as error:
+            left_out.append(f"{name}: {error}")
+    overall(len(planned))
     seconds = time.perf_counter() - started
     return DefenceTable(loaded.name, tuple(rows), tuple(left_out), seed, seconds)
 
@@ -351,8 +339,6 @@ class Leaks:
         for form, own in forms:
             name, setting = f"{_NAMES[form]}, {own}", f"known texts: {own}"
             yield name, partial(row, form, setting, owner(form), own=own)
-        for form in ("scrambled", "mixed"):
-            yield form, partial(row, form, "blocks of 16", owner(form))
         if not cache_:
             yield "permuted", partial(row, "permuted", "rows in no order", same)
             return

@@ -1,19 +1,15 @@
 """A planted target behind a real inference server: MLServer, Open Inference Protocol v2, FP64.
 
-To try an audit over the network. Needs the extra `keyhole[serve]`. What each client may ask is
-counted by its address (oracle/defences.py).
+To try an audit over the network. Needs the extra `keyhole[serve]`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +21,13 @@ from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.oracle.defences import Degradation, Rationed, TooFast
+from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import check_sequences
 from keyhole.oracle.storage import load
 
 _HOST = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-
-
-Message = MutableMapping[str, Any]
-
-
-@dataclass
-class _Visit:
-    """One request: whose it is, and for how long (s) its sender has to wait, if too fast."""
-
-    client: str = ""
-    wait: float | None = None
-
-
-_visit: ContextVar[_Visit | None] = ContextVar("visit", default=None)
-
-
-class Visits:
-    """ASGI middleware: MLServer tells a model the question, but not who asks."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(
-        self, scope: Message, receive: Any, send: Callable[[Message], Awaitable[None]]
-    ) -> None:
-        visit = _Visit((scope.get("client") or ("",))[0])
-        _visit.set(visit)
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start" and visit.wait is not None:
-                header = (b"retry-after", str(math.ceil(visit.wait)).encode())
-                message["headers"] = [*message["headers"], header]
-            await send(message)
-
-        await self._app(scope, receive, sent)
 
 
 class TargetRuntime(MLModel):
@@ -76,18 +37,14 @@ class TargetRuntime(MLModel):
         parameters = self.settings.parameters
         if parameters is None or parameters.uri is None:
             raise InputError("the model's settings name no target: set parameters.uri to its file")
-        extra = parameters.extra or {}
-        served = Degradation.of(extra).applied(load(parameters.uri))
-        self._target = Rationed(served, extra.get("client_budget"), extra.get("client_rate"))
+        self._target = Degradation.of(parameters.extra or {}).applied(load(parameters.uri))
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        visit = _visit.get() or _Visit()
         try:
             sequences = torch.as_tensor(NumpyCodec.decode_input(payload.inputs[0]))
-            answers = self._target(check_sequences(sequences, self._target.dim), visit.client)
+            answers = self._target(check_sequences(sequences, self._target.dim))
         except Refused as refused:
-            visit.wait = refused.wait if isinstance(refused, TooFast) else None
             raise MLServerError(str(refused), refused.status) from refused
         except (InputError, IndexError, ValueError) as error:
             raise InferenceError(str(error)) from error
@@ -101,17 +58,13 @@ def serve(
     name: str,
     port: int,
     degradation: Degradation,
-    client_budget: int | None,
-    client_rate: float | None,
     begun: Callable[[], None],
 ) -> None:
     """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong.
 
-    `degradation` is done to its answers, on top of what the file says. A client, which is an
-    address, may ask `client_budget` queries in all and `client_rate` a second.
+    `degradation` is done to its answers, on top of what the file says.
     """
     target = load(path)
-    Rationed(target, client_budget, client_rate)  # refuses numbers that make no sense
     if not _NAME.fullmatch(name):
         raise InputError(f"a name consists of letters, digits, '.', '_' and '-': got {name}")
     _expect_free(port)
@@ -128,11 +81,7 @@ def serve(
         implementation=TargetRuntime,
         parameters=ModelParameters(
             uri=str(Path(path).resolve()),
-            extra={
-                **degradation.flags(),
-                "client_budget": client_budget,
-                "client_rate": client_rate,
-            },
+            extra={**degradation.flags()},
         ),
         inputs=[
             MetadataTensor(name="sequences", datatype=Datatype.FP64, shape=[-1, -1, target.dim])
@@ -145,8 +94,6 @@ def serve(
 
 async def _run(settings: Any, model: Any) -> None:
     server = MLServer(settings)
-    # MLServer has no public way to its application, and no other way to a client's address.
-    server._rest_server._app.add_middleware(Visits)  # pyright: ignore[reportPrivateUsage]
     # When interrupted, uvicorn reports the end of its own start-up task as an error.
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno < logging.ERROR)
     await server.start([model])

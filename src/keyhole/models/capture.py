@@ -22,12 +22,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, expect_among, expect_count
+from keyhole.core.errors import InputError, expect_among
 from keyhole.models.anatomy import Anatomy, Projection, anatomy
 from keyhole.models.discovery import cache_among, maps_among, state_among
 from keyhole.models.hooks import Wanted, eager, hooks, unhooked
 from keyhole.models.loading import STORED
-from keyhole.models.next_token import continued, last_states, unembedding
+from keyhole.models.next_token import last_state, unembedding
 
 KINDS = ("hidden", "kv", "maps", "attention", "pooled", "logits")
 POOLINGS = ("mean", "cls", "last", "max", "pooler")
@@ -35,14 +35,13 @@ POOLINGS = ("mean", "cls", "last", "max", "pooler")
 
 @dataclass(frozen=True)
 class Exposure:
-    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits:4`.
+    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits`.
 
     `pooling` and `normalised` say how a pooled embedding was made: the mean of all states, their
     maximum in each number, the first (`cls`), the last, or what a pooler makes of the first.
     `width` and `unit` say what is left of each row of hidden states: its first `width` numbers, and
-    (after that) only its direction, as a row of length one. `steps` says how many next tokens the
-    logits (or the last states) are of: the first after the text, the others after the tokens that
-    the model itself holds likeliest. `log_probabilities` says that logits were turned into log p.
+    (after that) only its direction, as a row of length one. `log_probabilities` says that logits
+    were turned into log p.
     """
 
     kind: str
@@ -51,11 +50,9 @@ class Exposure:
     normalised: bool = True
     width: int | None = None
     unit: bool = False
-    steps: int = 1
     log_probabilities: bool = False
 
     def __post_init__(self) -> None:
-        expect_count("steps", self.steps)
         expect_among("an exposure", self.kind, KINDS)
         expect_among("pooling", self.pooling, POOLINGS)
 
@@ -63,15 +60,16 @@ class Exposure:
     def parse(cls, text: str) -> Exposure:
         """Read `hidden:3` and the like."""
         kind, colon, number = text.partition(":")
-        if kind in ("pooled", "logits") and not colon:
+        whole = kind in ("pooled", "logits")
+        if whole and not colon:
             return cls(kind)
-        if kind == "pooled" or not (number.isascii() and number.isdecimal() and len(number) < 10):
+        if whole or not (number.isascii() and number.isdecimal() and len(number) < 10):
             raise InputError(f"{text} is not an exposure such as hidden:3, pooled or logits")
-        return cls(kind, steps=int(number)) if kind == "logits" else cls(kind, int(number))
+        return cls(kind, int(number))
 
     def __str__(self) -> str:
         if self.kind in ("pooled", "logits"):
-            return self.kind if self.steps == 1 else f"{self.kind}:{self.steps}"
+            return self.kind
         return f"{self.kind}:{self.layer}"
 
     def block(self, parts: Anatomy) -> int:
@@ -106,7 +104,7 @@ def capture(
     """The exposure's tensors, batch first, for `ids` (b, n) or word `embeddings` (b, n, e).
 
     Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d) and
-    pooled embeddings (b, d), logits (b, steps, v); `keys` and `values` (b, h, n, k) as they stand
+    pooled embeddings (b, d), logits (b, 1, v); `keys` and `values` (b, h, n, k) as they stand
     in a KV cache. `mask` (b, n) is 1 on text, 0 on padding. `inputs` go to the model:
     `position_ids`, `past_key_values`, `token_type_ids`. A model of float16 or bfloat16 computes in
     its own arithmetic; embeddings may be float32, and what it exposes is given as float32.
@@ -121,10 +119,6 @@ def capture(
         stand_in = torch.full(embeddings.shape[:2], parts.ordinary, device=embeddings.device)
         given = {"input_ids": stand_in}
         wanted.append((parts.tokens.register_forward_hook, lambda *_: embeddings))
-    if exposure.steps > 1:
-        words = parts.tokens(ids) if embeddings is None else embeddings
-        words, mask = continued(model, words, mask, exposure.steps)
-        given = {"inputs_embeds": words}
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
         inputs["use_cache"] = True
     if exposure.kind == "maps":
@@ -142,8 +136,7 @@ def capture(
     if exposure.kind == "pooled" and exposure.pooling != "pooler":
         tensors["values"] = pool(exposure, tensors.pop("states"), mask)
     if exposure.kind == "logits":
-        states = last_states(tensors.pop("states"), mask, exposure.steps)
-        logits = unembedding(model)(states)
+        logits = unembedding(model)(last_state(tensors.pop("states"), mask)[:, None])
         tensors["values"] = logits.log_softmax(-1) if exposure.log_probabilities else logits
     if exposure.width is not None:
         tensors["values"] = tensors["values"][..., : exposure.width]
@@ -271,12 +264,10 @@ def _key_values(
 
 def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for a text, as sentence-transformers makes it."""
-    if exposure.pooling == "last":
-        rows = last_states(states, mask, exposure.steps)
-        rows = nn.functional.normalize(rows, dim=-1) if exposure.normalised else rows
-        return rows.flatten(1)
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
-    if exposure.pooling == "cls":
+    if exposure.pooling == "last":
+        pooled = last_state(states, mask)
+    elif exposure.pooling == "cls":
         pooled = states[:, 0]
     elif exposure.pooling == "max":
         pooled = states.masked_fill(weights.unsqueeze(-1) == 0, -torch.inf).amax(1)

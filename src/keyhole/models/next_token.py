@@ -1,8 +1,7 @@
-"""The end of a text in a causal model: its last state, the logits, and the tokens that follow.
+"""The end of a text in a causal model: its last state, and the logits.
 
 The logits of the next token are `W·h (+ b)`: h is the state at the text's last position, behind the
-final norm, and W the unembedding, which many models share with their token table. The state behind
-the next token, which the model holds likeliest, depends on the text once more, and so on.
+final norm, and W the unembedding, which many models share with their token table.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
-from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded
 
 
@@ -40,38 +38,10 @@ class NextTokenLogits:
             return self._model(ids.to(self._device)).logits[:, -1].double().cpu()
 
 
-def ends(mask: Tensor) -> Tensor:
-    """Where (b,) the last token of each text stands: padding may be on either side of it."""
+def last_state(states: Tensor, mask: Tensor | None) -> Tensor:
+    """The state (b, d) of each text's last token: padding may be on either side of it."""
+    if mask is None:
+        return states[:, -1]
     places = torch.arange(mask.shape[1], device=mask.device)
-    return (places * (mask > 0)).argmax(1)
-
-
-def last_states(states: Tensor, mask: Tensor | None, steps: int = 1) -> Tensor:
-    """The states (b, steps, d) of the last tokens of each text, in their order."""
-    mask = torch.ones_like(states[..., 0]) if mask is None else mask
-    back = torch.arange(1 - steps, 1, device=states.device)
-    rows = torch.arange(len(states), device=states.device)
-    return states[rows[:, None], ends(mask)[:, None] + back]
-
-
-def continued(
-    model: nn.Module, words: Tensor, mask: Tensor | None, steps: int
-) -> tuple[Tensor, Tensor]:
-    """Embeddings (b, n, e) with the model's own next tokens behind them, up to logits `steps`.
-
-    Each is the token that the model holds likeliest; gradients flow to the text's own embeddings.
-    """
-    parts, head = anatomy(model), unembedding(model)
-    more = steps - 1
-    mask = torch.ones_like(words[..., 0]) if mask is None else mask
-    words, mask = nn.functional.pad(words, (0, 0, 0, more)), nn.functional.pad(mask, (0, more))
-    places = torch.arange(words.shape[1], device=words.device)
-    for _ in range(more):
-        last = ends(mask)
-        with torch.no_grad():
-            states = parts.base(inputs_embeds=words, attention_mask=mask).last_hidden_state
-            token = parts.tokens(head(last_states(states, mask)[:, 0]).argmax(-1))
-        next_place = places == last[:, None] + 1
-        words = torch.where(next_place[..., None], token[:, None], words)
-        mask = mask.masked_fill(next_place, 1)
-    return words, mask
+    ends = (places * (mask > 0)).argmax(1)
+    return states[torch.arange(len(states), device=states.device), ends]

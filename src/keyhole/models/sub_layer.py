@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy, Projection, anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
-from keyhole.oracle.sub_layer import SubLayer
+from keyhole.oracle.sub_layer import SubLayer, no_places
 
 _AGREES = 1e-3  # of the largest number: how far float32 may be from float64
 
@@ -53,18 +53,19 @@ def sub_layer(
         O=O,
         b=b if output.bias is None else b + double(output.bias),
         frequencies=_frequencies(parts),
+        places=_places(parts),
         epsilon=None if norm is None else epsilon_of(norm),
         residual=residual,
         every_token=every_token,
         causal=parts.causal,
     )
-    plain = replace(made, residual=False, every_token=True)
+    plain = replace(made, residual=False, every_token=not len(made.places))
     if _agrees(model, parts, layer, plain, 8):
         return made
     if _agrees(model, parts, layer, plain, 1):
         raise InputError(
-            f"the attention of {parts.family} adds to its scores, as a bias of positions does: two "
-            "equal tokens do not share every head alike, which values and heads are read from"
+            f"the attention of {parts.family} adds to its scores what is not read here: biases of "
+            "positions are, where the model computes them from its states alone"
         )
     raise InputError(f"the attention of {parts.family} adds something that is not read here")
 
@@ -75,6 +76,7 @@ def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer, tokens
     ids = torch.arange(1, min(tokens + 1, len(parts.table)), device=parts.device)[None]
     given = capture(model, Exposure("hidden", layer), ids=ids)["values"]
     wanted = double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
+    wanted = wanted if made.every_token else wanted[:, -1]
     off = made(double(given)) - wanted
     return float(off.abs().max()) <= _AGREES * float(wanted.abs().max())
 
@@ -110,3 +112,16 @@ def _frequencies(parts: Anatomy) -> Tensor:
     planes = torch.arange(0, parts.head_dim, 2, dtype=torch.float64) / parts.head_dim
     turns = float(settings["rope_theta"]) ** -planes
     return turns.repeat(parts.key_heads, 1)
+
+
+@torch.no_grad()
+def _places(parts: Anatomy) -> Tensor:
+    """A bias of positions by distance in front, up to where it no longer changes."""
+    compute = getattr(getattr(parts.base, "encoder", None), "compute_position_bias", None)
+    if compute is None:
+        return no_places()
+    longest = int(cast("Any", parts.base.config).max_position_embeddings)
+    states = parts.table.new_zeros(1, longest, parts.width)
+    biases = double(compute(states))[0, :, -1].flip(-1)
+    changes = torch.nonzero((biases[:, 1:] != biases[:, :-1]).any(0))
+    return biases[:, : int(changes.max()) + 2 if len(changes) else 1].contiguous()

@@ -32,7 +32,7 @@ from torch.nn import functional
 from keyhole import attention
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.planted import Parametric
-from keyhole.oracle.sub_layer import SubLayer
+from keyhole.oracle.sub_layer import SubLayer, no_places
 
 
 def _tanh_gelu(z: Tensor) -> Tensor:
@@ -77,6 +77,7 @@ class Block(Parametric):
     g: Tensor
     C: Tensor
     c: Tensor
+    places: Tensor = field(default_factory=no_places)
     D: Tensor = field(default_factory=_none)
     E: Tensor = field(default_factory=_none)
     e: Tensor = field(default_factory=_none)
@@ -229,7 +230,10 @@ class Blocks(Parametric):
         last = blocks[-1]
         if any((each.norm, each.activation) != (last.norm, last.activation) for each in blocks):
             raise InputError("blocks on top of each other must have one norm and one activation")
-        if any(each.sub_layer.rotary or len(each.K) < len(each.Q) for each in blocks):
+        if any(
+            each.sub_layer.rotary or len(each.places) or len(each.K) < len(each.Q)
+            for each in blocks
+        ):
             raise InputError("blocks on top of each other are without positions and shared keys")
 
         def joined(name: str, dim: int = 0) -> Tensor:
@@ -293,9 +297,12 @@ def plant_block(
     dim: int = 16, *, heads: int = 4, groups: int | None = None, head_dim: int | None = None,
     width: int = 32, activation: str = "gelu", gated: bool = False, norm: str = "rms",
     rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
-    causal: bool = False, score: bool = False, seed: int = 0,
+    causal: bool = False, score: bool = False, places: int = 0, seed: int = 0,
 ) -> Block:  # fmt: skip
-    """A random block of known weights; states and scores of about 1 for tokens of norm √d."""
+    """A random block of known weights; states and scores of about 1 for tokens of norm √d.
+
+    With `places`, a bias of positions for so many distances.
+    """
     stream = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -312,6 +319,8 @@ def plant_block(
         else {}
     )
     m = 1 if score else dim
+    if places:
+        behind["places"] = normal(heads, places)
     return Block(
         Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
         K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -262,57 +260,3 @@ class Degradation:
             except ValueError as error:
                 raise InputError(f"expected {name} as a number, got {flags[name]!r}") from error
         return cls(**values)
-
-
-_SPENT = 403
-_TOO_FAST = 429
-
-
-class TooFast(Refused):
-    """A client asked too fast, and may ask again in `wait` seconds."""
-
-    def __init__(self, rate: float, wait: float) -> None:
-        super().__init__(f"more than {rate:g} queries a second: wait {wait:.3g} s", _TOO_FAST)
-        self.wait = wait
-
-
-class Rationed(Wrapper):
-    """Each client may ask `budget` queries in all, and `rate` of them a second.
-
-    A client is known by what the server can see of it: over HTTP its address. An attacker with k
-    addresses has k budgets and k times the rate.
-
-    A batch that exceeds the budget is refused as a whole. After a batch of m
-    queries the client must wait m / `rate` seconds, so batches of any size are held to the rate.
-    """
-
-    def __init__(
-        self,
-        inner: Oracle,
-        budget: int | None = None,
-        rate: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        expect_count("a client's budget", budget, 0)
-        expect_number("a client's rate", rate, above=0)
-        super().__init__(inner)
-        self.budget, self.rate, self._clock = budget, rate, clock
-        self._spent: Counter[str] = Counter()
-        self._waiting: dict[str, float] = {}  # until when each client must wait
-
-    def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
-        count = len(sequences)
-        left = count if self.budget is None else self.budget - self._spent[client]
-        if count > left:
-            raise Refused(
-                f"a client has {self.budget:,} queries: {count:,} more exceed the {left:,} left",
-                _SPENT,
-            )
-        if self.rate is not None:
-            now = self._clock()
-            wait = self._waiting.get(client, now) - now
-            if wait > 0:
-                raise TooFast(self.rate, wait)
-            self._waiting[client] = now + count / self.rate
-        self._spent[client] += count
-        return ask(self.inner, sequences)

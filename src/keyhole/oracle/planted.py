@@ -165,10 +165,7 @@ class BiasedHeads(Parametric):
 
 @dataclass(frozen=True, eq=False)
 class OneLayer(Parametric):
-    """A one-layer Transformer: `F(X) = wᵀ ReLU(Σ_h A_h Σ_i softmax_i(x_iᵀ W_h x_N) x_i)`.
-
-    One head has `W` (d, d) and `A` (m, d), several have `W` (H, d, d) and `A` (H, m, d).
-    """
+    """A one-layer Transformer: `F(X) = wᵀ ReLU(A Σ_i softmax_i(x_iᵀ W x_N) x_i)`."""
 
     W: Tensor
     A: Tensor
@@ -176,14 +173,13 @@ class OneLayer(Parametric):
     kind = "one-layer"
 
     def __post_init__(self) -> None:
-        heads = self.A.shape[:-2]
         self._require("w", self.w, None)
-        self._require("A", self.A, *heads[:1], self.w.shape[0], None)
-        self._require("W", self.W, *heads, self.dim, self.dim)
+        self._require("A", self.A, self.w.shape[0], None)
+        self._require("W", self.W, self.dim, self.dim)
 
     @property
     def dim(self) -> int:
-        return self.A.shape[-1]
+        return self.A.shape[1]
 
     def answers(self, tokens: Tensor) -> Tensor:
         hidden = attention.output(tokens, self.W.mT, self.A.mT, last=True)

@@ -87,7 +87,7 @@ def plant(
     expect_number("scale", scale, least=0)
     numbers = {
         "relu": width * dim,
-        "one-layer": heads * (dim + width) * dim,
+        "one-layer": (dim + width) * dim,
         "attention": heads * (dim + (outputs or dim)) * dim,
         "attention-layers": layers * heads * 2 * dim * dim,
     }.get(kind, heads * dim * dim)
@@ -109,9 +109,7 @@ def plant(
     if kind == "multi-head":
         return MultiHead([weights() for _ in range(heads)], [normal(dim) for _ in range(heads)])
     if kind == "one-layer":
-        several = () if heads == 1 else (heads,)
-        W = torch.stack([weights() for _ in range(heads)]).reshape(*several, dim, dim)
-        return OneLayer(W, normal(*several, width, dim) / math.sqrt(dim), normal(width))
+        return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
     if kind == "relu":
         return ReluFfn(normal(width, dim) / math.sqrt(dim), normal(width))
     if kind == "attention-layers":

@@ -4,19 +4,20 @@ For tokens x_1 … x_n, of which the last or every one asks,
 
     t_j = x_j / √(mean(x_j²) + ε)                           (RMS norm in front; else t_j = x_j)
     y_i = x_i + b + Σ_h Σ_j a_hij · t_j V_g O_h             (x_i only with a residual)
-    a_hi = softmax_j((t_i Q_h + q_h) R_{j−i} (t_j K_g)ᵀ),   g the group of head h
+    a_hi = softmax_j((t_i Q_h + q_h) R_{j−i} (t_j K_g)ᵀ + β_h(i − j)),   g the group of head h
 
 where R_m turns plane f, made of the coordinates f and f + k/2, by m·frequencies[g, f] (rotary
 positions, arXiv 2104.09864), and is the identity without frequencies. Consecutive heads share keys
 and values. What a checkpoint holds besides is in here already: 1/√k in Q and q, a norm's gain in Q,
 K and V, the bias of the values in b. A bias of the keys adds the same to all scores of a query
-without rotary positions, so there is none.
+without rotary positions, so there is none. β is a bias of positions (MPNet, ALiBi): a number for
+each distance in front of the token that asks; beyond the last of them it stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -26,6 +27,10 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core.errors import InputError
 from keyhole.oracle.planted import Parametric
+
+
+def no_places() -> Tensor:
+    return torch.zeros(0, 0, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +44,13 @@ class SubLayer(Parametric):
     O: Tensor  # noqa: E741
     b: Tensor
     frequencies: Tensor  # (G, k/2), or (G, 0) without rotary positions
+    places: Tensor = field(default_factory=no_places)  # β (H, distances), or empty
     epsilon: float | None = None  # of the RMS norm in front, if there is one
     residual: bool = False
     every_token: bool = False
     causal: bool = False
     kind = "sub-layer"
-    NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies")
+    NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies", "places")
 
     def __post_init__(self) -> None:
         self._require("Q", self.Q, None, None, None)
@@ -61,6 +67,11 @@ class SubLayer(Parametric):
         if self.frequencies.shape[1] not in (0, k / 2):
             got = self.frequencies.shape[1]
             raise InputError(f"expected {k / 2:g} frequencies or none for each K, got {got}")
+        if len(self.places):
+            self._require("places", self.places, heads, None)
+        if len(self.places) and self.every_token and not self.causal:
+            raise InputError("with a bias of positions the last token answers, or no token sees "
+                             "those behind it: biases are of tokens in front")  # fmt: skip
         if self.residual and self.outputs != d:
             raise InputError(f"expected {d} outputs with a residual, got {self.outputs}")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
@@ -90,12 +101,13 @@ class SubLayer(Parametric):
         """The numbers that the function has: parameters less those that symmetries take away.
 
         Keys and queries may be multiplied by any invertible matrix and its inverse, with rotary
-        positions by one complex number for each plane; values and outputs by any.
+        positions by one complex number for each plane; values and outputs by any. Scores of a head
+        may all have a number added.
         """
         groups, _, k = self.K.shape
         between = k if self.rotary else k * k
         free = groups * (between + self.V.shape[2] ** 2)
-        return super().unknowns - free + (self.epsilon is not None)
+        return super().unknowns - free - len(self.places) + (self.epsilon is not None)
 
     def answers(self, tokens: Tensor) -> Tensor:
         given = tokens
@@ -125,6 +137,10 @@ class SubLayer(Parametric):
             queries = self._turned(queries, positions[n - m :], heads // groups)
         queries = queries.unflatten(2, (groups, -1))
         scores = torch.einsum("bmghk,bngk->bghmn", queries, keys)
+        if len(self.places):
+            apart = torch.arange(n - m, n)[:, None] - torch.arange(n)
+            added = self.places[:, apart.clamp(0, self.places.shape[1] - 1)]  # (H, m, n)
+            scores = scores + added.unflatten(0, (groups, -1))
         weights = attention.probabilities(scores, causal=self.causal and self.every_token)
         values = (tokens @ V).unflatten(-1, (groups, -1))
         mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)

@@ -1,6 +1,5 @@
 """Text from what a model leaks: attacks propose, judges verify. Needs the extra `models`."""
 
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
 from keyhole.recover.layers.key_values import CachedKeys
@@ -30,7 +29,7 @@ from keyhole.recover.simulate import capture, degrade, leak_of
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",
     "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark",
-    "MixedCache", "Pooled", "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch",
+    "MixedCache", "Pooled", "SubLayerOutput", "TextRecovery", "TokenSearch",
     "capture", "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
     "run",
 ]  # fmt: skip

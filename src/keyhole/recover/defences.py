@@ -28,11 +28,9 @@ from keyhole.recover.secrets import (
     SECRETS,
     Pairs,
     by_lengths,
-    in_no_order,
     matrices_of,
     undo_rotation,
     unrotated,
-    unscrambled,
     unshielded,
     with_matrices,
 )
@@ -42,15 +40,13 @@ DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
 _KEY = 7
 _SOLVED = {
     "rotated": "rotation solved from rows of own texts",
-    "scrambled": "map solved from sums of own texts",
-    "mixed": "map solved from sums of own texts",
     "shielded": "columns of own texts matched",
 }
 _BY_LENGTHS = "tokens by the lengths of rows, then the rotation from them"
 _LONG = 3 * BLOCK  # tokens of a text of the attacker's own
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _APART = 10_000  # keeps the seeds of the attacker's texts apart from the others'
-_SPARE = 1.3  # times as many rows, or sums, as there are dimensions
+_SPARE = 1.3  # times as many rows as there are dimensions
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def read_behind(
         if hide is None and defence in _SOLVED:
             pairs, attack = _pairs(target, leaks, exposure, defence, seed, own)
             tried = replace(tried, attack=attack, own=0 if own == 0 else len(pairs))
-            leaks = _undone(target, pairs, leaks, defence) if pairs else leaks
+            leaks = _undone(pairs, leaks, defence) if pairs else leaks
         read = recover_texts(loaded.model, loaded.tokenizer, leaks, method=method)
         tried = _judged(tried, read, truths)
     except Unsuccessful as end:
@@ -129,18 +125,16 @@ def _pairs(
     return [], ""
 
 
-def _undone(target: Target, known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
+def _undone(known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
     """The leaks without the secret, as far as texts of the attacker's own show it."""
     if leaks[0].kind == "pooled":
         rows = ([matrices_of(leak)[0] for leak in side] for side in zip(*known, strict=True))
         alignment = undo_rotation(*(torch.cat(side) for side in rows))
         undone = [alignment.undo(matrices_of(leak)[0].double()) for leak in leaks]
         return [with_matrices(leak, [row]) for leak, row in zip(leaks, undone, strict=True)]
-    if form == "rotated" or (form == "shielded" and known[0][1] is leaks[0]):
+    if form == "rotated" or known[0][1] is leaks[0]:
         return unrotated(known, leaks)
-    if form == "shielded":
-        return unshielded(known, leaks)
-    return [in_no_order(target, leak) for leak in unscrambled(known, leaks)]
+    return unshielded(known, leaks)
 
 
 def _judged(
@@ -170,9 +164,8 @@ def own_texts(
     length = min(_LONG, target.parts.max_length)
     if count is None:
         width = max(m.shape[1] for m in matrices_of(_own(target, length, exposure, stream)))
-        rows = {"rotated": 1 if exposure.kind == "pooled" else length, "shielded": width * length}
-        each = rows.get(form, -(-length // BLOCK))
-        count = -(-int(_SPARE * width) // each) + (form != "shielded")
+        each = 1 if exposure.kind == "pooled" else length
+        count = 1 if form == "shielded" else -(-int(_SPARE * width) // each) + 1
     plain = [_own(target, length, exposure, stream) for _ in range(count)]
     return [
         (leak, _defended(leak, form, seed + _APART + number)) for number, leak in enumerate(plain)

@@ -365,11 +365,10 @@ class Pooled(BaseLeak):
 
 @dataclass(frozen=True, eq=False)
 class Logits(BaseLeak):
-    """Logits (v,) of the token after a text, or (k, v): of the first k tokens after it.
+    """Logits (v,) of the token after a text.
 
-    Each token after the text is the likeliest by the row before it. With `log_probabilities` each
-    row is log p, which is the logits less one number. A token whose logit did not leak is NaN.
-    `length` is the number of tokens of the text where it is known.
+    With `log_probabilities` they are log p, which is the logits less one number. A token whose
+    logit did not leak is NaN. `length` is the number of tokens of the text where it is known.
     """
 
     values: Tensor
@@ -384,8 +383,7 @@ class Logits(BaseLeak):
 
     @property
     def exposure(self) -> Exposure:
-        steps, log_probabilities = len(self.values), self.log_probabilities
-        return Exposure(self.kind, steps=steps, log_probabilities=log_probabilities)
+        return Exposure(self.kind, log_probabilities=self.log_probabilities)
 
     @property
     def length(self) -> int | None:
@@ -393,7 +391,7 @@ class Logits(BaseLeak):
 
     @property
     def leaked(self) -> Tensor:
-        """Which tokens (v,) have a logit in every row."""
+        """Which tokens (v,) have a logit."""
         return self.values.isfinite().all(0)
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -15,9 +15,7 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
-from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.embeddings.short_prompt import ShortPrompt
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
@@ -41,7 +39,6 @@ class Row:
     `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
     take an audit too long. `permuted` says that the attack is for rows in no order, `short` that
     it reads short texts, so that an audit with texts of its own tries some of those as well.
-    `steps` is of how many next tokens logits are.
     """
 
     kind: str
@@ -53,7 +50,6 @@ class Row:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     permuted: bool = False
     short: bool = False
-    steps: int = 1
 
 
 def spread(parts: Anatomy) -> list[int]:
@@ -102,10 +98,6 @@ _inner = partial(
     Row, "attention", exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"), remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
 )  # fmt: skip
-_unasked = partial(
-    Row, "pooled", exposure=Exposure("KH-TEXT-EMBEDDING"), remedy=_POOLED,
-    layers=lambda _: [], precisions=(),
-)  # fmt: skip
 _logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
 
 ATTACKS: Registry[Attack, Row] = Registry(
@@ -127,16 +119,13 @@ ATTACKS: Registry[Attack, Row] = Registry(
     Entry("sublayer-output", SubLayerOutput, (
         _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
     ), note="Text from the output of an encoder's attention sub-layer, before the residual."),
-    # Minutes of search: nothing that an audit tries unasked.
-    Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("counted-reader", CountedReader, (
         Row(
             "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
-        _unasked(causal=True), _logits,
+        Row("pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, lambda _: [], ()), _logits,
     )),
-    Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry(
         "unordered-states", UnorderedStates, (_unordered(causal=False),),

@@ -476,7 +476,7 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "mixed": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),
         "pooled": (width,),
-        "logits": (leak.exposure.steps, target.vocabulary),
+        "logits": (1, target.vocabulary),
     }[leak.kind]
     cache = leak.kind in ("kv", "mixed")
     kept = parts.cached.get(leak.exposure.block(parts)) if cache else None

@@ -1,21 +1,18 @@
-"""Leaks behind a secret: rotated, scrambled or mixed under a key that the owner keeps; and undone.
+"""Leaks behind a secret: rotated, shielded or cloaked under a key that the owner keeps; and undone.
 
 Rows that attention reads can be multiplied by a secret matrix if the weights are changed to match,
 so a cache or a store may hold them that way at no cost in answers. For each matrix of rows X (n, k)
 of a leak (hidden states have one, keys and values one for each head), with b = 16 tokens a block:
 
     rotated      X R            R orthogonal, secret, the same for all texts
-    scrambled    P X M          M invertible, secret, the same for all texts; P exchanges the tokens
-                                of a block, anew for every block and text, all heads alike
-    mixed        S P X M        S (b, b) invertible and secret besides: a row is of no one token
-
     shielded     X Π            Π permutes the numbers of a row, secret, the same for all texts
-    cloaked      S P (X M + A)  M rotates in each rotary plane, A is one secret row of a block,
-                                P is each head's own; blocks are filled up
+    cloaked      S P (X M + A)  S (b, b) orthogonal and secret, P exchanges the tokens of a block,
+                                anew for every block, head and text; M rotates in each rotary
+                                plane, A is one secret row of a block; blocks are filled up
 
 The last two are of caches. *A First Look At Efficient And Secure On-Device LLM Inference Against KV
 Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield); *Shadow in the Cache* (arXiv
-2508.09442) `cloaked` (KV-Cloak), of which `mixed` is a stronger form.
+2508.09442) `cloaked` (KV-Cloak).
 
 Whoever uses the server as well has texts that he knows, X, and their leaks Y. What follows:
 
@@ -26,13 +23,8 @@ Whoever uses the server as well has texts that he knows, X, and their leaks Y. W
   m pairs give m numbers of every stored vector, as if it had been cut to m dimensions.
 - A general linear map keeps nothing that is not in the span of the known vectors: Y = X M has one
   solution from k pairs on, and Y⁺ X then undoes it.
-- With the tokens of a block exchanged, Y = P X M, sums do not see the order: the rows of a block
-  add up to 1ᵀY = 1ᵀX M, so every known block is one pair of sums, and k blocks give M. What is left
-  are rows in no order. Hidden states are read as such (layers/unordered.py). An encoder's keys and
-  values give the hidden states below them by least squares (layers/key_values.py). A decoder's
-  first layer is looked up: values tell the token; keys, which are rotated by position, its place.
-- With tokens mixed as well (S P X M) neither rows nor their sums are pairs. KV-Cloak's own M has so
-  few unknowns that the span of a block gives it away (layers/mixed.py).
+- With tokens mixed as well (S P X M) rows are no pairs. KV-Cloak's M has so few unknowns that the
+  span of a block gives it away (layers/mixed.py).
 - A permutation of numbers is known from one known row, if no number is there twice: columns that
   hold the same numbers are the same.
 - Rotations and permutations keep the length of each head's keys and values. In a first layer those
@@ -51,18 +43,12 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.block_reader import Table
-from keyhole.recover.layers.key_values import attention_inputs
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 
-FORMS = ("rotated", "scrambled", "mixed")
-OF_CACHES = ("shielded", "cloaked")
-SECRETS = (*FORMS, *OF_CACHES)
+SECRETS = ("rotated", "shielded", "cloaked")
 BLOCK = 16  # tokens
-_STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
-_OTHER_BLOCK = 1e30  # the cost of a place in another block
 _SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
 _OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
 _LARGE = 2.84  # KV-Cloak's unit for what it adds, times the largest number of a cache
@@ -135,31 +121,17 @@ def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list
     """The secrets that hide a leak, one for each of its matrices."""
     if form not in SECRETS:
         raise InputError(f"unknown form {form}: choose one of {', '.join(SECRETS)}")
-    if form != "rotated" and isinstance(leak, Pooled):
-        raise InputError(f"only rows of several tokens can be {form}, not {leak.exposure}")
-    if form in OF_CACHES and not isinstance(leak, KeyValues):
+    if form != "rotated" and not isinstance(leak, KeyValues):
         raise InputError(f"only keys and values can be {form}, not {leak.exposure}")
     matrices, secret = matrices_of(leak), torch.Generator().manual_seed(key)
     if form == "cloaked":
         return [_cloak(matrix.double(), secret, stream) for matrix in matrices]
-    orders = None
-    if form in ("scrambled", "mixed"):
-        parts = matrices[0].split(BLOCK)
-        orders = [torch.randperm(len(part), generator=stream) for part in parts]
-    made: list[Secret] = []
-    for matrix in matrices:
-        width = matrix.shape[1]
-        if form == "shielded":
-            made.append(Secret(None, _permutation(torch.randperm(width, generator=secret))))
-            continue
-        drawn, mixes = _map(width, secret, orthogonal=form == "rotated"), None
-        if orders is not None:
-            mixes = [_permutation(order) for order in orders]
-            if form == "mixed":
-                mix = _map(BLOCK, secret)
-                mixes = [mix[: len(each), : len(each)] @ each for each in mixes]
-        made.append(Secret(mixes, drawn))
-    return made
+    widths = [matrix.shape[1] for matrix in matrices]
+    if form == "shielded":
+        drawn = [_permutation(torch.randperm(width, generator=secret)) for width in widths]
+    else:
+        drawn = [_rotation(width, secret) for width in widths]
+    return [Secret(None, each) for each in drawn]
 
 
 def _permutation(order: Tensor) -> Tensor:
@@ -179,7 +151,7 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
     angles = 2 * torch.pi * torch.rand(half, generator=secret, dtype=torch.float64)
     cos, sin = angles.cos().diag(), angles.sin().diag()
     rotation = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])
-    mix = _map(BLOCK, secret, orthogonal=True)
+    mix = _rotation(BLOCK, secret)
     added = torch.zeros(BLOCK, rows.shape[1], dtype=torch.float64)
     place = int(torch.randint(BLOCK, (1,), generator=secret))
     drawn = torch.rand(rows.shape[1], generator=secret, dtype=torch.float64)
@@ -188,16 +160,8 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
     return Secret([mix @ _permutation(order) for order in orders], rotation, added)
 
 
-def _map(size: int, stream: torch.Generator, orthogonal: bool = False) -> Tensor:
-    """A random orthogonal matrix, or an invertible one with singular values from ½ to 2."""
-
-    def rotation() -> Tensor:
-        return torch.linalg.qr(torch.randn(size, size, generator=stream, dtype=torch.float64)).Q
-
-    if orthogonal:
-        return rotation()
-    sizes = torch.rand(size, generator=stream, dtype=torch.float64) * 2 - 1
-    return rotation() * _STRETCH**sizes @ rotation()
+def _rotation(size: int, stream: torch.Generator) -> Tensor:
+    return torch.linalg.qr(torch.randn(size, size, generator=stream, dtype=torch.float64)).Q
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,15 +209,15 @@ Pairs = Sequence[tuple[Leak, Leak]]  # of a known text: its leak as it would be,
 
 def unrotated(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
     """Leaks behind a rotation as they were."""
-    pairs = _rows(known, sums=False)
-    _expect_spanned([stored for _, stored in pairs], leaks, "rows")
+    pairs = _rows(known)
+    _expect_spanned([stored for _, stored in pairs], leaks)
     found = [undo_rotation(plain, stored) for plain, stored in pairs]
     return _multiplied(leaks, [alignment.stored @ alignment.own.T for alignment in found])
 
 
 def unshielded(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
     """Leaks behind a permutation of the numbers of a row as they were."""
-    pairs = _rows(known, sums=False)
+    pairs = _rows(known)
     orders = [assigned(torch.cdist(stored.mT, plain.mT)) for plain, stored in pairs]
     return _multiplied(leaks, [_permutation(order).mT for order in orders])
 
@@ -285,14 +249,7 @@ def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
     return pairs
 
 
-def unscrambled(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
-    """Leaks behind a map as they were, but for the order of tokens in a block."""
-    pairs = _rows(known, sums=True)
-    _expect_spanned([stored for _, stored in pairs], leaks, "sums of blocks")
-    return _multiplied(leaks, [undo_linear(plain, stored) for plain, stored in pairs])
-
-
-def _expect_spanned(stored: Sequence[Tensor], leaks: Sequence[Leak], what: str) -> None:
+def _expect_spanned(stored: Sequence[Tensor], leaks: Sequence[Leak]) -> None:
     """What is solved for is known on what was seen: the leaks must lie in it, nearly.
 
     Rows need not span all dimensions: those of a layer normalisation leave one out.
@@ -306,28 +263,19 @@ def _expect_spanned(stored: Sequence[Tensor], leaks: Sequence[Leak], what: str) 
             if 1 - float(inside) > _OUTSIDE:
                 raise Unsuccessful(
                     Status.UNSOLVED,
-                    f"the {what} of known texts span {len(seen)} of {rows.shape[1]} dimensions",
+                    f"the rows of known texts span {len(seen)} of {rows.shape[1]} dimensions",
                 )
 
 
-def _rows(known: Pairs, sums: bool) -> list[tuple[Tensor, Tensor]]:
-    """For each matrix of a leak all known rows (m, k), or sums over blocks, and those stored."""
+def _rows(known: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """For each matrix of a leak all known rows (m, k), and those stored."""
     if not known:
         raise InputError("at least one known text is needed")
-
-    def rows(leak: Leak) -> list[Tensor]:
-        matrices = [matrix.double() for matrix in matrices_of(leak)]
-        if not sums:
-            return matrices
-        return [torch.stack([part.sum(0) for part in each.split(BLOCK)]) for each in matrices]
-
-    each = [(rows(plain), rows(stored)) for plain, stored in known]
-    count = len(each[0][0])
-    return [
-        (torch.cat([plain[place] for plain, _ in each]),
-         torch.cat([stored[place] for _, stored in each]))
-        for place in range(count)
-    ]  # fmt: skip
+    plain, stored = (
+        [torch.cat(rows).double() for rows in zip(*map(matrices_of, side), strict=True)]
+        for side in zip(*known, strict=True)
+    )
+    return list(zip(plain, stored, strict=True))
 
 
 def _multiplied(leaks: Sequence[Leak], back: list[Tensor]) -> list[Leak]:
@@ -335,39 +283,3 @@ def _multiplied(leaks: Sequence[Leak], back: list[Tensor]) -> list[Leak]:
         with_matrices(leak, [m.double() @ b for m, b in zip(matrices_of(leak), back, strict=True)])
         for leak in leaks
     ]
-
-
-def in_no_order(target: Target, leak: Leak) -> Leak:
-    """Unscrambled rows as a leak that an attack reads."""
-    if isinstance(leak, HiddenStates):
-        return replace(leak, permuted=True)
-    if not isinstance(leak, KeyValues):
-        raise Unsuccessful(Status.NOT_APPLICABLE, f"no attack orders {leak.exposure}")
-    number = leak.exposure.block(target.parts)
-    if not target.parts.causal:
-        below = attention_inputs(target, leak, number).cpu()
-        return HiddenStates(below, number - 1, normalised=False, permuted=True, model=leak.model)
-    if number > 1:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "the order of a causal model's rows is read at its first layer"
-        )
-    return _ordered(target, leak)
-
-
-@torch.no_grad()
-def _ordered(target: Target, leak: KeyValues) -> KeyValues:
-    """First-layer keys and values in their order: tokens by their values, places by their keys."""
-    values = leak.values.transpose(0, 1).flatten(1)
-    tokens = torch.cdist(values, Table.of(target).values.transpose(0, 1).flatten(1)).argmin(-1)
-    length = len(tokens)
-    keys = leak.keys.transpose(0, 1).flatten(1)
-    costs = torch.full((length, length), _OTHER_BLOCK)
-    rows = torch.arange(length)
-    for shift in range(length):  # so that every token comes to stand at every place
-        moved = tokens.roll(shift)[None].to(target.parts.device)
-        given = capture(target.model, leak.exposure, ids=moved)["keys"][0].cpu()
-        shifted = (rows + shift) % length
-        costs[rows, shifted] = (given.transpose(0, 1).flatten(1)[shifted] - keys).square().sum(-1)
-    costs[rows[:, None] // BLOCK != rows // BLOCK] = _OTHER_BLOCK
-    order = assigned(costs)
-    return replace(leak, keys=leak.keys[:, order], values=leak.values[:, order])

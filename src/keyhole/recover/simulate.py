@@ -95,11 +95,11 @@ def degrade(
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
     (rows in any order), of hidden states; the first two of a pooled embedding too; or
-    `log-probabilities`, of logits. `rotated:KEY`, `scrambled:KEY` and `mixed:KEY` (secrets.py),
-    of hidden states or keys and values, and `shielded:KEY` and `cloaked:KEY`, of the latter alone,
-    come last, under a secret that is drawn from the whole number KEY: texts of one KEY share it.
-    The others and the precision are written into the leak, as a server's documentation and a file's
-    dtype would tell; secrets and the noise are not.
+    `log-probabilities`, of logits. `rotated:KEY` (secrets.py), of hidden states or keys and values,
+    and `shielded:KEY` and `cloaked:KEY`, of the latter alone, come last, under a secret that is
+    drawn from the whole number KEY: texts of one KEY share it. The others and the precision are
+    written into the leak, as a server's documentation and a file's dtype would tell; secrets and
+    the noise are not.
     """
     changes = parse_forms(forms)
     secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
@@ -206,7 +206,7 @@ def capture(
 ) -> list[Path]:
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out`
     is the file, or a folder where there are several texts. The leak takes the `forms` that
     `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
     deviation was added. `notify` gets each leak and its file.

@@ -21,7 +21,7 @@ from keyhole.stores.databases import (
     open_qdrant,
     open_weaviate,
 )
-from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
+from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 from keyhole.target import POSTGRES, PREFIXED, parted, store_form
 
@@ -40,7 +40,6 @@ KINDS = (
     Kind("an index of FAISS", ".faiss", open_faiss),
     Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
     Kind("a NumPy array", ".npy", open_npy),
-    Kind("NumPy arrays", ".npz", open_npz, ("array", "text")),
     Kind("JSON lines", ".jsonl", open_json_lines, ("column", "text")),
     Kind("a server of embeddings", "http(s)://…/v1/embeddings", open_embeddings_api, ("model",)),
 )  # fmt: skip

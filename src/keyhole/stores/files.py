@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -18,78 +17,35 @@ from torch import Tensor
 from keyhole.core.errors import InputError, first_line
 from keyhole.core.files import expect_file, parse, unreadable
 from keyhole.core.machine import expect_memory
-from keyhole.stores.store import TEXT_NAMES, Place, Store, column_store, library
+from keyhole.stores.store import Place, Store, column_store, library
 
-# Vectors in files of NumPy: one array (.npy), or several by name (.npz), perhaps with the texts.
+# Vectors in one array of NumPy (.npy).
 #
-# A .npy file is mapped into memory, so that only the rows that are read cost anything. Pickled
+# The file is mapped into memory, so that only the rows that are read cost anything. Pickled
 # objects are refused: loading them would run whatever the file says.
 
 
 @contextmanager
 def open_npy(place: Place) -> Generator[Store]:
     """One array (texts, numbers)."""
-    array = _load(place.path, "an array of vectors in a .npy file", mmap_mode="r")
-    if not _holds_vectors(array):
+    what = "an array of vectors in a .npy file"
+    expect_file(place.path, what)
+    try:
+        array: Any = np.load(place.path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise unreadable(what, place.path, error) from error
+    if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise InputError(
             f"expected an array of floating-point vectors (texts, numbers) in {place.path}, got "
             f"{array.dtype} of shape {tuple(array.shape)}"
         )
-    yield _array_store(place.path, array)
 
-
-@contextmanager
-def open_npz(place: Place) -> Generator[Store]:
-    """Several arrays by name: the one that holds vectors, and one of as many texts."""
-    expect_file(place.path, "arrays in a .npz file")
-    try:
-        with zipfile.ZipFile(place.path) as archive:
-            expect_memory(sum(info.file_size for info in archive.infolist()), place.path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise unreadable("arrays in a .npz file", place.path, error) from error
-    with _load(place.path, "arrays in a .npz file") as file:
-        arrays = {name: _member(file, name, place.path) for name in file.files}
-    named = [name for name, array in arrays.items() if _holds_vectors(array)]
-    vectors = arrays[place.choice("array", named, "array of vectors")]
-    words = {
-        name: array
-        for name, array in arrays.items()
-        if array.dtype.kind == "U" and array.shape == vectors.shape[:1]
-    }
-    plural = (name for name in words if name.removesuffix("s") in TEXT_NAMES)
-    chosen = place.text_column(list(words)) or next(plural, None)
-    yield _array_store(place.path, vectors, None if chosen is None else words[chosen])
-
-
-def _array_store(path: str, array: Any, words: Any = None) -> Store:
     def vectors(rows: Sequence[int]) -> Tensor:
         # Copied: what is mapped into memory from a file that is only read cannot be written to.
         return torch.from_numpy(np.array(array[np.asarray(rows, dtype=np.int64)]))
 
-    def texts(rows: Sequence[int]) -> list[str | None]:
-        return [str(words[row]) for row in rows]
-
     count, dim = array.shape
-    return Store(path, count, dim, vectors, None if words is None else texts)
-
-
-def _holds_vectors(array: Any) -> bool:
-    return array.ndim == 2 and array.dtype in (np.float16, np.float32, np.float64)
-
-
-def _load(path: str, what: str, **options: Any) -> Any:
-    expect_file(path, what)
-    try:
-        return np.load(path, allow_pickle=False, **options)
-    except (OSError, ValueError, EOFError) as error:
-        raise unreadable(what, path, error) from error
-
-
-def _member(file: Any, name: str, path: str) -> Any:
-    try:
-        return file[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise unreadable(f"an array {name}", path, error) from error
+    yield Store(place.path, count, dim, vectors)
 
 
 # Vectors in a file of JSON lines: an object for each text, with a list of numbers in it.

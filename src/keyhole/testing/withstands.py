@@ -28,7 +28,6 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
 from keyhole.report import words as wording
-from keyhole.testing.sessions import notify
 
 Texts = str | Path | Sequence[str]
 Labelled = Example | str | tuple[str, int]
@@ -51,7 +50,7 @@ def assert_withstands(
     share: float | None = None,
     budget: int | None = None,
     examples: Sequence[Labelled] = (),
-    model: str | Sequence[str] | None = None,
+    model: str | None = None,
     known: str | Path | None = None,
     corpus: str | Path | None = None,
     sample: int = 20,
@@ -89,7 +88,6 @@ def assert_withstands(
             )
         except (OracleError, BudgetExhausted) as error:
             raise CouldNotCheck(f"{UNCHECKED}: {error}") from error
-    notify(audit)
     given = [finding for finding in audit.attacks if came_back(finding) > at_most]
     unchecked = [
         *(line(each) for each in audit.attacks
@@ -171,18 +169,6 @@ def _example(given: Labelled) -> Example:
         return Example(given, NO_LABEL, given)
     text, label = given
     return Example(text, int(label), text)
-
-
-def lines(audit: Audit) -> list[str]:
-    """Every finding that counts, then what could not be checked; what was given away first."""
-    findings = sorted(audit.attacks, key=lambda finding: not finding.exposed)
-    target = f"{_plain(audit.target)}: "
-    made = [
-        f"{finding.outcome}: {'' if finding.part == audit.target else target}{line(finding)}"
-        for finding in findings
-    ]
-    skips = [skip for skip in audit.skips if skip.unchecked]
-    return made + [f"{UNCHECKED}: {target}{skipped(skip)}" for skip in skips]
 
 
 def line(finding: Finding) -> str:

@@ -78,10 +78,8 @@ KINDS = {
     "[CLS] alone": ("bert", Exposure("pooled", pooling="cls")),
     "the maximum": ("bert", Exposure("pooled", pooling="max", normalised=False)),
     "next-token logits": ("gpt2", Exposure("logits")),
-    "log-probabilities of two tokens": (
-        "gpt2",
-        Exposure("logits", steps=2, log_probabilities=True),
-    ),
+    "those of another family": ("qwen3", Exposure("logits")),
+    "log-probabilities": ("llama", Exposure("logits", log_probabilities=True)),
 }
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
-from keyhole.recover.attack import Target
-from keyhole.recover.layers.key_values import CachedKeys, attention_inputs
+from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.leaks import HiddenStates, KeyValues
 from keyhole.recover.run import recover_text, recover_texts
 
@@ -35,39 +33,6 @@ def test_the_first_layer(family, layer):
     ):
         assert result.ids == text[0].tolist()
         assert result.verified
-
-
-@pytest.mark.parametrize("family", ["bert", "albert", "gpt2"])
-def test_least_squares_gives_the_attentions_input(family):
-    """Against NumPy's own least squares on weights taken apart by hand."""
-    model = tiny.shared(family)
-    causal = family == "gpt2"
-    ids = tiny.ids(texts=1, causal=causal)
-    layer = 1 if causal else 2
-    leak = leaks_of(model, layer, ids)[0]
-    states = capture(model, Exposure("hidden", 1), ids=ids)["values"][0]
-    if causal:
-        block = model.h[1]
-        truth = block.ln_1(states)
-        weight = block.attn.c_attn.weight[:, 32:].numpy()
-        bias = block.attn.c_attn.bias[32:].numpy()
-    else:
-        truth = states
-        blocks = model.encoder.layer if family == "bert" else None
-        own = (
-            blocks[1].attention.self
-            if blocks is not None
-            else model.encoder.albert_layer_groups[0].albert_layers[0].attention
-        )
-        weight = torch.cat([own.key.weight, own.value.weight]).mT.numpy()
-        bias = torch.cat([own.key.bias, own.value.bias]).numpy()
-    flat = torch.cat(
-        [leak.keys.transpose(0, 1).flatten(1), leak.values.transpose(0, 1).flatten(1)], 1
-    )
-    witness = np.linalg.lstsq(weight.T, (flat.numpy() - bias).T, rcond=None)[0].T
-    result = attention_inputs(Target.of(model, tiny.tokenizer(causal)), leak, 2)
-    assert np.allclose(result.numpy(), witness, atol=1e-4)
-    assert torch.allclose(result, truth, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.core import OUTCOMES, Outcome, Status
-from keyhole.core.errors import InputError
+from keyhole.core import Status
 from keyhole.models import Exposure, capture
 from keyhole.recover import (
     EncoderStates,
-    PooledEmbedding,
     SubLayerOutput,
     TokenSearch,
     recover_text,
@@ -19,7 +17,7 @@ from keyhole.recover import (
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.token_search import Prior, Vocabulary
 from keyhole.recover.layers.trials import Comparison, substitute
-from keyhole.recover.leaks import AttentionOutput, Pooled
+from keyhole.recover.leaks import AttentionOutput
 
 TOKENIZER = tiny.tokenizer()
 QUICK = TokenSearch(rounds=2, passes=30, candidates=8)
@@ -101,28 +99,3 @@ def test_another_models_output_is_never_verified(bert):
     result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF, STATES))
     assert not result.verified
     assert result.status is not Status.RECOVERED
-
-
-def test_a_pooled_embedding_of_two_words(bert):
-    """One vector says two words of 200; of ten it does not, and that is not called verified."""
-    ids = tiny.ids(1, 4, seed=4)
-    pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
-    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=4), method=PooledEmbedding(BRIEF))
-    assert result.ids == ids[0].tolist()
-    unknown = PooledEmbedding(BRIEF, lengths=(3, 4))
-    assert recover_text(bert, TOKENIZER, Pooled(pooled), method=unknown).ids == ids[0].tolist()
-
-
-def test_a_pooled_embedding_of_a_longer_text_is_not_overclaimed(bert):
-    ids = tiny.ids(1, 14, seed=5)
-    pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
-    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=14), method=PooledEmbedding(BRIEF))
-    assert result.ids != ids[0].tolist()
-    assert not result.verified
-    assert result.status is Status.BUDGET  # it did not arrive: nothing is proven
-    assert OUTCOMES[result.status] is Outcome.UNCHECKED
-
-
-def test_lengths_are_checked():
-    with pytest.raises(InputError, match="lengths must be positive"):
-        PooledEmbedding(lengths=())

@@ -20,7 +20,7 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     signs       of φ(z) and φ(−z) those for which D is diagonal
     heads       an answer does not show its sum: R takes most values more than once. Two answers
                 that share a sum do, and one whose sum is in a known span of few dimensions: that
-                is what sub_layer.py asks for. Then all numbers of all heads (descent.py)
+                is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -40,19 +40,30 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
+from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
+from keyhole.extract.blocks.in_front import WIDE
+from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
 from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer
 
-_SHORT = 0.005  # of √d, for derivatives by tokens
+_SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
+_SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
+_PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
+_SAME = 1e-9
+_FADING = tuple(
+    2.0**-n for n in range(1, 15)
+)  # of √d: shorter and shorter sums, to see the first ε
+_FADED = 0.9
 _MORE = 1.5  # answers for each unknown of the fit
-_MANY = 4.0  # likewise of attention's
 _TURNS = 40
 _PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
@@ -61,16 +72,15 @@ _STEPS = 10
 _ARRIVED = 1e-8
 _BATCH = 128
 _TOKENS = 12
-_TOGETHER = 4  # tokens in a sequence, at least
-_FULL = 0.6  # of an answer's numbers: weights of heads that it should show
 
 
 @dataclass(frozen=True)
 class SecondNorm:
-    """`y = E·ŷ + e` with ŷ of mean 0 and length √d."""
+    """`y = E·ŷ + e` with ŷ of mean 0 and length √d, or nearly: an ε shortens it."""
 
     E: Tensor
     e: Tensor
+    exact: bool = True  # are all ŷ of one length?
 
     @classmethod
     def read(cls, y: Tensor) -> SecondNorm:
@@ -88,8 +98,14 @@ class SecondNorm:
             2 * parts, (parts.square().sum(1) - parts.square().sum(1).mean())[:, None]
         )[:, 0]
         z0 = centre + middle - middle.mean()
-        radius = (z - z0).square().mean().sqrt()
-        return cls(radius / scale, z0 / scale)
+        lengths = (z - z0).square().mean(1)
+        radius = lengths.mean().sqrt()
+        exact = bool((lengths - radius**2).abs().max() < _SAME * radius**2)
+        return cls(radius / scale, z0 / scale, exact)
+
+    def moved(self, by: Tensor, share: float = 1.0) -> SecondNorm:
+        """For ŷ that are so much less, and divided by `share`."""
+        return replace(self, E=share * self.E, e=self.e + self.E * by)
 
     def undone(self, y: Tensor) -> Tensor:
         return (y - self.e) / self.E
@@ -105,6 +121,7 @@ class FirstSum:
     start: Tensor  # x₀
     R: Tensor
     T: Tensor
+    heads: Apart | None = None  # with W = O, where a bias of positions tells them apart
 
     @property
     def total(self) -> Tensor:
@@ -119,52 +136,84 @@ class FirstSum:
         return self.start + length * n @ self.R
 
     @classmethod
-    def read(cls, ask: Value, d: int, stream: torch.Generator) -> FirstSum:
-        """`ask` takes sequences (n, tokens, d)."""
+    def read(cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT) -> FirstSum:
+        """`ask` takes sequences (n, tokens, d); derivatives are by steps of such a share."""
+        directions = random_orthogonal(d, stream)[:2]
         basis = random_orthogonal(d, stream)
-        length = math.sqrt(d)
-        singles, pairs, planes, points = [], [], [], []
-        for x in length * random_orthogonal(d, stream)[:2]:
-            middle = ask(x[None, None])
-            at = x.expand_as(basis)
-
-            def moved(t: float, at: Tensor = at) -> Tensor:
-                return (at + _SHORT * t * length * basis).unsqueeze(1)
-
-            def one(t: float, at: Tensor = at) -> Tensor:
-                return torch.cat([moved(t), at.unsqueeze(1)], 1)
-
-            singles.append(basis.mT @ differences(ask, moved, middle)[0])
-            pairs.append(basis.mT @ differences(ask, one, middle)[0])
-            planes.append(torch.linalg.svd(singles[-1])[0][:, -2:])
-            points.append(x)
-        left, cosines, _ = torch.linalg.svd(planes[0].mT @ planes[1])
+        slopes = partial(_slopes_of_copies, ask, step, basis)
+        # Far out the first ε is nothing.
+        points = _PLANES * math.sqrt(d) * directions
+        planes = [torch.linalg.svd(slopes(x))[0][:, -2:] for x in points]
+        cosines = torch.linalg.svdvals(planes[0].mT @ planes[1])
         if float(cosines[0]) < 1 - 1e-6:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 "answers to single tokens are not those behind a LayerNorm of one sum",
             )
-        outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
-        wanted = torch.cat([o @ x for o, x in zip(outside, points, strict=True)])
-        J, J2 = torch.cat(singles, 1), torch.cat(pairs, 1)
+        points = math.sqrt(d) * directions
+
+        def both(tokens: int = 1, place: int = 0) -> Tensor:
+            return torch.cat([slopes(x, tokens, place) for x in points], 1)
+
+        J = both()
         # Along 1(1 + M)⁻¹ nothing shows: it is left out, and the mean of sums is free.
-        unseen = planes[0] @ left[:, 0]
-        seen = torch.linalg.svd(unseen[:, None])[0][:, 1:]
+        left, sizes, right = torch.linalg.svd(J, full_matrices=False)
+        seen, right = left[:, :-1], right[:-1].mT
+        outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
+        wanted = torch.cat([o @ (_PLANES * x) for o, x in zip(outside, points, strict=True)])
         start = seen @ least_squares(torch.cat(outside) @ seen, wanted[:, None])[:, 0]
-        N = 2 * (least_squares((seen.mT @ J).mT, J2.mT).mT) @ seen.mT
-        R = torch.eye(d, dtype=torch.float64) - N
+        heads = None
+        if _alike(partial(_slopes_of_copies, ask, step, basis[:1]), points[0]):
+            N = 2 * both(2, 1) @ right
+        else:
+            heads = told_apart(torch.stack([both(*each) @ right for each in COPIES]), stream)
+            N = heads.total
+        back = seen.mT / sizes[:-1, None]
+        R = torch.eye(d, dtype=torch.float64) - N @ back
         T = torch.linalg.inv(R)
         T = T - T.mean(1, keepdim=True)
-        return cls(start, R, T)
+        if heads is not None:
+            heads = replace(heads, W=heads.W @ (back @ T))
+        return cls(start, R, T, heads)
+
+
+def _slopes_of_copies(
+    ask: Value, step: float, basis: Tensor, x: Tensor, tokens: int = 1, place: int = 0
+) -> Tensor:
+    """dy/dδ (d, m), but for a factor, of so many tokens x, one of which is x + δ."""
+    steps, copies = step * x.norm() * basis, x.expand(len(basis), tokens, len(x))
+
+    def path(t: float) -> Tensor:
+        moved = copies.clone()
+        moved[:, -1 - place] += t * steps
+        return moved
+
+    return basis.mT @ differences(ask, path, ask(x[None, None]))[0]
+
+
+def _alike(slopes: Callable[..., Tensor], x: Tensor) -> bool:
+    """Do all of three equal tokens have a third of the weight, and two of them one half?"""
+    two, *three = (slopes(x, *each) for each in COPIES[:3])
+    return all(bool((3 * each - 2 * two).norm() < 1e-6 * two.norm()) for each in three)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`ŷ = √d·R/|R|`, `R = n·L + C·f(n) + c`, in coordinates n (e) of the sphere."""
+    """`ŷ = √d·R/√(|R|² + d·ε₂)`, `R = n·L + C·f(n) + c`, `n = √d·h/√(|h|² + d·ε)`.
+
+    In coordinates (e). The direction of ŷ is enough where ε₂ is not known.
+    """
 
     units: Units
     L: Tensor
     c: Tensor
+    epsilon: float = 0.0
+    epsilon_behind: float = 0.0
+
+    def normed(self, h: Tensor) -> Tensor:
+        """n."""
+        d = h.shape[-1] + 1
+        return math.sqrt(d) * h / (h.square().sum(-1, keepdim=True) + d * self.epsilon).sqrt()
 
     def __call__(self, n: Tensor) -> Tensor:
         """R."""
@@ -172,14 +221,15 @@ class Layer:
         inside = ACTIVATIONS[units.activation](n @ units.A.mT + units.a)
         return n @ self.L + inside @ units.C.mT + self.c
 
-    def slopes(self, n: Tensor) -> Tensor:
-        """dR/dn, (n, e, e) with n last."""
+    def slopes(self, n: Tensor, along: Tensor) -> Tensor:
+        """dR/dn (n, e, r) along columns (n, e, r)."""
         units = self.units
         slope = derivative(units.activation, 1)(n @ units.A.mT + units.a)
-        return self.L.mT + (units.C * slope[:, None]) @ units.A
+        return self.L.mT @ along + units.C @ (slope[..., None] * (units.A @ along))
 
     def to(self, device: torch.device) -> Layer:
-        return Layer.of(self.numbers(device), self.units.activation)
+        made = Layer.of(self.numbers(device), self.units.activation)
+        return replace(made, epsilon=self.epsilon, epsilon_behind=self.epsilon_behind)
 
     def undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
         """u (n, r) for which `sums + u·basis` make `hats` (n, q, e), by Gauss–Newton steps; or NaN.
@@ -217,17 +267,18 @@ class Layer:
     def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
         """What stands behind the second norm (n, q, e)."""
         radius = math.sqrt(sums.shape[2] + 1)
-        n = radius * normalize(sums + (u @ basis)[:, None], dim=2)
-        return radius * normalize(self(n), dim=2)
+        return radius * normalize(self(self.normed(sums + (u @ basis)[:, None])), dim=2)
 
     def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
         """Likewise its derivative by u (n, q·e, r): of both norms and what is between."""
         radius = math.sqrt(sums.shape[2] + 1)
         h = sums + (u @ basis)[:, None]
-        hat, length = normalize(h, dim=2), h.norm(dim=2)
+        hat = self.normed(h) / radius
+        length = h.norm(dim=2) / hat.norm(dim=2)
         R = self(radius * hat)
-        slopes = self.slopes(radius * hat.flatten(0, 1)).unflatten(0, hat.shape[:2])
-        slopes = slopes @ (basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :])
+        turned = basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :]
+        slopes = self.slopes(radius * hat.flatten(0, 1), turned.flatten(0, 1))
+        slopes = slopes.unflatten(0, hat.shape[:2])
         out, scale = normalize(R, dim=2)[..., None], radius**2 / (length * R.norm(dim=2))
         return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(1, 2)
 
@@ -248,12 +299,22 @@ class Layer:
         return cls(units, linear[width:-1], linear[-1])
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A layer that answers with `share·ŷ + centre`, and the relative error left."""
+
+    layer: Layer
+    centre: Tensor
+    share: float
+    left: float
+
+
 def fitted(
     value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator
-) -> tuple[Layer, float]:
+) -> Fitted:
     """All numbers of the layer, from those of the units, at as many points as they need."""
     width, e = units.A.shape
-    unknowns = width * (e + 1) + (width + e + 1) * e
+    unknowns = width * (e + 1) + (width + e + 2) * e + 2
     count = math.ceil(_MORE * unknowns / (e - 1)) + _SPARE
     n = radius * normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
     y = value(n).to(device)
@@ -272,23 +333,41 @@ def fitted(
         length = (sums * y).sum(1, keepdim=True) / radius**2
     linear = torch.linalg.solve_triangular(R, Q.mT @ (length * y - made), upper=True).to("cpu")
     numbers = Layer(units, linear[:-1], linear[-1]).numbers(device)
+    # ε₂ in units of |R|², and the share less 1
+    size, none = sums.square().sum(1).mean(), torch.zeros_like(y[0])
+    numbers |= {"norm": none[:2], "centre": none}
+
+    def parts(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+        features = torch.cat([activation(affine @ numbers["A"].mT), affine], 1)
+        R = features @ numbers["linear"]
+        return features, R, (R.square().sum(1, keepdim=True) + size * numbers["norm"][0]).sqrt()
 
     def model(numbers: Numbers) -> Tensor:
-        features = torch.cat([activation(affine @ numbers["A"].mT), affine], 1)
-        return radius * normalize(features @ numbers["linear"], dim=1)
+        _, R, length = parts(numbers)
+        return radius * (1 + numbers["norm"][1]) * R / length + numbers["centre"]
 
     def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-        z = affine @ numbers["A"].mT
-        features = torch.cat([activation(z), affine], 1)
-        scale = (features @ numbers["linear"]).norm(dim=1, keepdim=True) / radius
+        features, R, length = parts(numbers)
+        scale = length / radius
+        slopes = derivative(units.activation, 1)(affine @ numbers["A"].mT) / scale
         features, C = features / scale, numbers["linear"][:width]
-        slopes = derivative(units.activation, 1)(z) / scale
-        of_A = inverse((C @ C.mT) * (slopes.mT @ slopes))
-        of_linear = inverse(features.mT @ features)
-        return lambda slope: {"A": of_A @ slope["A"], "linear": of_linear @ slope["linear"]}
+        hats = R / scale
+        beside = torch.stack([-size / 2 * hats / length.square(), hats]).flatten(1)
+        right = {
+            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)),
+            "linear": inverse(features.mT @ features),
+            "norm": inverse(beside @ beside.mT),
+        }
+        return lambda slope: {
+            name: part / count if name == "centre" else right[name] @ part
+            for name, part in slope.items()
+        }
 
     numbers, left = descend(model, numbers, y, preconditioner)
-    return Layer.of(numbers, units.activation).to(torch.device("cpu")), left
+    found, share = (float(part) for part in numbers["norm"])
+    layer = Layer.of(numbers, units.activation).to(torch.device("cpu"))
+    layer = replace(layer, epsilon_behind=max(0.0, found * float(size) / radius**2))
+    return Fitted(layer, numbers["centre"].to("cpu"), 1 + share, left)
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
@@ -317,7 +396,8 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
     L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
     c = layer.c + units.C @ (share * units.a)
     units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
-    return Layer(units, L / size, c / size), D / size
+    epsilon = layer.epsilon_behind / float(size) ** 2
+    return Layer(units, L / size, c / size, layer.epsilon, epsilon), D / size
 
 
 @dataclass(frozen=True)
@@ -356,73 +436,34 @@ class Behind:
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
             O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
-            frequencies=attention.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            frequencies=attention.frequencies, places=attention.places,
+            A=(units.A @ lift.mT).contiguous(), a=units.a,
             G=units.G.new_zeros(0, self.dim), g=units.g, C=(lift @ units.C).contiguous(),
             c=lift @ self.layer.c, D=self.D, E=self.second.E, e=self.second.e,
-            activation=units.activation, norm="behind", every_token=self.every_token,
+            activation=units.activation, norm="behind", epsilon=self.layer.epsilon,
+            epsilon_behind=self.layer.epsilon_behind, every_token=self.every_token,
             causal=self.causal,
         )  # fmt: skip
 
+    def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
+        """Its heads, from questions of one length."""
+        heads = self.first.heads
+        if heads is None:
+            return read_attention(self.surroundings(), stream, self.total, reach)
+        heads = replace(heads, W=heads.W @ self.axes)
+        return read_placed(self.surroundings(), self.total, heads, reach, stream)
+
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
-        """All numbers of attention at once, from what whole sequences answer (descent.py).
+        """All numbers of attention at once."""
+        sequences = Sequences.drawn(attention, stream)
+        layer, radius = self.layer.to(self.device), math.sqrt(self.dim)
+        own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
 
-        The preconditioner is that of K-FAC, its Gram matrices of the slopes from random ones.
-        """
-        (heads, d, k), device = attention.Q.shape, self.device
-        if attention.rotary or len(attention.K) < heads:
-            return attention
-        unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
-        # An answer shows as many numbers as its heads mix values in, and no more than it has.
-        together = max(_TOGETHER, 1 + int(_FULL * d / heads))
-        shown = min(d - 2, heads * min(k, together - 1))
-        count = math.ceil(_MANY * unknowns / shown) + _SPARE
-        drawn = torch.randn(count, together, d, generator=stream, dtype=torch.float64)
-        scores = (drawn[:, -1] @ attention.Q) * (drawn[:, 0] @ attention.K)
-        drawn = drawn / scores.sum(2).square().mean().sqrt().clamp(min=1e-3).sqrt()
-        y, layer = self._hats(drawn).to(device), self.layer.to(device)
-        tokens, own = drawn.to(device), (drawn[:, -1] @ self.axes).to(device)
-        one = torch.ones_like(own[:, :1])
-        asking, radius = torch.cat([tokens[:, -1], one], 1), math.sqrt(d)
-        Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
-        Q = torch.cat([Q, attention.q.flatten()[None]])
-        O = torch.cat([attention.O.flatten(0, 1), attention.b[None]])  # noqa: E741
-        numbers = {"Q": Q, "K": K, "V": V, "O": O}
-        numbers = {name: part.to(device) for name, part in numbers.items()}
+        def behind(added: Tensor) -> Tensor:
+            return radius * normalize(layer(layer.normed(own + added)), dim=1)
 
-        def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
-            """Answers, and what O is multiplied by; `moved` is added to what the maps give."""
-            q = asking @ numbers["Q"] + moved["Q"]
-            keys, values = (
-                (tokens @ numbers[name] + moved[name]).unflatten(-1, (heads, k)) for name in "KV"
-            )
-            weights = torch.einsum("nhk,nthk->nht", q.unflatten(-1, (heads, k)), keys).softmax(-1)
-            mixed = torch.einsum("nht,nthk->nhk", weights, values).flatten(1)
-            mixed = torch.cat([mixed, one], 1)
-            sums = own + mixed @ numbers["O"] + moved["O"]
-            return radius * normalize(layer(radius * normalize(sums, dim=1)), dim=1), mixed
-
-        flat, each = one.new_zeros(count, heads * k), one.new_zeros(count, together, heads * k)
-        still = {"Q": flat, "K": each, "V": each, "O": torch.zeros_like(own)}
-        random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
-
-        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-            (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
-            slopes = pull((random, torch.zeros_like(mixed)))[0]
-            slopes = {name: part.flatten(0, -2) for name, part in slopes.items()}
-            right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
-            left = count * inverse(mixed.mT @ mixed)
-            return lambda slope: {
-                name: (left @ part if name == "O" else part) @ right[name]
-                for name, part in slope.items()
-            }
-
-        numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
-        Q, K, V, O = (numbers[name].to("cpu") for name in "QKVO")  # noqa: E741
-        q, b = Q[-1].unflatten(0, (heads, k)), O[-1]
-        Q, K, V = (part[:d].unflatten(1, (heads, k)).transpose(0, 1) for part in (Q, K, V))
-        O = O[:-1].unflatten(0, (heads, k))  # noqa: E741
-        parts = {"Q": Q, "q": q, "K": K, "V": V, "O": O, "b": b}
-        return replace(attention, **{name: part.contiguous() for name, part in parts.items()})
+        y = self._hats(sequences.tokens)
+        return fitted_heads(attention, sequences, y, behind, self.device, stream)
 
     @property
     def dim(self) -> int:
@@ -468,7 +509,7 @@ class Behind:
         """
         x, of = torch.unique(sequences[:, -1], dim=0, return_inverse=True)
         radius = math.sqrt(self.dim)
-        made = radius * normalize(self.layer(radius * normalize(self.sums(x), dim=1)), dim=1)
+        made = radius * normalize(self.layer(self.layer.normed(self.sums(x))), dim=1)
         return self._hats(sequences) + (made - self._hats(x.unsqueeze(1)))[of]
 
     def with_start(self, stream: torch.Generator) -> Behind:
@@ -480,6 +521,28 @@ class Behind:
             self._hats(x.unsqueeze(1))[None], moved[None], torch.eye(e).to(moved), self.b[None]
         )[0]
         return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
+
+    def with_epsilon(self, stream: torch.Generator) -> Behind:
+        """The first ε, from sums so short that it shows: n is ν times as long as of others."""
+        d, e = self.axes.shape
+        n = torch.randn(_TOKENS, e, generator=stream, dtype=torch.float64)
+        n = math.sqrt(d) * normalize(n, dim=1)
+        share = 1.0
+        for length in _FADING:
+            hats = self._hats(self.first.tokens(n @ self.axes.mT, length).unsqueeze(1))
+            for _ in range(_NEWTON):
+                R = self.layer(share * n)
+                out, size = normalize(R, dim=1), R.norm(dim=1, keepdim=True)
+                slope = self.layer.slopes(share * n, n[..., None])[..., 0] / size
+                slope = slope - out * (out * slope).sum(1, keepdim=True)
+                off = hats / math.sqrt(d) - out
+                share += float((off * slope).sum() / slope.square().sum())
+            if not 0 < share < 2:
+                break
+            if share < _FADED:
+                epsilon = length**2 * (share**-2 - 1)
+                return replace(self, layer=replace(self.layer, epsilon=epsilon))
+        return self
 
     def sums(self, x: Tensor) -> Tensor:
         """In front of the first norm, of single tokens, in coordinates."""
@@ -507,16 +570,31 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
-    first = FirstSum.read(lambda sequences: second.undone(ask(sequences)), d, stream)
+
+    def undone(sequences: Tensor) -> Tensor:
+        return second.undone(ask(sequences))
+
+    radius = math.sqrt(d)
+    kinked = straight_on_sphere(
+        lambda x: undone(_FAR * x.unsqueeze(1)), d, radius, stream, lost=True
+    )
+    first = FirstSum.read(undone, d, stream, _SHORTEST if kinked else _SHORT)
     ones = torch.ones(d, 1, dtype=torch.float64)
     axes = torch.linalg.qr(torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1))[0][:, 1:]
 
     def value(n: Tensor) -> Tensor:
-        return second.undone(ask(first.tokens(n @ axes.mT).unsqueeze(1))) @ axes
+        return undone(first.tokens(n @ axes.mT).unsqueeze(1)) @ axes
 
-    sphere = Sphere(value, d - 1, math.sqrt(d))
-    units = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
-    layer, left = fitted(value, units, math.sqrt(d), device, stream)
-    expect_fitted(left)
-    layer, D = signed(layer, axes)
-    return Behind(ask, axes, second, first, layer, D, device).with_start(stream)
+    if kinked:
+        units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
+    else:
+        # Next to the curvature of few units, what an ε does to the origin of answers is nothing.
+        sphere = Sphere(value, d - 1, radius, centred=second.exact or d < WIDE)
+        units, centre = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
+    second = second.moved(axes @ centre)
+    found = fitted(value, units, radius, device, stream)
+    expect_fitted(found.left)
+    second = second.moved(axes @ found.centre, found.share)
+    layer, D = signed(found.layer, axes)
+    made = Behind(ask, axes, second, first, layer, D, device)
+    return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)

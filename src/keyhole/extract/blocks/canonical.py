@@ -3,7 +3,8 @@
 The same function has many parameters (block.py, sub_layer.py, behind.py say which and why). What
 all of them share is compared instead, number by number:
 
-    of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order
+    of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order. A bias of
+                     positions by the weights of equal tokens: a number added to all is not seen
     of each unit     its row, bias, gate and column of C; units in any order, those of ReLU and the
                      gates of length 1
     b and biases     without norms b is moved into a and c, before LayerNorms its mean into c
@@ -25,6 +26,7 @@ from keyhole.core.errors import InputError
 from keyhole.oracle.block import Block, Blocks
 
 _PLACES = (0, 1, 5)  # at which rotary positions are compared
+_DISTANCES = 256  # over which a bias of positions is
 
 
 def canonical_block(block: Block) -> Block:
@@ -93,6 +95,8 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     shapes = [(len(each.Q), len(each.A), len(each.G)) for each in (first, second)]
     if shapes[0] != shapes[1]:
         raise InputError(f"the blocks differ in heads, units and gates: {shapes[0]}, {shapes[1]}")
+    if len(first.places) != len(second.places):
+        raise InputError("one block has a bias of positions, and the other has none")
     one, two = canonical_block(first), canonical_block(second)
     ours, theirs = (torch.cat([each.A, each.a[:, None]], 1) for each in (one, two))
     units = torch.cdist(ours, theirs).argmin(1)
@@ -141,11 +145,15 @@ def _heads(block: Block) -> dict[str, Tensor]:
     forms = [
         block.Q @ _turned(block, K, place).mT for place in _PLACES[: None if _turns(block) else 1]
     ]
-    return {
+    parts = {
         "QK": torch.cat(forms, 2),
         "qK": torch.cat([block.q[:, None] @ K.mT], 2),
         "VO": V @ block.O,
     }
+    if len(block.places):
+        last = block.places.shape[1] - 1
+        parts["places"] = block.places[:, torch.arange(_DISTANCES).clamp(max=last)].softmax(1)
+    return parts
 
 
 def _turns(block: Block) -> bool:

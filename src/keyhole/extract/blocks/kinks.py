@@ -20,13 +20,26 @@ kinks is `A cos θ + B sin θ + C`, and across a kink of unit k these change by
 the direction of c_k, which tells units apart, then a_k in the plane of p and q, and α_k. For w
 orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest of a_k, from 4(d − 2)
 queries next to the kink, exactly, since a slope is an odd part, B sin h.
+
+**Between two norms** (behind.py) answers `y = e + R/s` have lost the length s of R as well. Between
+kinks R(θ) = (cos θ, sin θ, 1)·P, so four answers in a row are in three dimensions:
+
+    e         is in e + the span of P, which the answers of an arc show: arcs meet in it
+    s_j       of an arc's answers j, up to one factor: Σ_j q_j s_j (y_j − e) = 0 for every q across
+              cos θ_j, sin θ_j and 1. Then P
+    factors   of two arcs, since R is continuous. Outside of the span of P the next P' is of rank
+              one, c_k ⊗ (a_k·p, a_k·q, α_k/r), which is 0 where the arcs meet: P and P' agree there
+    slopes    along w are known but for a multiple of R on each side: two unknowns beside a_k·w
+
+and whether units explain the answers to other points is the s_j of these, with cos, sin and 1
+replaced by what units, n and 1 are at them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +62,9 @@ _CIRCLES = 40  # at the most
 _EXPLAINED, _NEARLY = 2e-5, 1e-2  # of the answers, at the most left
 _IDLE = 3  # circles in a row without a new unit, where rows are not exact enough to tell
 _ARC = 6  # samples that an arc without kinks must have to be known
+_ENOUGH = 48  # samples of an arc, where lengths are sought
+_LONGEST = 12  # arcs of a circle that show the centre
+_SHOWN = 1e-7
 _CLEARER = 1.3
 _RANK_ONE = 1e-3
 _SAME = 1e-3  # of cosines
@@ -64,21 +80,35 @@ def straight(value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator)
 
 
 def straight_on_sphere(
-    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator
-) -> bool:
-    """Likewise on great circles: is there nothing but 1, cos and sin of the angle?"""
+    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
+    lost: bool = False,
+) -> bool:  # fmt: skip
+    """Likewise on great circles: is there nothing but 1, cos and sin of the angle?
+
+    Of answers that have `lost` their length: are four in a row in three dimensions?
+    """
     p, q = (random_orthogonal(d, stream)[:_POINTS] for _ in range(2))
     q = normalize(q - (p * q).sum(1, keepdim=True) * p, dim=1)
     steps = _ANGLE * torch.arange(4, dtype=torch.float64)[:, None, None]
     y = value((radius * (steps.cos() * p + steps.sin() * q)).flatten(0, 1)).unflatten(0, (4, -1))
-    bend = _bend(*y, angle=_ANGLE).amax(1) / y.abs().amax((0, 2))
-    return float(bend.median()) < 3e-10
+    bend = _bend(y, _ANGLE, lost) / y.abs().amax((0, 2))
+    return float(bend.median()) < (1e-12 if lost else 3e-10)
 
 
-def _bend(one: Tensor, two: Tensor, three: Tensor, four: Tensor, angle: float) -> Tensor:
-    """What is left of samples in a row by the filter that 1, cos and sin are nothing to."""
+def _bend(y: Tensor, angle: float, lost: bool) -> Tensor:
+    """What is left of samples (4, n, m) by the filter that 1, cos and sin are nothing to, (n)."""
+    if lost:
+        return torch.linalg.svdvals(y.transpose(0, 1))[:, -1]
     turn = 2 * math.cos(angle) + 1
-    return (four - turn * three + turn * two - one).abs()
+    return (y[3] - turn * y[2] + turn * y[1] - y[0]).abs().amax(1)
+
+
+def _lengths(features: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """s (n) for which s·y is made of features (n, f), for y (n, m) of length 1; what is left."""
+    across = torch.linalg.qr(features, mode="complete")[0][:, features.shape[1] :]
+    system = (across.mT[:, None] * y.mT).flatten(0, 1)
+    sizes, right = torch.linalg.svd(system, full_matrices=False)[1:]
+    return right[-1] * right[-1].sum().sign(), float(sizes[-1])
 
 
 def find_relu_units(
@@ -91,7 +121,7 @@ def find_relu_units(
         if isinstance(step.model, ReluFfn):
             network = step.model
     if network is None or not len(network.A):
-        raise Unsuccessful(Status.NOT_APPLICABLE, "the answers have no kinks")
+        raise _no_kinks()
     rows = network.A * network.w.abs()[:, None]
     # A pair of opposite rows is what is linear.
     likeness = normalize(rows, dim=1) @ normalize(rows, dim=1).mT
@@ -135,10 +165,22 @@ class _Homogeneous:
 
 
 @dataclass(frozen=True)
+class _Kink:
+    """θ*, how far it is clear, c_k (m), ±(a_k·p, a_k·q, α_k); R half as far off, on both sides."""
+
+    theta: float
+    clear: float
+    c: Tensor
+    numbers: Tensor
+    beside: Tensor
+
+
+@dataclass(frozen=True)
 class _Circle:
     """A great circle through unit vectors p and q (d), its samples (n, m), and where it has kinks.
 
-    `free` (n): no kink between this sample and the three after it.
+    `free` (n): no kink between this sample and the three after it. Samples that have `lost` their
+    length are around `centre`, and of length 1 without it.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -147,18 +189,20 @@ class _Circle:
     radius: float
     y: Tensor
     free: Tensor
+    lost: bool
 
     @classmethod
     def drawn(
-        cls, value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator
-    ) -> _Circle:
+        cls, value: Callable[[Tensor], Tensor], d: int, radius: float, lost: bool,
+        stream: torch.Generator,
+    ) -> _Circle:  # fmt: skip
         p, q = random_orthogonal(d, stream)[:2]
         count = _SAMPLES * d
         theta = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
         y = value(radius * (theta.cos()[:, None] * p + theta.sin()[:, None] * q))
-        after = (y.roll(-step, 0) for step in (1, 2, 3))
-        bend = _bend(y, *after, angle=2 * math.pi / count).amax(1)
-        return cls(value, p, q, radius, y, bend <= 30 * bend.median())
+        rows = torch.stack([y.roll(-step, 0) for step in range(4)])
+        bend = _bend(rows, 2 * math.pi / count, lost)
+        return cls(value, p, q, radius, y, bend <= 30 * bend.median(), lost)
 
     def at(self, theta: Tensor) -> Tensor:
         return self.radius * (theta.cos()[:, None] * self.p + theta.sin()[:, None] * self.q)
@@ -176,9 +220,8 @@ class _Circle:
             if int(two) - int(one) + 2 >= _ARC
         ]
 
-    def kinks(self) -> list[tuple[float, float, Tensor, Tensor]]:
-        """θ*, how far it is clear around it, c_k (m), and ±(a_k·p, a_k·q, α_k)."""
-        step, found = 2 * math.pi / len(self.y), list[tuple[float, float, Tensor, Tensor]]()
+    def kinks(self, centre: Tensor) -> list[_Kink]:
+        step, found = 2 * math.pi / len(self.y), list[_Kink]()
         arcs = self.arcs()
         if len(arcs) < 2:
             return found
@@ -187,20 +230,16 @@ class _Circle:
             if first - before[1] > 3:  # more than one kink is between them
                 continue
             middle = step * (first + before[1]) / 2
-            left, right = (self._waves(one, two, middle) for one, two in (before, after))
+            left, right = (self._waves(one, two, middle, centre) for one, two in (before, after))
+            if self.lost:
+                right = right * _factor(left, right)
             change = right - left  # (3, m): of cos, sin and 1 of θ − middle
             U, sizes, V = torch.linalg.svd(change, full_matrices=False)
-            if float(sizes[1]) > _RANK_ONE * float(sizes[0]):
+            if not float(sizes[1]) <= _RANK_ONE * float(sizes[0]):
                 continue
             c, (a, b, constant) = V[0], (sizes[0] * U[:, 0]).tolist()
-            size = math.hypot(a, b)
-            if size <= abs(constant):
-                continue
-            # a cos t + b sin t + constant = 0, near t = 0
-            phase, half = math.atan2(b, a), math.acos(-constant / size)
-            t = min((phase + half, phase - half), key=lambda t: abs(math.remainder(t, 2 * math.pi)))
-            t = math.remainder(t, 2 * math.pi)
-            if abs(t) > 3 * step:
+            t = _root(a, b, constant)
+            if not abs(t) <= 3 * step:
                 continue
             sign = 1.0 if b * math.cos(t) - a * math.sin(t) > 0 else -1.0
             cos, sin = math.cos(middle), math.sin(middle)
@@ -208,72 +247,136 @@ class _Circle:
                 [a * cos - b * sin, a * sin + b * cos, constant * self.radius], dtype=torch.float64
             )
             clear = step * min(before[1] - before[0], after[1] - after[0])
-            found.append((middle + t, clear, sign * c, numbers))
+            beside = torch.stack([
+                _wave(t - clear / 2) @ left, _wave(t + clear / 2) @ right
+            ])  # fmt: skip
+            found.append(_Kink(middle + t, clear, sign * c, numbers, beside))
         return found
 
-    def _waves(self, first: int, last: int, middle: float) -> Tensor:
-        """A, B, C (3, m) of an arc, θ counted from `middle`."""
-        at = torch.arange(first, last + 1)
+    def _waves(self, first: int, last: int, middle: float, centre: Tensor) -> Tensor:
+        """A, B, C (3, m) of an arc, θ counted from `middle`; a multiple, where lengths are lost."""
+        at = torch.arange(first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1)
         turn = 2 * math.pi / len(self.y) * at.to(torch.float64) - middle
         turn = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
         waves = torch.stack([turn.cos(), turn.sin(), torch.ones_like(turn)], 1)
-        return least_squares(waves, self.y[at % len(self.y)])
+        y = self.y[at % len(self.y)] - centre
+        if self.lost:
+            y = normalize(y, dim=1)
+            y = _lengths(waves, y)[0][:, None] * y
+        return least_squares(waves, y)
 
-    def row(self, theta: float, clear: float, c: Tensor, numbers: Tensor) -> Tensor | None:
+    def row(self, kink: _Kink, centre: Tensor) -> Tensor | None:
         """±(a_k, α_k), from slopes on both sides of its kink; None if others are near by."""
         plane = torch.stack([self.p, self.q])
         w = torch.linalg.svd(plane)[2][2:]  # (d − 2, d)
-        aside = clear / 2
-        h = aside / 16
-        ends = self.at(torch.tensor([theta - aside, theta + aside], dtype=torch.float64))
+        aside = kink.clear / 2
+        h = aside / (64 if self.lost else 16)
+        theta = torch.tensor([kink.theta - aside, kink.theta + aside], dtype=torch.float64)
         moves = math.sin(h) * self.radius * torch.cat([w, -w])
-        y = self.value((math.cos(h) * ends[:, None] + moves).flatten(0, 1))
-        forth, back = y.unflatten(0, (2, 2, len(w))).unbind(1)
+        y = self.value((math.cos(h) * self.at(theta)[:, None] + moves).flatten(0, 1))
+        y, known = y.unflatten(0, (2, -1)), kink.c[None]
+        if self.lost:
+            sizes = torch.linalg.vector_norm(kink.beside, dim=1)
+            y = sizes[:, None, None] * normalize(y - centre, dim=2)
+            known = torch.cat([known, kink.beside])
+        forth, back = y.unflatten(1, (2, -1)).unbind(1)
         slopes = (forth - back) / (2 * math.sin(h))
         change = slopes[1] - slopes[0]  # (d − 2, m)
-        along = change @ c
-        if float((change - along[:, None] * c).norm()) > 0.01 * float(change.norm()):
+        shares = least_squares(known.mT, change.mT)
+        if float((change - shares.mT @ known).norm()) > 0.01 * float(shares[0].norm()):
             return None
-        row = numbers[:2] @ plane + along @ w
-        return torch.cat([row, numbers[2:]])
+        row = kink.numbers[:2] @ plane + shares[0] @ w
+        return torch.cat([row, kink.numbers[2:]])
+
+
+def _wave(t: float) -> Tensor:
+    return torch.tensor([math.cos(t), math.sin(t), 1.0], dtype=torch.float64)
+
+
+def _root(a: float, b: float, constant: float) -> float:
+    """The t next to 0 with a cos t + b sin t + constant = 0, or NaN."""
+    size = math.hypot(a, b)
+    if not size > abs(constant):
+        return math.nan
+    phase, half = math.atan2(b, a), math.acos(-constant / size)
+    return min((math.remainder(phase + sign * half, 2 * math.pi) for sign in (1, -1)), key=abs)
+
+
+def _factor(left: Tensor, right: Tensor) -> float:
+    """By which the waves (3, m) behind a kink are multiplied to go on from those in front of it."""
+    Q = torch.linalg.qr(left.mT)[0]
+    t = _root(*torch.linalg.svd(right - right @ Q @ Q.mT)[0][:, 0].tolist())
+    if math.isnan(t):
+        return t
+    before, after = _wave(t) @ left, _wave(t) @ right
+    return float(before @ after / (after @ after))
+
+
+def _meeting(circles: list[_Circle]) -> Tensor:
+    """The vector (m) that all arcs are around; what they do not show of it is 0."""
+    systems, wanted = list[Tensor](), list[Tensor]()
+    for circle in circles:
+        arcs = sorted(circle.arcs(), key=lambda arc: arc[0] - arc[1])
+        for first, last in arcs[:_LONGEST]:
+            y = circle.y[torch.arange(first, last + 1) % len(circle.y)]
+            span = torch.linalg.svd(y - y.mean(0), full_matrices=False)[2][:3]
+            systems.append(torch.eye(y.shape[1], dtype=torch.float64) - span.mT @ span)
+            wanted.append(systems[-1] @ y.mean(0))
+    if not systems:
+        raise _no_kinks()
+    return torch.linalg.pinv(torch.cat(systems), rtol=_SHOWN) @ torch.cat(wanted)
+
+
+def _no_kinks() -> Unsuccessful:
+    return Unsuccessful(Status.NOT_APPLICABLE, "the answers have no kinks")
 
 
 def find_relu_units_on_sphere(
-    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator
-) -> Units:
+    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
+    lost: bool = False,
+) -> tuple[Units, Tensor]:  # fmt: skip
     """Likewise behind a norm, from answers (n, m) at points (n, d) of one length.
 
     Circles are drawn until the units explain the answers to other points; a unit is measured again
-    where it is clearer of others.
+    where it is clearer of others. Also the vector (m) that answers which have lost their length are
+    around.
     """
-    rows, columns, clears, idle = list[Tensor](), list[Tensor](), list[float](), 0
+    rows, kinks, idle = list[Tensor](), list[_Kink](), 0
     points = radius * random_units(d, d, stream)
     answers = value(points)
+    centre = torch.zeros_like(answers[0])
+    ahead = list[_Circle]()
+    if lost:
+        ahead = [_Circle.drawn(value, d, radius, lost, stream) for _ in range(2)]
+        centre = _meeting(ahead)
     for _ in range(_CIRCLES):
-        circle, had = _Circle.drawn(value, d, radius, stream), len(rows)
-        for theta, clear, c, numbers in sorted(circle.kinks(), key=lambda kink: -kink[1]):
-            likes = (float(c @ other) > 1 - _SAME for other in columns)
+        circle = ahead.pop() if ahead else _Circle.drawn(value, d, radius, lost, stream)
+        had = len(rows)
+        for kink in sorted(circle.kinks(centre), key=lambda kink: -kink.clear):
+            likes = (float(kink.c @ other.c) > 1 - _SAME for other in kinks)
             known = next((k for k, like in enumerate(likes) if like), len(rows))
-            if known < len(rows) and clear < _CLEARER * clears[known]:
+            if known < len(rows) and kink.clear < _CLEARER * kinks[known].clear:
                 continue
-            row = circle.row(theta, clear, c, numbers)
+            row = circle.row(kink, centre)
             if row is not None:
-                rows[known : known + 1] = [row]
-                columns[known : known + 1] = [c]
-                clears[known : known + 1] = [clear]
+                rows[known : known + 1], kinks[known : known + 1] = [row], [kink]
         if not rows:
-            raise Unsuccessful(Status.NOT_APPLICABLE, "the answers have no kinks")
+            raise _no_kinks()
         units = _units(torch.stack(rows))
         if more := max(0, 2 * (len(rows) + d + 1) - len(points)):
             fresh = radius * random_units(more, d, stream)
             points, answers = torch.cat([points, fresh]), torch.cat([answers, value(fresh)])
         z = (points @ units.A.mT + units.a).relu()
         features = torch.cat([z, points, torch.ones_like(z[:, :1])], 1)
-        left = answers - features @ least_squares(features, answers)
-        share = float(left.norm() / answers.norm())
+        made = answers
+        if lost:
+            made = normalize(answers - centre, dim=1)
+            made = _lengths(features, made)[0][:, None] * made
+        linear = least_squares(features, made)
+        share = float((made - features @ linear).norm() / made.norm())
         idle = idle + 1 if len(rows) == had else 0
         if share <= _EXPLAINED or (idle >= _IDLE and share <= _NEARLY):
-            return units
+            return replace(units, C=linear[: len(rows)].mT.contiguous()), centre
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
         f"{len(rows)} units were found by their kinks on {_CIRCLES} circles, and these do not "

@@ -68,13 +68,15 @@ class Sphere:
     """Answers (n, m) at points (n, e) of one length, differentiated along great circles, by angles.
 
     `touched` says which numbers of an answer lose digits at points in the span of some rows, where
-    answers keep their length; without it they have lost it.
+    answers keep their length; without it they have lost it. Unless they are `centred`, answers are
+    ŷ and one vector that is not known.
     """
 
     value: Value
     dim: int
     radius: float
     touched: Callable[[Tensor], Tensor] | None = None
+    centred: bool = True
 
     def derivatives(self, p: Tensor, directions: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
         def path(t: float) -> Tensor:
@@ -108,6 +110,7 @@ class _Measured:
     first: Tensor
     second: Tensor
     seen: Tensor
+    hats: Tensor | None = None  # ŷ (P, m) of length 1, where known
 
     @classmethod
     def of(
@@ -142,7 +145,8 @@ class _Measured:
         seen = torch.arange(y.shape[1])
         if sphere.touched is not None:
             seen = seen[~sphere.touched(torch.cat([Pi, U]))]
-        return cls(sphere, Pi, U, points, y, first, second, seen)
+        hats = normalize(y, dim=1) if sphere.centred and sphere.touched is None else None
+        return cls(sphere, Pi, U, points, y, first, second, seen, hats)
 
     @property
     def packed(self) -> Tensor:
@@ -154,16 +158,16 @@ class _Measured:
 
     def across(self, j: int, *more: Tensor) -> Tensor:
         """Orthonormal columns (seen, n): all numbers, or all but along ŷ and others (n, m)."""
-        y = self.y[j]
         if self.sphere.touched is not None:
             return torch.eye(len(self.seen), dtype=torch.float64)
-        taken = torch.cat([y[None], *more])
+        taken = torch.cat([*more] if self.hats is None else [self.hats[j][None], *more])
         return torch.linalg.qr(taken.mT, mode="complete")[0][:, len(taken) :]
 
     def space(self, device: torch.device) -> tuple[Tensor, bool]:
         """What is orthogonal to S (n, q(q+1)/2), and whether S has an end.
 
-        S is from second derivatives across ŷ and its first ones.
+        S is from second derivatives across ŷ and its first ones. Where ŷ is not known, S has one
+        more dimension for each base point, the matrix τ that stands beside ŷ there.
         """
         rows = torch.cat([
             (packed.to(device) @ self.across(j, self.first[j]).to(device)).mT
@@ -199,7 +203,7 @@ def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Mea
         q = min(math.ceil(math.sqrt(2 * (width * dim + 1) / _FULL)), dim - _AXES)
         needed = q * (q + 1) / 2
         if sphere.touched is None:
-            count = max(_POINTS, math.ceil(1.3 * needed / (dim - q - 1)))
+            count = max(_POINTS, math.ceil(1.3 * needed / (dim - q - sphere.centred)))
         else:
             count = _base_points(sphere.touched, axes, q)
         if sphere.touched is not None and count + q > dim:
@@ -228,11 +232,15 @@ def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> i
 
 def find_units(
     sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
-) -> Units:
-    """A start for descent.py; C as seen next to the length of answers on average."""
+) -> tuple[Units, Tensor]:
+    """A start for descent.py; C as seen next to the length of answers on average.
+
+    And the vector (m) that answers are ŷ with: lines along ŷ through the answers meet in it.
+    """
     measured, outside = _curvature(sphere, axes, device)
     q = len(measured.U)
     most = q * (q + 1) // 2 - len(outside) - 1
+    most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
     units, partners = rank_ones(outside, q, most, stream, starts)
     each = 1 if partners is None else 2
@@ -246,7 +254,15 @@ def find_units(
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
         )
-    return _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
+    units = _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
+    return units, _meeting(measured)
+
+
+def _meeting(at: _Measured) -> Tensor:
+    if at.sphere.centred or at.hats is None:
+        return torch.zeros_like(at.y[0])
+    across = torch.eye(at.y.shape[1]).to(at.y) - at.hats[:, :, None] * at.hats[:, None]
+    return torch.linalg.solve(across.sum(0), (across @ at.y[..., None]).sum(0))[:, 0]
 
 
 def _read(
@@ -264,8 +280,8 @@ def _read(
     packed = at.packed.to(device)
     hats = torch.zeros(P, m, dtype=torch.float64, device=device)
     sigma = torch.zeros(P, q, dtype=torch.float64, device=device)
-    if at.sphere.touched is None:
-        hats = normalize(at.y, dim=1).to(device)
+    if at.hats is not None:
+        hats = at.hats.to(device)
     forms = unpacked(outside, q)
     parts = torch.empty(P, len(R) - 1, m, dtype=torch.float64, device=device)
     for j in range(P):
@@ -276,7 +292,13 @@ def _read(
             system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
             sigma[j] = -torch.linalg.solve(system @ system.mT, system @ (outside @ H).flatten())
             H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
+        if at.sphere.touched is None and at.hats is None:  # then τŷ is all that is left
+            rest = H - Q @ (Q.mT @ H)
+            hats[j] = torch.linalg.eigh(rest.mT @ rest)[1][:, -1]
+            H = H - (H @ hats[j])[:, None] * hats[j]
         parts[j] = torch.linalg.solve_triangular(R, Q.mT @ H, upper=True)[:-1]
+    if at.sphere.touched is None:
+        at.hats = hats.to("cpu")
     reading = _Reading(at, parts, units, partners, sigma, stream)
     c, numbers = _directions(parts[:, -r:], hats)
     of_W = reading.beyond(W)

@@ -46,6 +46,7 @@ _STEP = 0.03  # of the radius, for differences of the fourth order
 _POINTS = 12
 _BEYOND = 1.2  # Hessians for each of their numbers, at least
 _AXES, _FEWEST = 3, 2  # of Π
+_AXES_OF_SCORES = 5  # one number tells units apart by their φ'' at many points
 _ERRORS = 1e-6  # singular values of the Hessians below this, relative, are errors of differences
 _CLIFF = 10.0  # how far these stay below those that count, at least
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
@@ -129,9 +130,11 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
     d = field.dim
     axes = random_orthogonal(d, stream)
     likely = 0 if field.heads else 2 * d
-    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * likely))), d - _AXES)
+    scores = field.numbers == 1 and not field.heads and d >= 8 + _AXES_OF_SCORES
+    most = _AXES_OF_SCORES if scores else _AXES
+    q = min(max(8, math.ceil(1.6 * math.sqrt(2 * likely))), d - most)
     while True:
-        frame = _Frame(axes[:q], axes[q : q + _AXES], axes[q + _AXES :])
+        frame = _Frame(axes[:q], axes[q : q + most], axes[q + most :])
         bent = _Hessians.measured(field, frame, stream)
         if bent.dimension <= _FULL * q * (q - 1) / 2:
             break
@@ -141,7 +144,7 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
                 f"curvature spans {bent.dimension} dimensions, too many to tell units apart in "
                 f"{q}: a layer this wide is not read",
             )
-        q = min(math.ceil(1.3 * q), d - _FEWEST)
+        q = min(q + 1 if scores else math.ceil(1.3 * q), d - _FEWEST)
     count = bent.dimension - field.sphere
     allowed = _RANK_ONE / (1 if field.numbers == 1 else 100)  # by what Hessians are off
     units, partners = rank_ones(unpacked(bent.basis, q), count, stream, allowed)

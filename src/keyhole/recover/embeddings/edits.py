@@ -41,14 +41,11 @@ Tokens = tuple[int, ...]
 class Vectors:
     """The vectors of texts, each run once: `passes` counts them.
 
-    The texts are around `ids`, with the same special tokens. `seen` (d, k) are the directions of a
-    vector that are known, where not all are (secrets.py).
+    The texts are around `ids`, with the same special tokens.
     """
 
-    def __init__(
-        self, target: Target, exposure: Exposure, ids: Sequence[int], seen: Tensor | None = None
-    ) -> None:
-        self.target, self.exposure, self.seen = target, exposure, seen
+    def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
+        self.target, self.exposure = target, exposure
         self.before, self.after = _frame(target, ids)
         whole = replace(exposure, width=None, unit=False)
         self._encoder = Encoder(target, whole, frame=(self.before, self.after))
@@ -56,13 +53,6 @@ class Vectors:
         self.alternatives: dict[tuple[Tokens, bool], Alternatives] = {}
         self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
         self._probed: dict[Tokens, tuple[Tensor, Tensor]] = {}
-
-    def of_part(self, exposure: Exposure, seen: Tensor | None = None) -> Vectors:
-        """The same texts, of whose vectors another part is kept; what was run is not run again."""
-        ids = [*self.before, -1, *self.after]
-        other = Vectors(self.target, exposure, ids, seen)
-        other._whole = self._whole
-        return other
 
     def inside(self, ids: Sequence[int]) -> Tokens:
         return tuple(ids[len(self.before) : len(ids) - len(self.after)])
@@ -82,8 +72,7 @@ class Vectors:
     def _part(self, rows: Tensor) -> Tensor:
         """What is kept (b, k) of whole vectors (b, d)."""
         rows = rows[..., : self.exposure.width]
-        rows = normalize(rows, dim=-1) if self.exposure.unit else rows
-        return rows if self.seen is None else rows.double() @ self.seen.to(rows.device)
+        return normalize(rows, dim=-1) if self.exposure.unit else rows
 
     def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> Tensor:
         """The derivative (b, n, e) of each text's vector along (b, k), by token."""

@@ -135,12 +135,8 @@ class Encoder:
         """
         self._whitening = None
         vectors = self.vectors(texts, fast=True)
-        self.whiten_by(vectors)
-        return self.directions(vectors)
-
-    def whiten_by(self, vectors: Tensor) -> None:
-        """The same, from the vectors of texts as they are compared without it."""
         self._whitening = Whitening.of(vectors)
+        return self.directions(vectors)
 
     def directions(self, values: Tensor) -> Tensor:
         """Vectors (b, d) of a model as they are compared: of length one, in float32."""
@@ -192,10 +188,7 @@ class Encoder:
             some = texts[rows]
             ids, mask = self.framed(some)
             states = self._states(ids, mask)
-            pooled = pool(self.exposure, states, mask)
-            if self.exposure.steps > 1:
-                pooled = capture(self._fast, self.exposure, ids=ids, mask=mask)["values"]
-            vectors.append(self.directions(pooled))
+            vectors.append(self.directions(pool(self.exposure, states, mask)))
             log_p.append(self._log_p(states, some, n))
         back = order.argsort()
         return torch.cat(vectors)[back], torch.cat(log_p)[back]
@@ -236,11 +229,6 @@ class Encoder:
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
         log_p[inside] = torch.cat(found)
         return log_p
-
-    def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
-        self.passes += len(texts)
-        return self.gradient(texts, lambda values: (self.directions(values) * goals).sum(-1))
 
     def gradient(self, texts: Texts, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """A number (b,) `of` what the model exposes of texts, and its gradient (b, n, e)."""

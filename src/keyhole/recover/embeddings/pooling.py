@@ -62,13 +62,12 @@ class Pooling:
     """How embeddings were made: the `exposure` of the encoder that gives them.
 
     `error` is how far its vectors are off on known texts, None for a guess; up to `agrees` it is
-    rounding. `likeness` is the cosine of the means that a guess from statistics was made by.
+    rounding.
     """
 
     exposure: Exposure
     error: float | None
     reason: str
-    likeness: float | None = None
     agrees: float = AGREES
     prefix: str = ""  # words that stand before every text
 
@@ -215,7 +214,7 @@ def from_statistics(
         f"guessed {_words(best)}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(best, None, reason, cosines[best])
+    return Pooling(best, None, reason)
 
 
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:

@@ -1,7 +1,7 @@
 """Text from one vector, by token statistics of a corpus and a search (ours).
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
-its next-token logits give away (short_prompt.py). The encoder is run once over a corpus that the
+its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
 attacker has; without one, over the corpus that ships. That gives the odds of each token for a
 vector, n-grams and the nearest lines (counts.py). They guide a search that changes several tokens
 at once, each chosen by what it does alone (sum_search.py). No model is trained. On a GPU all
@@ -26,9 +26,9 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.final_state import vectors_of
 from keyhole.recover.embeddings.judge import may_be
 from keyhole.recover.embeddings.pooling import likely_prefix
-from keyhole.recover.embeddings.short_prompt import vectors_of
 from keyhole.recover.embeddings.sum_search import MayBe, Notify, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 

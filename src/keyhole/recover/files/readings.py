@@ -3,14 +3,11 @@
 The names are known of the outputs of
 - transformers: `hidden_states.3`, `last_hidden_state`, `attentions.0`, `logits`,
   `past_key_values.layers.0.keys`, and of older caches `key_cache.0`, `past_key_values.0.1`, `0.1`;
-- TransformerLens: `blocks.3.hook_resid_post`, `blocks.3.attn.hook_k`, `blocks.3.attn.hook_pattern`;
-- nnsight, and whoever registers hooks: a module's path in the model, `transformer.h.3`,
-  `model.layers.3.output.0`.
+- TransformerLens: `blocks.3.hook_resid_post`, `blocks.3.attn.hook_k`, `blocks.3.attn.hook_pattern`.
 
-Blocks count from 0 in all of them, hidden states from 0 as well, where 0 is the embeddings. A
-module's output may not yet be what the model exposes: a norm follows the last block of a causal
-model, a rotation the projection of keys. Both are computed in this file, with the model's own
-weights.
+Blocks count from 0 in both, hidden states from 0 as well, where 0 is the embeddings. What is not
+yet what the model exposes is passed over: the last block's output before the final norm of a causal
+model, and keys before their rotation.
 
 Where names are unknown, the shape decides. With a model of L layers, width d, h key heads of k
 numbers and H heads, an array is
@@ -28,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -373,16 +370,13 @@ def _turned_on(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
 class Slot:
     """Where an array belongs: `part` of the exposure `kind` of `layer`.
 
-    `raw`: the model's next operation is still to be applied, the final norm after the last block
-    of a causal model or the rotation of keys. `positions_first`: axes are
-    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane may be
-    neighbours, as llama.cpp keeps them for some models.
+    `positions_first`: axes are (texts, positions, heads, numbers). `paired`: the two numbers of
+    each rotated plane may be neighbours, as llama.cpp keeps them for some models.
     """
 
     kind: str
     layer: int
     part: str = "values"
-    raw: bool = False
     positions_first: bool = False
     paired: bool = False
 
@@ -393,7 +387,7 @@ class Slot:
 # |---|---|
 # | values | as the model exposes it |
 # | keys | keys of a cache, heads first |
-# | rotated, raw | keys with positions first, after and before their rotation |
+# | rotated, raw | keys with positions first, after and before their rotation, if there is one |
 # | paired | keys of a GGUF file, positions first |
 # | rows | values with positions first |
 # | after | a block's output, perhaps before the final norm |
@@ -418,8 +412,6 @@ _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
     (r"^gguf\.(\d+)\.values(?:\.(\w+))?$", "kv", "rows", _AFTER),
 )
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
-_OUTPUT = re.compile(r"\.(?:output|out)s?(?:\.0)?$")
-_INPUT = re.compile(r"\.(?:input|inp)s?(?:\.0)?(?:\.0)?$")
 
 
 def slot_of(name: str, parts: Anatomy) -> Slot | None:
@@ -435,7 +427,7 @@ def slot_of(name: str, parts: Anatomy) -> Slot | None:
             return _slot(kind, form, layers[number] + side, parts) if number < len(layers) else None
         if match is not None:
             return _slot(kind, form, int(match[1]) + side, parts)
-    return _of_module(name, parts)
+    return None
 
 
 def _layers_of_type(parts: Anatomy, name: str) -> list[int]:
@@ -444,63 +436,21 @@ def _layers_of_type(parts: Anatomy, name: str) -> list[int]:
     return [number for number, each in enumerate(types) if each == name]
 
 
-def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot:
+def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot | None:
     """The slot of an array in a form of `_PATTERNS`, made by block `number`, counted from 1."""
+    if form == "raw" and parts.rotary:
+        return None
     if form == "after":  # the final norm follows the last block of a causal model
-        return Slot(kind, number, raw=parts.causal and number == parts.layers)
+        return None if parts.causal and number == parts.layers else Slot(kind, number)
     if kind != "kv":
         return Slot(kind, number, form)
     return Slot(
         kind,
         layer=number - parts.causal,
         part="values" if form in ("values", "rows") else "keys",
-        raw=form == "raw",
         positions_first=form not in ("keys", "values"),
         paired=form == "paired",
     )
-
-
-def _of_module(name: str, parts: Anatomy) -> Slot | None:
-    """The slot of a module's output or input, which hooks and nnsight name by the module's path."""
-    is_input = _INPUT.search(name) is not None
-    path = _INPUT.sub("", name) if is_input else _OUTPUT.sub("", name)
-    module = _module(path, parts.base)
-    if module is None:
-        return None
-    for index, block in enumerate(parts.blocks):
-        if module is block and parts.blocks.count(block) == 1:
-            return (
-                _slot("hidden", "values", index, parts)
-                if is_input
-                else _slot("hidden", "after", index + 1, parts)
-            )
-    if is_input:
-        return None
-    if module is parts.closing_norm(parts.layers) and parts.causal:
-        return Slot("hidden", parts.layers)
-    if module is getattr(parts.base, "embeddings", None):
-        return Slot("hidden", 0)
-    for index, attention in enumerate(parts.attentions):
-        if attention is None:
-            continue
-        names = {attention.output: ("attention", "values")}
-        whole = [each for each in attention.projections or () if each.rows is None]
-        if len(whole) == 3:  # and not one map that gives all three
-            names |= {whole[1].module: ("kv", "raw"), whole[2].module: ("kv", "rows")}
-        if module in names:
-            return _slot(*names[module], index + 1, parts)
-    return None
-
-
-def _module(path: str, base: nn.Module) -> nn.Module | None:
-    """The module at a path that may begin above the base model: `model.layers.3`, `layers.3`."""
-    steps = path.split(".")
-    for start in range(len(steps)):
-        try:
-            return base.get_submodule(".".join(steps[start:]))
-        except AttributeError:
-            continue
-    return None
 
 
 def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Section]:
@@ -512,8 +462,7 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
     for name, slot in slots.items():
         if slot is not None:
             taken = chosen.setdefault((slot.kind, slot.layer), {})
-            if slot.part not in taken or not slot.raw:  # keys after their rotation come first
-                taken[slot.part] = (name, slot)
+            taken[slot.part] = (name, slot)
     sections: list[Section] = []
     name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
     ids = arrays.get("input_ids")
@@ -563,19 +512,6 @@ def _unpaired(keys: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
-    """The array as the model exposes it: in order of axes, normalised or rotated where raw."""
+    """The array as the model exposes it, in its order of axes."""
     whole = _batched(slot.kind, tensor, parts, positions_first=slot.positions_first)
-    if slot.paired:
-        return _unpaired(whole)
-    if not slot.raw:
-        return whole
-    if slot.kind == "hidden":
-        norm = parts.closing_norm(parts.layers)
-        return whole if norm is None else norm(whole.float().to(parts.device)).cpu()
-    number = slot.layer + parts.causal
-    module = cast("Any", parts.attention(number).module)
-    keys = whole.float().to(parts.device)
-    norm = getattr(module, "k_norm", None)  # Qwen3 normalises keys, head by head
-    keys = keys if norm is None else norm(keys)
-    positions = torch.arange(keys.shape[-2], device=keys.device)[None]
-    return parts.rotated(number - 1, keys, positions).cpu()
+    return _unpaired(whole) if slot.paired else whole

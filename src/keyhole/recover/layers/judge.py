@@ -490,7 +490,7 @@ def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     model with rotary positions and no token that begins every text gives the same for a token alone
     and for that token repeated, because attention over equal values is that value.
     """
-    exposure = Exposure("pooled", pooling="last", steps=leak.exposure.steps)
+    exposure = Exposure("pooled", pooling="last")
     target, ids = compared.target, compared.text.tolist()
     vectors = Vectors(target, exposure, ids)
     text = vectors.inside(ids)

@@ -1,0 +1,60 @@
+"""The last state behind next-token logits, exactly (after Carlini et al., arXiv 2403.06634).
+
+    y = W h + b + c·1,    W (v, d) of full column rank, v ≫ d
+
+with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the solution of
+least squares in float64: d or d + 1 unknowns from v numbers, so rounding of the leak averages out.
+Tokens whose logit did not leak are left out; d of them (or d + 1) have to be there. h is the state
+behind the final norm, which has taken the length of the residual stream away. A prompt from its
+logits is then text from one vector, `Pooled(last)` of that prompt, and is read as such (reader.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.models.capture import Exposure
+from keyhole.models.next_token import unembedding
+from keyhole.recover.leaks import Leak, Logits, Pooled
+
+_DEPENDENT = 1e-10  # of the largest pivot: columns of W that say the same
+
+
+def final_states(model: nn.Module, leak: Logits) -> Tensor:
+    """The state (1, d) that gives the logits, in float64."""
+    head, leaked = unembedding(model), leak.leaked
+    W = head.weight.detach().double().cpu()[leaked]
+    answers = leak.values[:, leaked].double()
+    bias = cast("Any", head).bias
+    if bias is not None:
+        answers = answers - bias.detach().double().cpu()[leaked]
+    width = W.shape[1]
+    if leak.log_probabilities:
+        W = torch.cat([W, W.new_ones(len(W), 1)], 1)
+    if len(W) < W.shape[1]:
+        reason = f"{len(W)} logits leaked, and {W.shape[1]} are needed for the state behind them"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    Q, R = torch.linalg.qr(W)
+    pivots = R.diagonal().abs()
+    if bool(pivots.min() <= _DEPENDENT * pivots.max()):
+        reason = "other states give the same logits: the unembedding has dependent columns"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    return torch.linalg.solve_triangular(R, Q.T @ answers.T, upper=True).T[:, :width]
+
+
+def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposure]:
+    """What leaked, as one vector of length one for each leak, and the exposure that gives such.
+
+    Of logits that is the last state.
+    """
+    if isinstance(leaks[0], Pooled):
+        values = torch.stack([cast("Pooled", leak).values for leak in leaks])
+        return normalize(values, dim=-1), leaks[0].exposure
+    states = torch.cat([final_states(model, cast("Logits", leak)) for leak in leaks])
+    return normalize(states, dim=-1).float(), Exposure("pooled", pooling="last")
