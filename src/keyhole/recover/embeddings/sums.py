@@ -7,7 +7,7 @@ places hardly disturb each other: for a set S of them
 
 the better, the fewer places are wrong. A change puts a token right, or not, and besides turns the
 vector by chance, which several at once do hardly more than one: hence the overlap ρ. With four
-tokens of a dozen wrong it is 0.06 for MiniLM and 0.24 for MPNet, where plain sums lead astray; it is
+tokens of a dozen wrong it is 0.06 for MiniLM and 0.24 for MPNet, where plain sums mislead; it is
 measured on the sets that are run (`overlap`). So after one run of the encoder over single changes a
 text that is wrong in many places can be put right at once, by looking for the set whose sum is
 nearest to what is missing,
