@@ -30,11 +30,10 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
-Blocks of 128 numbers and more are blocks/in_front.py's, where there are norms.
-
-Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
-behind the sums (BERT) are blocks/behind.py's.
+Limits. Blocks of 128 numbers and more are read where there are norms (blocks/in_front.py). Smooth
+units of others are told apart by how they bend, and their number is bounded by the width d: about
+d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms behind
+the sums (BERT) are blocks/behind.py's.
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -589,12 +588,28 @@ class _Undone:
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
-    def block(self, attention: SubLayer) -> Block:
+    def block(self, layer: SubLayer) -> Block:
         """With the attention that its answers show."""
-        return _assembled(self.view, self.network, attention)
+        view, units, lift, (d, e) = self.view, self.units, self.view.axes, self.view.axes.shape
+        scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
+        Q, K, V = (scale * lift @ part for part in (layer.Q, layer.K, layer.V))
+        A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
+        if len(G):
+            length = G.norm(dim=1)
+            G, g, C = G / length[:, None], g / length, C * length
+        elif units.activation == "relu":
+            length = A.norm(dim=1)
+            A, a, C = A / length[:, None], a / length, C * length
+        return Block(
+            Q=Q.contiguous(), q=layer.q, K=K.contiguous(), V=V.contiguous(), O=layer.O, b=layer.b,
+            frequencies=layer.frequencies, A=(A @ lift.mT).contiguous(), a=a,
+            G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(), c=self.network.c,
+            w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]), norm=view.norm,
+            activation=units.activation, epsilon=(layer.epsilon or 0.0) * e / d,
+            epsilon_behind=self.network.epsilon, every_token=view.every_token, causal=view.causal,
+        )  # fmt: skip
 
     def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
-        """Its heads, from questions of one length."""
         return read_attention(self.surroundings(), stream, self.total, reach)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
@@ -666,28 +681,6 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     rank = int((sizes > least * sizes[:, :1]).sum(1).max())
     root = sizes[:, None, :rank].sqrt()
     return left[..., :rank] * root, right.mT[..., :rank] * root
-
-
-def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    (d, e), units, lift = view.axes.shape, network.units, view.axes
-    scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
-    A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
-    if len(G):
-        length = G.norm(dim=1)
-        G, g, C = G / length[:, None], g / length, C * length
-    elif units.activation == "relu":
-        length = A.norm(dim=1)
-        A, a, C = A / length[:, None], a / length, C * length
-    return Block(
-        Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
-        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
-        frequencies=layer.frequencies,
-        A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
-        c=network.c, w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]),
-        activation=units.activation, norm=view.norm,
-        epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
-        every_token=view.every_token, causal=view.causal,
-    )  # fmt: skip
 
 
 def _described(model: Block) -> str:
