@@ -39,7 +39,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
@@ -57,6 +57,7 @@ _SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
+_AROUND = 16  # points for each dimension that show the origin of answers
 _SAME = 1e-9
 _FADING = tuple(
     2.0**-n for n in range(1, 15)
@@ -197,6 +198,21 @@ def _alike(slopes: Callable[..., Tensor], x: Tensor) -> bool:
     """Do all of three equal tokens have a third of the weight, and two of them one half?"""
     two, *three = (slopes(x, *each) for each in COPIES[:3])
     return all(bool((3 * each - 2 * two).norm() < 1e-6 * two.norm()) for each in three)
+
+
+def _origin(n: Tensor, y: Tensor) -> Tensor:
+    """What answers (n, m) at points of a sphere are around, where an ε makes some of them shorter.
+
+    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ, of which κ is small. |R| need not be exact
+    then: it is that for which |R|·ŷ is affine in n, as nearly as can be.
+    """
+    hats, ones = normalize(y, dim=1), torch.ones_like(y[:, :1])
+    Q = torch.linalg.qr(torch.cat([n, ones], 1))[0]
+    across = torch.eye(len(n), dtype=torch.float64) - Q @ Q.mT
+    length = torch.linalg.eigh(across * (hats @ hats.mT))[1][:, :1]
+    shorter = (length.mean() / length).square()
+    system = torch.cat([ones, shorter, 2 * y], 1)
+    return least_squares(system, y.square().sum(1, keepdim=True))[2:, 0]
 
 
 @dataclass(frozen=True)
@@ -639,8 +655,11 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     if kinked:
         units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
     else:
-        # Next to the curvature of few units, what an ε does to the origin of answers is nothing.
-        sphere = Sphere(value, d - 1, radius, centred=second.exact or d < WIDE)
+        wide = d >= WIDE  # else curvature has no dimensions to spare for an origin
+        if not second.exact and not wide:
+            n = radius * random_units(_AROUND * d, d - 1, stream)
+            second = second.moved(axes @ _origin(n, value(n)))
+        sphere = Sphere(value, d - 1, radius, centred=second.exact or not wide)
         units, centre = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
     second = second.moved(axes @ centre)
     found = fitted(value, units, radius, device, stream)
