@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import REACHES, assembled, behind_norms
+from keyhole.extract.block import REACHES, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
 from keyhole.extract.blocks.canonical import canonical_block, compared
 from keyhole.extract.blocks.view import View, last
-from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
@@ -70,32 +69,45 @@ def run(
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
     counted, stream = Counted(Computed.on(device, target)), torch.Generator().manual_seed(seed)
     started = time.perf_counter()
-    what = f"{label}, all but attention"
     try:
-        asked = partial(last, Reporting(counted, started))
-        found = read(asked, target.dim, torch.device(device), stream)
-        yield but_attention(what, found, counted.queries, target, time.perf_counter() - started)
-        what = f"{label}, the whole block"
-        attention = heads_of(found, stream)
-        if found.first.heads is None:
-            rough = row(
-                f"{label}, heads one by one", compared(target, found.block(attention)),
-                counted.queries, target, f"{time.perf_counter() - started:.0f} s",
-            )  # fmt: skip
-            yield replace(rough, target="", met=None)
-        made = found.block(found.polished(attention, stream))
-    except (Unsuccessful, KeyholeError) as end:
-        yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
+        asked = Reporting(counted, started)
+        found = read(partial(last, asked), target.dim, torch.device(device), stream)
+    except Unsuccessful as end:
+        yield failed(f"{label}, all but attention", end, counted)
         return
-    about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
-    about += f", {time.perf_counter() - started:.0f} s"
-    yield row(what, compared(target, made), counted.queries, target, about)
+    seconds = time.perf_counter() - started
+    yield but_attention(f"{label}, all but attention", found, counted.queries, target, seconds)
+    yield from whole(label, target, found, asked, stream, seed)
 
 
-def heads_of(found: Behind, stream: torch.Generator) -> SubLayer:
+def failed(what: str, end: Exception, counted: Counted) -> Row:
+    return Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
+
+
+def whole(
+    label: str, target: Block, found: Any, asked: Reporting, stream: torch.Generator, seed: int
+) -> Iterator[Row]:
+    """The heads one by one, then all of them fitted at once."""
+    counted = asked.target
+    what = f"{label}, the whole block"
+    try:
+        attention = heads_of(found, REACHES.get(target.norm, (1.0,) * 3), stream)
+        rough = row(
+            f"{label}, heads one by one", compared(target, found.block(attention)),
+            counted.queries, target, f"{asked.seconds:.0f} s",
+        )  # fmt: skip
+        yield replace(rough, target="", met=None)
+        made = found.block(found.polished(attention, stream))
+        about = f"fresh error {judge(target, made, seed + 100).worst:.1e}, {asked.seconds:.0f} s"
+        yield row(what, compared(target, made), counted.queries, target, about)
+    except (Unsuccessful, KeyholeError) as end:
+        yield failed(what, end, counted)
+
+
+def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> SubLayer:
     """From questions of the first lengths at which they come back."""
     end: Exception = LostSum("no length was tried")
-    for reach in REACHES["behind"]:
+    for reach in reaches:
         started = time.perf_counter()
         try:
             return found.attention(stream, reach)
@@ -125,41 +137,36 @@ def but_attention(what: str, found: Behind, queries: int, target: Block, seconds
 def measure_in_front(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
     """Likewise where norms are in front."""
     counted, stream = Counted(target), torch.Generator().manual_seed(seed)
-    started = time.perf_counter()
+    asked = Reporting(counted, time.perf_counter())
     what = f"{label}, all but attention"
     try:
-        view = View.open(Reporting(counted, started), stream)
-        network, undone = behind_norms(view, torch.device(device), stream)
-        # Attention that is not read yet: any will do to compare the rest.
-        found = canonical_block(assembled(view, network, target.sub_layer))
-        true, seconds = canonical_block(target), time.perf_counter() - started
-        near = torch.cdist(true.A, found.A).argmin(1)
-        total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
-            len(true.O) // len(true.V), 0), true.O)  # fmt: skip
-        pairs = {
-            "sum of VO": (view.axes @ undone.M, total, total),
-            "b": (undone.b, true.b, total), "C": (found.C[:, near], true.C, true.C),
-            "c": (found.c, true.c, true.C), "A": (found.A[near], true.A, true.A),
-            "a": (found.a[near], true.a, true.A),
-        }  # fmt: skip
-        if len(true.G):
-            pairs["G"] = found.G[near], true.G, true.G
-            pairs["g"] = found.g[near], true.g, true.G
-        errors = {name: off(*pair) for name, pair in pairs.items()}
-        epsilons = ((undone.epsilon, target.epsilon), (network.epsilon, target.epsilon_behind))
-        for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
-            errors[name] = abs(ours / theirs - 1)
-        units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
-        yield row(what, errors, counted.queries, target, units_of)
-        what = f"{label}, the whole block"
-        attention = read_attention(undone.surroundings(), stream, undone.total)
-    except (Unsuccessful, KeyholeError) as end:
-        yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
+        view = View.open(asked, stream)
+        undone = behind_norms(view, torch.device(device), stream)
+    except Unsuccessful as end:
+        yield failed(what, end, counted)
         return
-    made = assembled(view, network, attention)
-    about = f"fresh error {judge(target, made, seed + 100).worst:.1e}"
-    about += f", {time.perf_counter() - started:.0f} s"
-    yield row(what, compared(target, made), counted.queries, target, about)
+    # Attention that is not read yet: any will do to compare the rest.
+    found = canonical_block(undone.block(target.sub_layer))
+    true, seconds = canonical_block(target), asked.seconds
+    near = torch.cdist(true.A, found.A).argmin(1)
+    total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
+        len(true.O) // len(true.V), 0), true.O)  # fmt: skip
+    pairs = {
+        "sum of VO": (view.axes @ undone.M, total, total),
+        "b": (undone.b, true.b, total), "C": (found.C[:, near], true.C, true.C),
+        "c": (found.c, true.c, true.C), "A": (found.A[near], true.A, true.A),
+        "a": (found.a[near], true.a, true.A),
+    }  # fmt: skip
+    if len(true.G):
+        pairs["G"] = found.G[near], true.G, true.G
+        pairs["g"] = found.g[near], true.g, true.G
+    errors = {name: off(*pair) for name, pair in pairs.items()}
+    epsilons = ((undone.epsilon, target.epsilon), (undone.network.epsilon, target.epsilon_behind))
+    for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
+        errors[name] = abs(ours / theirs - 1)
+    units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
+    yield row(what, errors, counted.queries, target, units_of)
+    yield from whole(label, target, undone, asked, stream, seed)
 
 
 @dataclass(frozen=True)
@@ -194,8 +201,12 @@ class Reporting:
     def dim(self) -> int:
         return self.target.dim
 
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
     def __call__(self, sequences: Tensor) -> Tensor:
-        answers, seconds = self.target(sequences), time.perf_counter() - self.started
+        answers, seconds = self.target(sequences), self.seconds
         if seconds > self.said + 5:
             self.said = seconds
             print(f"{self.target.queries:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)

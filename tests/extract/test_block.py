@@ -12,13 +12,16 @@ from torch.nn.functional import normalize
 import reference
 from keyhole import extract
 from keyhole.core import Status
+from keyhole.extract.block import behind_norms
 from keyhole.extract.blocks import behind, units
-from keyhole.extract.blocks.canonical import canonical_block, difference
+from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
+from keyhole.extract.blocks.canonical import canonical_block, compared, difference
 from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
+from keyhole.extract.blocks.view import View
 from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
 from keyhole.oracle.block import plant_block
@@ -276,6 +279,33 @@ def test_all_heads_behind_norms_are_fitted_at_once():
     })  # fmt: skip
     assert difference(target, around.block(rough), 1e-5)
     assert not difference(target, around.block(around.polished(rough, stream)), 1e-10)
+
+
+def test_heads_that_turn_and_share_keys_are_fitted_at_once():
+    target = plant_block(**{**LLAMA, "dim": 8, "heads": 4, "head_dim": 2, "groups": 2})
+    stream = torch.Generator().manual_seed(0)
+    true = target.sub_layer
+    rough = replace(true, **{
+        name: part * (1 + 1e-5 * torch.randn(part.shape, generator=stream))
+        for name, part in true.tensors().items()
+    })  # fmt: skip
+    sequences = Sequences.drawn(rough, stream, math.sqrt(8))
+    sums = true(sequences.tokens)
+    fitted = fitted_heads(rough, sequences, sums, lambda added: added, "cpu", stream)
+    blocks = (replace(target, **each.tensors()) for each in (rough, fitted))
+    before, after = (compared(target, each) for each in blocks)
+    assert max(before.values()) > 1e-6
+    assert max(after.values()) < 1e-10
+
+
+def test_what_a_fit_leaves_is_not_taken_for_a_head():
+    target, stream = plant_block(**LLAMA), torch.Generator().manual_seed(0)
+    undone = behind_norms(View.open(target, stream), torch.device("cpu"), stream)
+    C = undone.units.C + 1e-10 * torch.randn(10, 5, generator=stream, dtype=torch.float64)
+    units = replace(undone.units, C=C)
+    off = replace(undone, network=replace(undone.network, units=units))
+    heads = read_attention(off.surroundings(), stream, off.total)
+    assert not difference(target, off.block(heads), 1e-5)
 
 
 @pytest.mark.parametrize("rounded", [

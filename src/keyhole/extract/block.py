@@ -56,6 +56,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
 from keyhole.extract.blocks.fit import Known, expect_fitted, fit, values
@@ -127,28 +128,19 @@ class TransformerBlock(Method):
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
-        network: _Network | Behind
         if view.norm == "behind":
-            network = undone = read_behind(
-                partial(last, oracle), view.dim, torch.device(self.device), stream
-            )
-            network = undone = replace(network, every_token=view.every_token, causal=view.causal)
+            undone = read_behind(partial(last, oracle), view.dim, torch.device(self.device), stream)
+            undone = replace(undone, every_token=view.every_token, causal=view.causal)
         elif view.norm == "none":
-            network, undone = _without_norm(view, self.seed, stream)
+            undone = _without_norm(view, self.seed, stream)
         else:
-            network, undone = behind_norms(view, torch.device(self.device), stream)
-        model = self._model(view, network, undone, stream)
+            undone = behind_norms(view, torch.device(self.device), stream)
+        model = self._model(view, undone, stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
         )
 
-    def _model(
-        self,
-        view: View,
-        network: _Network | Behind,
-        undone: _Undone | Behind,
-        stream: torch.Generator,
-    ) -> Block:
+    def _model(self, view: View, undone: _Undone | Behind, stream: torch.Generator) -> Block:
         """With attention; read again from other questions where an h was not the right one."""
         tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
@@ -158,12 +150,8 @@ class TransformerBlock(Method):
                 if view.scores and isinstance(undone, _Undone):
                     model = _with_heads(undone, stream)
                 else:
-                    if isinstance(network, Behind):
-                        layer = network.attention(stream, reach)
-                        model = network.block(network.polished(layer, stream))
-                    else:
-                        layer = read_attention(undone.surroundings(), stream, undone.total, reach)
-                        model = assembled(view, network, layer)
+                    layer = undone.attention(stream, reach)
+                    model = undone.block(undone.polished(layer, stream))
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
                     return _polished(view, model, stream)
@@ -171,7 +159,7 @@ class TransformerBlock(Method):
                 why = str(error)
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"{len(network.units.A)} {network.units.activation} units were read, but not the "
+            f"{len(undone.units.A)} {undone.units.activation} units were read, but not the "
             f"attention in front of them: {why}",
         )
 
@@ -326,7 +314,7 @@ def _of_lengths(
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Network, _Undone]:
+def _without_norm(view: View, seed: int, stream: torch.Generator) -> _Undone:
     d = view.dim
     bent = not straight(view.ask, d, stream)
 
@@ -361,7 +349,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> tuple[_Netw
         placed = turned_units(replace(units, A=A, G=G), turned)
         network = _Network(view, placed, linear[-1] + units.C @ (turned * units.a))
         M = through - torch.eye(d, dtype=torch.float64)
-        return network, _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
+        return _Undone(view, network, M, torch.zeros(d, dtype=torch.float64))
     raise _not_a_block()
 
 
@@ -414,14 +402,12 @@ def turned_units(units: Units, turned: Tensor) -> Units:
     return replace(units, A=units.A * sign[:, None], a=units.a * sign)
 
 
-def behind_norms(
-    view: View, device: torch.device, stream: torch.Generator
-) -> tuple[_Network, _Undone]:
+def behind_norms(view: View, device: torch.device, stream: torch.Generator) -> _Undone:
     """Everything but the heads, and what the heads are asked through."""
     if view.axes.shape[1] >= WIDE and not view.scores:
         found = read_in_front(view.ask, view.axes, device, stream)
         network = _Network(view, found.units, found.c, found.behind)
-        return network, _Undone(view, network, found.M, found.b, found.epsilon)
+        return _Undone(view, network, found.M, found.b, found.epsilon, device)
 
     def start() -> tuple[Units, _Shifted]:
         return _rough(view, *far_units(view, stream), stream)
@@ -431,7 +417,7 @@ def behind_norms(
     units, inputs, linear, left = fit(units, replace(inputs, x=x), view.ask(x))
     expect_fitted(left)
     network = _Network(view, units, linear[0], inputs.behind)
-    return network, _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
+    return _Undone(view, network, inputs.M, inputs.b, inputs.epsilon)
 
 
 @dataclass(frozen=True)
@@ -574,10 +560,15 @@ class _Undone:
     M: Tensor
     b: Tensor
     epsilon: float = 0.0
+    device: torch.device | str = "cpu"
 
     @property
     def dim(self) -> int:
         return self.view.axes.shape[1]
+
+    @property
+    def units(self) -> Units:
+        return self.network.units
 
     @property
     def total(self) -> Tensor:
@@ -598,12 +589,38 @@ class _Undone:
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
+    def block(self, attention: SubLayer) -> Block:
+        """With the attention that its answers show."""
+        return _assembled(self.view, self.network, attention)
+
+    def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
+        """Its heads, from questions of one length."""
+        return read_attention(self.surroundings(), stream, self.total, reach)
+
+    def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
+        """All numbers of attention at once, where `_polished` would not take as many."""
+        around = self.surroundings()
+        numbers = sum(getattr(attention, name).numel() for name in attention.NAMES)
+        if around.asking is None or numbers <= 4 * _MOST:
+            return attention
+        sequences = Sequences.drawn(attention, stream, around.asking)
+        sums = around.answer(sequences.tokens) + around.b
+        return fitted_heads(attention, sequences, sums, lambda added: added, self.device, stream)
+
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens = sequences @ self.view.axes.mT
         y = last(self.view.oracle, tokens)
         t = self.view.normed(tokens.flatten(0, 1), self.epsilon).unflatten(0, tokens.shape[:2])
         x = tokens[:, -1]
+        if self.view.norm != "none":
+            y = y + self._missed(x)
         return self.network.undone(y, x + t.mean(1) @ self.M + self.b)[0] - x
+
+    def _missed(self, x: Tensor) -> Tensor:
+        """What the network gets wrong of each token alone: nearly the same of sums near by."""
+        x, of = torch.unique(x, dim=0, return_inverse=True)
+        h = x + self.view.normed(x, self.epsilon) @ self.M + self.b
+        return (self.network(h) - self.view.ask(x))[of]
 
 
 def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
@@ -628,7 +645,7 @@ def _with_heads(undone: _Undone, stream: torch.Generator) -> Block:
         Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=undone.b,
         frequencies=heads.c[:, :0], epsilon=undone.epsilon * d / e,
     )  # fmt: skip
-    model = assembled(view, undone.network, layer)
+    model = undone.block(layer)
     for length, names in _HEADS.items():
         unknowns = sum(getattr(model, name).numel() for name in names)
         tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
@@ -651,9 +668,8 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     return left[..., :rank] * root, right.mT[..., :rank] * root
 
 
-def assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    d, e = view.axes.shape
-    units, lift = network.units, view.axes
+def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
+    (d, e), units, lift = view.axes.shape, network.units, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
     A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
     if len(G):

@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
@@ -112,14 +113,14 @@ def read_attention(
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
+    scores = float(anchor.scores.square().mean().sqrt())  # of random directions
     bounded = view.asking is not None or length >= _BOUND * view.radius
-    if anchor.scores.square().mean().sqrt() < _FAINT and bounded:
+    if scores < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
     probe = replace(probe, view=view, total=total)
     values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(probe, stream)
-    scores = float(anchor.scores.square().mean().sqrt())
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.asking is None else stronger)
     reader = Reader(view, values.of_heads, values.O, total, positions)
@@ -195,8 +196,8 @@ def _described(model: SubLayer) -> str:
 # Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that stands m places
 # before x (rotary positions; else R = 1). Scores of a few x with a basis of keys, each at a place
 # of its own, are a matrix of rank k for all heads that share keys together; its right factor is
-# all κ, up to a k×k matrix. Then every other x takes two or three queries, whose scores are linear
-# in its q: with some keys, and with itself.
+# all κ, up to a k×k matrix. Then every other x takes two or three queries, whose scores with some
+# keys are linear in its q.
 
 # For each dimension of the scores, x in the first step and keys in the second; with positions more,
 # since errors of the planes grow with every solve.
@@ -237,8 +238,7 @@ class _Rows:
         blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(
             self.reader.keys
         )
-        scores = [self.reader.scores(part, self.xs, gap)[..., : len(part)] for part in blocks]
-        return torch.cat(scores, -1)
+        return torch.cat([self.reader.scores(part, self.xs, gap) for part in blocks], -1)
 
 
 def read_factors(
@@ -249,7 +249,7 @@ def read_factors(
     longer = reader.view.asking or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = longer * random_orthogonal(d, stream)[: min(count, d)]
+    xs = reader.moderate(longer * random_orthogonal(d, stream)[: min(count, d)], stream)
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
     moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
@@ -293,7 +293,7 @@ def _read_queries(
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    points = lengths[1] * points
+    points = reader.moderate(lengths[1] * points, stream)
     wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
     count = math.ceil(wanted / reader.keys)  # of queries for each point
     size = math.ceil(wanted / count)
@@ -305,13 +305,12 @@ def _read_queries(
     q = torch.empty(heads, k, dtype=torch.float64)
     affine = torch.cat([torch.ones(d + 1, 1, dtype=torch.float64), points], 1)
     for group, keys_of, plane in zip(groups, K, planes, strict=True):
-        own = (points @ keys_of).unsqueeze(1)[:, int(reader.beside) :]
         parts = [part @ keys_of for part in keys]
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
-        system = torch.cat([torch.cat([p.expand(d + 1, -1, -1), own], 1) for p in parts], 1)
-        measured = torch.cat([part[:, group] for part in scores], -1).mT
-        solved = torch.linalg.lstsq(system, measured).solution  # (d + 1, k, heads of the group)
+        measured = torch.cat([part[:, group] for part in scores], -1)
+        solved = least_squares(torch.cat(parts), measured.flatten(0, 1).mT)  # (k, points and heads)
+        solved = solved.unflatten(1, (d + 1, -1)).transpose(0, 1)
         both = least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
         q[group], Q[group] = both[:, 0], both[:, 1:]
     return Q, q
@@ -385,7 +384,7 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 #
 # c the number of zero tokens, whose score and value are 0. The answer is m numbers, so that as many
 # as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
-# c/(…), so logarithms give the scores z_hj of the keys and s_h of x with itself.
+# c/(…), so logarithms give the scores z_hj of the keys. Those of x with itself may be anything.
 #
 # Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the answer is
 # `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, whatever the length of x, and x's own weight is what is left.
@@ -395,6 +394,8 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 # first block has condition 4e4), the values of half as many tokens do not.
 
 _FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
+_ALONE = 0.997  # of x's own weight beside 0: others' are too small to be seen next to it
+_AGAIN = 8
 
 
 @dataclass(frozen=True)
@@ -425,9 +426,9 @@ class Reader:
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x.
+        """z (len(xs), H, p), with so many zero tokens between the keys and x.
 
-        Of keys that stand beside x, z alone, next to the weight of x and its copies between.
+        Of keys that stand beside x, next to the weight of x and its copies between.
         """
         (p, d), heads = keys.shape, len(self.outputs)
         if self.beside:
@@ -438,7 +439,7 @@ class Reader:
             else:
                 rows = self.view.within(tokens, written)
             weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
-            return _logarithms(weights)
+            return _logarithms(weights, 1 - weights.sum(-1, keepdim=True))
         if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
@@ -450,8 +451,27 @@ class Reader:
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
         of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
-        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
-        return _logarithms(weights, 1 + gap)
+        weights = of_keys.reshape(-1, heads, p)
+        rest = 1 - weights.sum(-1, keepdim=True) - of_x
+        return _logarithms(weights, rest / (1 + gap))
+
+    def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
+        """The points; where they have one length, others for those that a head sees nearly alone.
+
+        One query for each, `[0 ; x]`.
+        """
+        length, points, new = self.view.asking, points.clone(), torch.arange(len(points))
+        for _ in range(_AGAIN):
+            if length is None or not len(new):
+                break
+            x = points[new]
+            answers = self.view.answer(torch.stack([torch.zeros_like(x), x], 1))
+            weights = torch.linalg.lstsq(self._written(x).mT, answers[..., None]).solution
+            new = new[weights[..., 0].amax(1) > _ALONE]
+            kept = points[~torch.isin(torch.arange(len(points)), new)]
+            others = torch.randint(max(1, len(kept)), (len(new),), generator=stream)
+            points[new] = length * normalize(points[new] + kept[others], dim=1)
+        return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
         """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
@@ -471,13 +491,11 @@ class Reader:
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that attention weights allow"
             )
-        z, s = torch.logit(weights).unbind(-1)
-        return torch.stack([z + s, s], -1)
+        return torch.logit(weights).sum(-1, keepdim=True)
 
 
-def _logarithms(weights: Tensor, others: int = 1) -> Tensor:
-    """Of weights over that of one of so many other tokens, which share what is left of 1."""
-    rest = (1 - weights.sum(-1, keepdim=True)) / others
+def _logarithms(weights: Tensor, rest: Tensor) -> Tensor:
+    """Of weights over that of a token whose score is 0."""
     if not bool((weights > 0).all() & (rest > 0).all()):
         raise Unsuccessful(
             Status.MISMATCH, "the answers leave the range that attention weights allow"

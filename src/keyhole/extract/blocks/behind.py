@@ -20,7 +20,7 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     signs       of φ(z) and φ(−z) those for which D is diagonal
     heads       an answer does not show its sum: R takes most values more than once. Two answers
                 that share a sum do, and one whose sum is in a known span of few dimensions: that
-                is what sub_layer.py asks for. Then all numbers of all heads (descent.py)
+                is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -40,6 +40,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
+from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
@@ -64,7 +65,6 @@ _FADING = tuple(
 )  # of √d: shorter and shorter sums, to see the first ε
 _FADED = 0.9
 _MORE = 1.5  # answers for each unknown of the fit
-_MANY = 4.0  # likewise of attention's
 _TURNS = 40
 _PRECISE = 1e-8  # of what attention adds
 _ROUGH = 1e-5
@@ -73,8 +73,6 @@ _STEPS = 10
 _ARRIVED = 1e-8
 _BATCH = 128
 _TOKENS = 12
-_TOGETHER = 4  # tokens in a sequence, at least
-_FULL = 0.6  # of an answer's numbers: weights of heads that it should show
 
 
 @dataclass(frozen=True)
@@ -472,65 +470,16 @@ class Behind:
         return read_placed(self.surroundings(), self.total, heads, reach, stream)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
-        """All numbers of attention at once, from what whole sequences answer (descent.py).
+        """All numbers of attention at once."""
+        sequences = Sequences.drawn(attention, stream)
+        layer, radius = self.layer.to(self.device), math.sqrt(self.dim)
+        own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
 
-        The preconditioner is that of K-FAC, its Gram matrices of the slopes from random ones.
-        """
-        (heads, d, k), device = attention.Q.shape, self.device
-        if attention.rotary or len(attention.places) or len(attention.K) < heads:
-            return attention
-        unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
-        # An answer shows as many numbers as its heads mix values in, and no more than it has.
-        together = max(_TOGETHER, 1 + int(_FULL * d / heads))
-        shown = min(d - 2, heads * min(k, together - 1))
-        count = math.ceil(_MANY * unknowns / shown) + _SPARE
-        drawn = torch.randn(count, together, d, generator=stream, dtype=torch.float64)
-        scores = (drawn[:, -1] @ attention.Q) * (drawn[:, 0] @ attention.K)
-        drawn = drawn / scores.sum(2).square().mean().sqrt().clamp(min=1e-3).sqrt()
-        y, layer = self._hats(drawn).to(device), self.layer.to(device)
-        tokens, own = drawn.to(device), (drawn[:, -1] @ self.axes).to(device)
-        one = torch.ones_like(own[:, :1])
-        asking, radius = torch.cat([tokens[:, -1], one], 1), math.sqrt(d)
-        Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
-        Q = torch.cat([Q, attention.q.flatten()[None]])
-        O = torch.cat([attention.O.flatten(0, 1), attention.b[None]])  # noqa: E741
-        numbers = {"Q": Q, "K": K, "V": V, "O": O}
-        numbers = {name: part.to(device) for name, part in numbers.items()}
+        def behind(added: Tensor) -> Tensor:
+            return radius * normalize(layer(layer.normed(own + added)), dim=1)
 
-        def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
-            """Answers, and what O is multiplied by; `moved` is added to what the maps give."""
-            q = asking @ numbers["Q"] + moved["Q"]
-            keys, values = (
-                (tokens @ numbers[name] + moved[name]).unflatten(-1, (heads, k)) for name in "KV"
-            )
-            weights = torch.einsum("nhk,nthk->nht", q.unflatten(-1, (heads, k)), keys).softmax(-1)
-            mixed = torch.einsum("nht,nthk->nhk", weights, values).flatten(1)
-            mixed = torch.cat([mixed, one], 1)
-            sums = own + mixed @ numbers["O"] + moved["O"]
-            return radius * normalize(layer(layer.normed(sums)), dim=1), mixed
-
-        flat, each = one.new_zeros(count, heads * k), one.new_zeros(count, together, heads * k)
-        still = {"Q": flat, "K": each, "V": each, "O": torch.zeros_like(own)}
-        random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
-
-        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-            (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
-            slopes = pull((random, torch.zeros_like(mixed)))[0]
-            slopes = {name: part.flatten(0, -2) for name, part in slopes.items()}
-            right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
-            left = count * inverse(mixed.mT @ mixed)
-            return lambda slope: {
-                name: (left @ part if name == "O" else part) @ right[name]
-                for name, part in slope.items()
-            }
-
-        numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
-        Q, K, V, O = (numbers[name].to("cpu") for name in "QKVO")  # noqa: E741
-        q, b = Q[-1].unflatten(0, (heads, k)), O[-1]
-        Q, K, V = (part[:d].unflatten(1, (heads, k)).transpose(0, 1) for part in (Q, K, V))
-        O = O[:-1].unflatten(0, (heads, k))  # noqa: E741
-        parts = {"Q": Q, "q": q, "K": K, "V": V, "O": O, "b": b}
-        return replace(attention, **{name: part.contiguous() for name, part in parts.items()})
+        y = self._hats(sequences.tokens)
+        return fitted_heads(attention, sequences, y, behind, self.device, stream)
 
     @property
     def dim(self) -> int:

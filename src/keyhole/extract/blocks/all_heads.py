@@ -1,0 +1,158 @@
+"""All numbers of all heads at once, from what whole sequences answer (ours).
+
+A sequence is `[w_1 ; … ; w_p ; x]`: a list of keys, each of which stands in front of many x, so
+that most of the work is done once for a list. Heads as in oracle/sub_layer.py, with shared keys and
+values, the frequencies of rotary positions and biases of positions among the numbers; what stands
+behind them is known.
+
+The solves by which heads are read one after the other cost digits; this fit (descent.py) has those
+that the answers have. Its preconditioner is that of K-FAC: of a map with inputs U (N, …) the
+Jacobian has the Gram matrix `UᵀU/N ⊗ SᵀS`, S the slopes of the answers by what the map gives, which
+random numbers in the place of answers show. Frequencies are a map too, places to angles, and so are
+biases, of the distance that a key has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.oracle.sub_layer import SubLayer
+
+_MANY = 4.0  # numbers in answers for each unknown
+_SPARE = 16
+_TOGETHER = 3  # keys in a list, at least
+_FULL = 0.6  # of an answer's numbers: weights of heads that it should show
+_BASES = 3  # of the space, that keys are from
+_WIDEST = 0.95  # of the longest token behind a norm
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Lists of keys (s, p, d), and the tokens x (s, n, d) that each stands in front of."""
+
+    keys: Tensor
+    asking: Tensor
+
+    @classmethod
+    def drawn(
+        cls, attention: SubLayer, stream: torch.Generator, length: float | None = None
+    ) -> Sequences:
+        """As many as the numbers of attention need, x of that length where there is one.
+
+        Keys, and without a length x too, are so long that scores are about 1.
+        """
+        heads, d, k = attention.Q.shape
+        size = min(d, max(_TOGETHER, int(_FULL * d / heads)))
+        unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
+        # An answer shows as many numbers as its heads mix values in, and no more than it has.
+        shown = min(attention.outputs - 1, heads * min(k, size))
+        bases = torch.stack([random_orthogonal(d, stream) for _ in range(_BASES)])
+        lists = d // size
+        keys = math.sqrt(d) * bases[:, : lists * size].unflatten(1, (lists, size)).flatten(0, 1)
+        count = math.ceil((_MANY * unknowns / shown + _SPARE) / len(keys))
+        x = torch.randn(len(keys), count, d, generator=stream, dtype=torch.float64)
+        x = (length or math.sqrt(d)) * normalize(x, dim=2)
+        group = heads // len(attention.K)
+        scores = (x[:, 0] @ attention.Q) * (keys[:, 0] @ attention.K.repeat_interleave(group, 0))
+        size = float(scores.sum(2).square().mean().sqrt().clamp(min=1e-3))
+        if length is None:
+            return cls(keys / math.sqrt(size), x / math.sqrt(size))
+        return cls(keys * min(1 / size, _WIDEST), x)
+
+    @property
+    def tokens(self) -> Tensor:
+        """(s·n, p + 1, d)."""
+        ahead = self.keys[:, None].expand(-1, self.asking.shape[1], -1, -1)
+        return torch.cat([ahead, self.asking[:, :, None]], 2).flatten(0, 1)
+
+
+def fitted_heads(
+    attention: SubLayer, sequences: Sequences, y: Tensor, behind: Callable[[Tensor], Tensor],
+    device: torch.device | str, stream: torch.Generator,
+) -> SubLayer:  # fmt: skip
+    """From these heads on; `behind` takes what they add to x's sums (s·n, m) to the answers y."""
+    (heads, d, k), groups = attention.Q.shape, len(attention.K)
+    keys, asking, y = (part.to(device) for part in (sequences.keys, sequences.asking, y))
+    lists, size = keys.shape[:2]
+    tokens = torch.cat([keys.flatten(0, 1), asking.flatten(0, 1)])
+    one = torch.ones_like(asking[..., :1])
+    affine = torch.cat([asking, one], 2).flatten(0, 1)
+    places = torch.arange(size, 0, -1.0).to(keys).repeat(lists)[:, None]
+    # β of a token's own place is 0; of places further off than a list is long no answer tells.
+    known = max(0, min(size, attention.places.shape[-1] - 1))
+    distance = (torch.arange(1, known + 1).to(keys) == places.clamp(max=known)).to(keys)
+    Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
+    numbers = {
+        "Q": torch.cat([Q, attention.q.flatten()[None]]), "K": K, "V": V,
+        "O": torch.cat([attention.O.flatten(0, 1), attention.b[None]]),
+        "frequencies": attention.frequencies.flatten()[None],
+        "places": attention.places[:, 1 : known + 1].mT,
+    }  # fmt: skip
+    numbers = {name: part.to(device) for name, part in numbers.items()}
+
+    def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of keys and of x, by groups of heads (s, p or n, groups, …)."""
+        ahead, own = rows.unflatten(1, (groups, -1)).split([lists * size, len(affine)])
+        return ahead.unflatten(0, (lists, -1)), own.unflatten(0, (lists, -1))
+
+    def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
+        """Answers, and what O is multiplied by; `moved` is added to what the maps give."""
+        q = (affine @ numbers["Q"] + moved["Q"]).view(lists, -1, groups, heads // groups, k)
+        ahead, own = split(tokens @ numbers["K"] + moved["K"])
+        if attention.rotary:
+            angles = places @ numbers["frequencies"] + moved["frequencies"]
+            angles = angles.view(lists, size, groups, -1)
+            cos, sin = angles.cos(), angles.sin()
+            first, second = ahead.chunk(2, -1)
+            ahead = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+        scores = torch.einsum("sngik,spgk->sngip", q, ahead)
+        if known:
+            beta = (distance @ numbers["places"] + moved["places"]).view(lists, size, groups, -1)
+            scores = scores + beta.permute(0, 2, 3, 1).unsqueeze(1)
+        weights = torch.cat([scores, torch.einsum("sngik,sngk->sngi", q, own)[..., None]], -1)
+        weights = weights.softmax(-1)
+        ahead, own = split(tokens @ numbers["V"] + moved["V"])
+        mixed = torch.einsum("sngip,spgv->sngiv", weights[..., :-1], ahead)
+        mixed = (mixed + weights[..., -1:] * own[..., None, :]).flatten(2)
+        mixed = torch.cat([mixed, one], 2).flatten(0, 1)
+        return behind(mixed @ numbers["O"] + moved["O"]), mixed
+
+    inputs = {
+        "Q": affine, "K": tokens, "V": tokens, "O": affine, "frequencies": places,
+        "places": distance,
+    }  # fmt: skip
+    still = {
+        name: part.new_zeros(len(inputs[name]), part.shape[1]) for name, part in numbers.items()
+    }
+    random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
+
+    def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+        (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
+        slopes = pull((random, torch.zeros_like(mixed)))[0]
+        into = {**inputs, "O": mixed}
+        left = {name: len(part) * inverse(part.mT @ part) for name, part in into.items()}
+        right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
+        return lambda slope: {name: left[name] @ slope[name] @ right[name] for name in slope}
+
+    numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
+    Q, K, V, O, turns, beta = (part.to("cpu") for part in numbers.values())  # noqa: E741
+    of_places = attention.places.clone()
+    of_places[:, 1 : known + 1] = beta.mT
+
+    def apart(rows: Tensor, count: int) -> Tensor:
+        return rows.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
+
+    return replace(
+        attention, Q=apart(Q[:d], heads), q=Q[d].view(heads, k), K=apart(K, groups),
+        V=apart(V, groups), O=O[:-1].unflatten(0, (heads, -1)).contiguous(), b=O[-1].contiguous(),
+        frequencies=turns.view(groups, -1), places=of_places,
+    )  # fmt: skip
