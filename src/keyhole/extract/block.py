@@ -129,7 +129,10 @@ class TransformerBlock(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm == "behind":
-            undone = read_behind(partial(last, oracle), view.dim, torch.device(self.device), stream)
+            read = partial(
+                read_behind, partial(last, oracle), view.dim, torch.device(self.device), stream
+            )
+            undone = attempted(read, 1 if view.dim >= WIDE else _ATTEMPTS)
             undone = replace(undone, every_token=view.every_token, causal=view.causal)
         elif view.norm == "none":
             undone = _without_norm(view, self.seed, stream)
@@ -669,21 +672,15 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
 
 
 def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    (d, e), units, lift = view.axes.shape, network.units, view.axes
+    (d, e), units, lift = view.axes.shape, network.units.of_length_one, view.axes
     scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
-    A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
-    if len(G):
-        length = G.norm(dim=1)
-        G, g, C = G / length[:, None], g / length, C * length
-    elif units.activation == "relu":
-        length = A.norm(dim=1)
-        A, a, C = A / length[:, None], a / length, C * length
     return Block(
         Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
         V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
         frequencies=layer.frequencies,
-        A=(A @ lift.mT).contiguous(), a=a, G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(),
-        c=network.c, w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]),
+        A=(units.A @ lift.mT).contiguous(), a=units.a, G=(units.G @ lift.mT).contiguous(),
+        g=units.g, C=units.C.contiguous(), c=network.c,
+        w=view.residual[:, 0] if view.scores else torch.zeros_like(units.a[:0]),
         activation=units.activation, norm=view.norm,
         epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
         every_token=view.every_token, causal=view.causal,

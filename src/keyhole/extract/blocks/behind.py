@@ -448,7 +448,7 @@ class Behind:
 
     def block(self, attention: SubLayer) -> Block:
         """With the attention that its answers show."""
-        units, lift = self.units, self.axes
+        units, lift = self.units.of_length_one, self.axes
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
             O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
