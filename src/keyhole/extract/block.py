@@ -694,6 +694,8 @@ def _described(model: Block) -> str:
         parts.append(f"{heads // len(model.K)} share keys and values each")
     if model.sub_layer.rotary:
         parts.append("rotary positions")
+    if len(model.places):
+        parts.append(f"a bias of positions up to a distance of {model.places.shape[1] - 1}")
     gate = " with gates" if len(model.G) else ""
     parts.append(f"{len(model.A)} {model.activation} units{gate}")
     names = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",

@@ -326,9 +326,13 @@ class Fitted:
 
 
 def fitted(
-    value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator
-) -> Fitted:
-    """All numbers of the layer, from those of the units, at as many points as they need."""
+    value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator,
+    exact: bool = False,
+) -> Fitted:  # fmt: skip
+    """All numbers of the layer, from those of the units, at as many points as they need.
+
+    Where ŷ are `exact`, of one length and without a centre, those stay as they are.
+    """
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 2) * e + 2
     count = math.ceil(_MORE * unknowns / (e - 1)) + _SPARE
@@ -351,15 +355,18 @@ def fitted(
     numbers = Layer(units, linear[:-1], linear[-1]).numbers(device)
     # ε₂ in units of |R|², and the share less 1
     size, none = sums.square().sum(1).mean(), torch.zeros_like(y[0])
-    numbers |= {"norm": none[:2], "centre": none}
+    still = {"norm": none[:2], "centre": none}
+    numbers |= {} if exact else still
 
     def parts(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+        numbers = still | numbers
         features = torch.cat([activation(affine @ numbers["A"].mT), affine], 1)
         R = features @ numbers["linear"]
         return features, R, (R.square().sum(1, keepdim=True) + size * numbers["norm"][0]).sqrt()
 
     def model(numbers: Numbers) -> Tensor:
         _, R, length = parts(numbers)
+        numbers = still | numbers
         return radius * (1 + numbers["norm"][1]) * R / length + numbers["centre"]
 
     def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
@@ -380,6 +387,7 @@ def fitted(
         }
 
     numbers, left = descend(model, numbers, y, preconditioner)
+    numbers = still | numbers
     found, share = (float(part) for part in numbers["norm"])
     layer = Layer.of(numbers, units.activation).to(torch.device("cpu"))
     layer = replace(layer, epsilon_behind=max(0.0, found * float(size) / radius**2))
@@ -601,17 +609,23 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     def value(n: Tensor) -> Tensor:
         return undone(first.tokens(n @ axes.mT).unsqueeze(1)) @ axes
 
+    def found_units(centred: bool) -> tuple[Units, Tensor]:
+        sphere = Sphere(value, d - 1, radius, centred=centred)
+        return find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
+
     if kinked:
         units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
+    elif second.exact or d >= WIDE:
+        units, centre = found_units(second.exact)
     else:
-        wide = d >= WIDE  # else curvature has no dimensions to spare for an origin
-        if not second.exact and not wide:
-            n = radius * random_units(_AROUND * d, d - 1, stream)
-            second = second.moved(axes @ _origin(n, value(n)))
-        sphere = Sphere(value, d - 1, radius, centred=second.exact or not wide)
-        units, centre = find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
+        n = radius * random_units(_AROUND * d, d - 1, stream)
+        second = second.moved(axes @ _origin(n, value(n)))
+        try:
+            units, centre = found_units(True)
+        except Unsuccessful:
+            units, centre = found_units(False)
     second = second.moved(axes @ centre)
-    found = fitted(value, units, radius, device, stream)
+    found = fitted(value, units, radius, device, stream, second.exact)
     expect_fitted(found.left)
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer, axes)

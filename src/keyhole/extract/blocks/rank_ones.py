@@ -35,17 +35,17 @@ _BATCH = 256
 
 def rank_ones(
     outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int,
-    allowed: float = FOUND,
+    allowed: float = FOUND, gates: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Unit vectors a (n, q) with aaᵀ orthogonal to packed rows (orthonormal); and partners.
 
-    At most `most` of them, or half as many with a partner each, orthogonal to it. `allowed` is what
-    of aaᵀ may be outside S, of 1.
+    At most `most` of them, or half as many with a partner each, orthogonal to it, where there may
+    be `gates`. `allowed` is what of aaᵀ may be outside S, of 1.
     """
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
-    left, gated = outside, None
+    left, gated = outside, None if gates else False
     for _ in range(_ROUNDS):
         a = torch.randn(starts, q, generator=stream, dtype=torch.float64).to(device)
         a = _powers(normalize(a, dim=1), left)

@@ -244,7 +244,7 @@ def find_units(
     most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
     for allowed in (FOUND, _ROUGHLY):
-        units, partners = rank_ones(outside, q, most, stream, starts, allowed)
+        units, partners = rank_ones(outside, q, most, stream, starts, allowed, gates=sphere.centred)
         each = 1 if partners is None else 2
         if each * len(units) == most:
             break
