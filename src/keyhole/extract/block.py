@@ -30,11 +30,11 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
-Blocks of 128 numbers and more are blocks/in_front.py's, where there are norms.
+Norms behind the sums (BERT, PyTorch's layer) are blocks/behind.py's; blocks of 128 numbers and more
+with norms in front are blocks/in_front.py's.
 
 Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms
-behind the sums (BERT) are blocks/behind.py's.
+about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py).
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -56,6 +56,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks import kinks
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
@@ -63,12 +64,6 @@ from keyhole.extract.blocks.fit import Known, expect_fitted, fit, values
 from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.in_front import read as read_in_front
-from keyhole.extract.blocks.kinks import (
-    find_relu_units,
-    find_relu_units_on_sphere,
-    straight,
-    straight_on_sphere,
-)
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
@@ -129,10 +124,7 @@ class TransformerBlock(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm == "behind":
-            read = partial(
-                read_behind, partial(last, oracle), view.dim, torch.device(self.device), stream
-            )
-            undone = attempted(read, 1 if view.dim >= WIDE else _ATTEMPTS)
+            undone = read_behind(partial(last, oracle), view.dim, torch.device(self.device), stream)
             undone = replace(undone, every_token=view.every_token, causal=view.causal)
         elif view.norm == "none":
             undone = _without_norm(view, self.seed, stream)
@@ -319,13 +311,13 @@ def _of_lengths(
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> _Undone:
     d = view.dim
-    bent = not straight(view.ask, d, stream)
+    bent = not kinks.straight(view.ask, d, stream)
 
     def start() -> tuple[Units, Tensor]:
         if bent:
             units, lengths = find_units(Field(view.ask, d, sphere=False, numbers=d), stream), (1.0,)
         else:  # of long tokens, half are on either side of every kink, whatever the bias
-            units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
+            units, lengths = kinks.find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
         x = _of_lengths(view, units, lengths, _MANY, stream)
         beside = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
         units, _, linear, left = fit(units, Known(x, beside), view.ask(x))
@@ -480,8 +472,8 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
         return view.ask(x) - x @ view.residual
 
     nearer = partial(far, length=_LONG)
-    if not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units, _ = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+    if not view.scores and kinks.straight_on_sphere(nearer, e, math.sqrt(d), stream):
+        units, _ = kinks.find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
     else:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         units = replace(units, A=units.A / shrink, G=units.G / shrink)

@@ -44,6 +44,7 @@ from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
+from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
@@ -58,6 +59,7 @@ _SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
+_ATTEMPTS = 3
 _AROUND = 16  # points for each dimension that show the origin of answers
 _SAME = 1e-9
 _FADING = tuple(
@@ -592,6 +594,10 @@ class Behind:
 
 def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
     """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
+    return attempted(partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS)
+
+
+def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
 
@@ -630,4 +636,7 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer, axes)
     made = Behind(ask, axes, second, first, layer, D, device)
-    return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
+    try:
+        return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
+    except LostSum as lost:
+        raise Unsuccessful(Status.NOT_APPLICABLE, str(lost)) from lost
