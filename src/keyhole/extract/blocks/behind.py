@@ -14,13 +14,18 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                         = (1/s)(Σ_k c_k φ''_k (a_k·e)(a_k·e') − ρ δ_ee')
 
                 with σ and τ from s alone. Across ŷ and all ŷ_e, e in U, these are ŷ_ee': that
-                is the span S of units.py again. Outside of S the left side is 0: linear in σ
+                is the span S of units.py again. Outside of S the left side is 0: linear in σ.
+                ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
     heads       an answer does not show its sum: R takes most values more than once. Two answers
                 that share a sum do, and one whose sum is in a known span of few dimensions: that
                 is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
+
+With an ε in the second norm the direction of ŷ is still R's, but answers have several lengths. Then
+e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (sphere.py) and arcs
+(kinks.py), and both e and ε are among the numbers of the fit. The first ε shows in short sums.
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
