@@ -3,9 +3,8 @@
 `causal`: hidden states after the first block, half of them and all, and the second and the last KV
 cache of a Llama and a GPT-2, weights of standard deviation 0.02 to 0.5, 2 to 30 layers deep: every
 text must be read exactly. `vocabulary`: the same four layers deep with 30,522 tokens. `half`:
-weights in bfloat16 and float16. `encoders`: a BERT's hidden states; whether they are read is only
-reported, but a leak of this very model must never be called another's (*mismatch*), in none of the
-parts.
+weights in bfloat16 and float16. A leak of this very model must never be called another's
+(*mismatch*).
 
 `--texts` random texts of 16 tokens each; the models are 64 numbers wide.
 """
@@ -24,11 +23,11 @@ import show
 import subjects
 from keyhole.core import Status
 from keyhole.models import Exposure, Loaded, anatomy
-from keyhole.recover import TextRecovery, recover_texts
+from keyhole.recover import recover_texts
 from show import Row
 from subjects import leak_of
 
-PARTS = ["causal", "vocabulary", "half", "encoders"]
+PARTS = ["causal", "vocabulary", "half"]
 FAMILIES = ("llama", "gpt2")
 
 
@@ -48,10 +47,10 @@ def run(
             intermediate_size=2 * width,
         )  # fmt: skip
         loaded = replace(loaded, model=loaded.model.to(device, dtype))
-        ids = subjects.tiny_texts(texts, length, family == "bert", vocabulary)
+        ids = subjects.tiny_texts(texts, length, False, vocabulary)
         items = [item for exposure in exposures(loaded) for item in read(loaded, exposure, ids)]
         told += items
-        yield row(f"{what}, scale {scale}, {depth} layers", items, family in FAMILIES)
+        yield row(f"{what}, scale {scale}, {depth} layers", items)
     mismatched = sum(item["status"] == Status.MISMATCH for item in told)
     yield show.exactly("true leaks called mismatch", mismatched, 0, f"of {len(told)} texts")
     false = sum(item["verified"] and not item["exact"] for item in told)
@@ -74,9 +73,6 @@ def plan(
         for dtype, family, depth, scale in product(dtypes, FAMILIES, layers, scales):
             name = f"{family}, {str(dtype).removeprefix('torch.')}"
             yield name, family, scale, depth, words, dtype
-    if "encoders" in parts:
-        for depth, scale in product([2] if quick else [2, 6], scales):
-            yield "bert", "bert", scale, depth, words, torch.float32
 
 
 def exposures(loaded: Loaded) -> list[Exposure]:
@@ -92,36 +88,24 @@ def read(loaded: Loaded, exposure: Exposure, ids: list[torch.Tensor]) -> Iterato
     leaks = [leak_of(loaded, text, exposure) for text in ids]
     recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks)
     for text, recovery in zip(ids, recoveries, strict=True):
-        yield item(exposure, text.tolist(), recovery)
+        truth = text.tolist()
+        yield {
+            "exposure": str(exposure), "tokens": len(truth), "exact": recovery.ids == truth,
+            "right": sum(map(int.__eq__, truth, recovery.ids)), "verified": recovery.verified,
+            "status": str(recovery.status), "residual": recovery.residual,
+            "precision": recovery.precision, "tested": recovery.tested,
+            "passes": recovery.passes, "seconds": recovery.seconds,
+        }  # fmt: skip
 
 
-def item(exposure: Exposure, truth: list[int], recovery: TextRecovery) -> dict[str, Any]:
-    return {
-        "exposure": str(exposure),
-        "tokens": len(truth),
-        "right": sum(map(int.__eq__, truth, recovery.ids)),
-        "exact": recovery.ids == truth,
-        "verified": recovery.verified,
-        "status": str(recovery.status),
-        "residual": recovery.residual,
-        "precision": recovery.precision,
-        "tested": recovery.tested,
-        "passes": recovery.passes,
-        "seconds": recovery.seconds,
-    }
-
-
-def row(what: str, items: list[dict[str, Any]], causal: bool) -> Row:
+def row(what: str, items: list[dict[str, Any]]) -> Row:
     exact = sum(item["exact"] and item["verified"] for item in items)
     said = Counter(item["status"] for item in items)
     tested = sum(item["tested"] for item in items) / sum(item["tokens"] for item in items)
     seconds = sum(item["seconds"] for item in items)
     details = ", ".join(f"{count} {status}" for status, count in said.most_common())
-    details += f"; {tested:,.0f} tokens tested a position" if causal else ""
-    counted = show.every(what, exact, len(items), f"{details}; {seconds:.1f} s")
-    if not causal:
-        counted = replace(counted, target="", met=None)
-    return show.itemised(counted, items)
+    details += f"; {tested:,.0f} tokens tested a position; {seconds:.1f} s"
+    return show.itemised(show.every(what, exact, len(items), details), items)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import show
-from keyhole.extract import AttentionLayers, Extraction, Status, TransformerBlocks, judge
-from keyhole.extract.blocks.canonical import compared
-from keyhole.oracle import Blocks, Oracle, Planted, plant
+from keyhole.extract import AttentionLayers, TransformerBlocks
+from keyhole.extract.blocks.canonical import compared as parts_of
+from keyhole.oracle import Blocks, Oracle, plant
 from keyhole.oracle.block import plant_block
+from planted import compared, taken
 from show import Row
 
 LEAST = 0.9  # of the seeds
@@ -78,25 +76,22 @@ def run(quick: bool, seeds: int = 20, workers: int = 2, kinds: str = "") -> Iter
     """`kinds` are those whose name contains it."""
     chosen = [name for name in KINDS if kinds in name]
     if quick:
-        yield summary(chosen[0], [measure(chosen[0], 0)])
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-    try:
-        every = {
-            name: [pool.submit(measure, name, seed) for seed in range(seeds)] for name in chosen
-        }
-        for name, items in every.items():
-            yield summary(name, [each.result() for each in items])
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        chosen, seeds, workers = chosen[:1], 1, 1
+    cases = [(name, seed) for name in chosen for seed in range(seeds)]
+    found = show.spread_out(measured, cases, workers)
+    for name in chosen:
+        allowed = SINGLE if name.endswith(FLOAT32) else EXACT
+        items = [next(found) for _ in range(seeds)]
+        yield taken(name, items, allowed, math.ceil(LEAST * seeds))
 
 
-def measure(name: str, seed: int) -> dict[str, Any]:
+def measured(case: tuple[str, int]) -> dict[str, Any]:
+    name, seed = case
     if "blocks" in KINDS[name]:
         return measure_blocks(seed, **KINDS[name])
     target = plant("attention-layers", **KINDS[name], seed=seed)
     asked = Float32(target) if name.endswith(FLOAT32) else target
-    return compare(target, AttentionLayers(seed=seed)(asked), seed)
+    return compared(target, AttentionLayers(seed=seed)(asked), seed, target.dim)
 
 
 def measure_blocks(seed: int, blocks: int, **kind: Any) -> dict[str, Any]:
@@ -104,41 +99,8 @@ def measure_blocks(seed: int, blocks: int, **kind: Any) -> dict[str, Any]:
     target, item = Blocks.of(each), {}
     result = TransformerBlocks(seed=seed)(target)
     if isinstance(result.model, Blocks):
-        item = {"parts": max(compared(target, result.model).values())}
-    return {**compare(target, result, seed), **item}
-
-
-def compare(target: Planted, result: Extraction, seed: int) -> dict[str, Any]:
-    error = None if result.model is None else judge(target, result.model, seed + 100).worst
-    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
-            "queries": result.queries, "seconds": result.seconds,
-            "bound": -(-target.unknowns // target.dim)}  # fmt: skip
-
-
-def summary(name: str, items: list[dict[str, Any]]) -> Row:
-    allowed = SINGLE if name.endswith(FLOAT32) else EXACT
-    called = [item for item in items if item["status"] == Status.RECOVERED]
-    right = [item for item in called if item["error"] <= allowed]
-    false, least = len(called) - len(right), math.ceil(LEAST * len(items))
-    details = ""
-    if right:
-        middle = {
-            each: sorted(item[each] for item in right)[len(right) // 2]
-            for each in ("queries", "seconds", "bound")
-        }
-        details = (
-            f"largest error {max(item['error'] for item in right):.1e}; median "
-            f"{middle['queries']:,} queries, lower bound {middle['bound']:,}, "
-            f"{middle['queries'] / middle['bound']:.0f} times; {middle['seconds']:.1f} s"
-        )
-        if "parts" in right[0]:
-            details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
-    row = Row(
-        name, f"{len(right)} of {len(items)} recovered, {false} false",
-        f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
-        details,
-    )  # fmt: skip
-    return show.itemised(row, items)
+        item = {"parts": max(parts_of(target, result.model).values())}
+    return {**compared(target, result, seed, target.dim), **item}
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ the number of unknowns, with what symmetries take away, over the numbers in an a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 import show
-from keyhole.extract import Status, TransformerBlock, judge
+from keyhole.extract import TransformerBlock
 from keyhole.oracle.block import plant_block
+from planted import compared, taken
 from show import Row
 
 BITS = 2.0**-45  # of blocks without norms: ePrint 2026/1678 reads d = 8, 6 heads at 2⁻⁵¹
@@ -96,56 +95,24 @@ def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iter
         for name, each in KINDS.items()
         if any(part == name or (part not in KINDS and part in name) for part in kinds.split(";"))
     }
+    names, least = list(chosen), LEAST if seeds == 10 else seeds
     if quick:
-        chosen, seeds = dict(list(KINDS.items())[:1]), 1
-        yield summary(*next(iter(chosen.items())), [measure(next(iter(chosen)), 0)], 0)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-    try:
-        every = {
-            name: [pool.submit(measure, name, seed) for seed in range(seeds)] for name in chosen
-        }
-        for name, kind in chosen.items():
-            least = LEAST if seeds == 10 else seeds
-            yield summary(name, kind, [each.result() for each in every[name]], least)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        names, seeds, least = names[:1], 1, 0
+    cases = [(name, seed) for name in names for seed in range(seeds)]
+    found = show.spread_out(measured, cases, 1 if quick else workers)
+    for name in names:
+        items = [next(found) for _ in range(seeds)]
+        yield taken(name, items, KINDS[name][1], least, TOLERANCE)
 
 
-def measure(name: str, seed: int) -> dict[str, Any]:
+def measured(case: tuple[str, int]) -> dict[str, Any]:
+    name, seed = case
     kind = KINDS[name][0]
     if "pytorch" in kind:
         target = PyTorch(*kind["pytorch"], seed=seed)
     else:
         target = plant_block(**kind, seed=seed)
-    result = TransformerBlock(seed=seed)(target)
-    error = None if result.model is None else judge(target, result.model, seed + 100).worst
-    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
-            "queries": result.queries, "seconds": result.seconds,
-            "bound": -(-target.unknowns // target.outputs)}  # fmt: skip
-
-
-def summary(
-    name: str, kind: tuple[dict[str, Any], float], items: list[dict[str, Any]], least: int
-) -> Row:
-    allowed = kind[1]
-    right = [item for item in items if item["status"] == Status.RECOVERED]
-    exact = [item for item in right if item["error"] <= allowed]
-    false = len(right) - len([item for item in right if item["error"] <= TOLERANCE])
-    details = ""
-    if right:
-        worst = max(item["error"] for item in right)
-        queries = sorted(item["queries"] for item in right)[len(right) // 2]
-        seconds = sorted(item["seconds"] for item in right)[len(right) // 2]
-        bound = right[0]["bound"]
-        details = (f"largest error {worst:.1e}; median {queries:,} queries, lower bound {bound:,}, "
-                   f"{queries / bound:.0f} times; {seconds:.0f} s")  # fmt: skip
-    row = Row(
-        name, f"{len(exact)} of {len(items)} recovered, {false} false",
-        f">= {least} with error <= {allowed:.0e}, 0 false",
-        len(exact) >= least and not false, details,
-    )  # fmt: skip
-    return show.itemised(row, items)
+    return compared(target, TransformerBlock(seed=seed)(target), seed, target.outputs)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 Targets are planted; errors are relative to the largest entry or, on 100 fresh sequences of each
 length, to the largest answer. `--parts` takes some:
 
-    many-heads   queries next to the unknowns, H(d² + d), or H(2rd − r² + d) for heads of rank r
     published    arXiv 2608.03294, as its abstract tells it, and ours on the same targets
     bound        queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of any rank, next to the bound
                  that docs/mathematics.md proves
     floor        queries for d = 8 … 768 next to the unknowns; `make docs` draws it:
                  docs/queries-against-unknowns.png
-    one-layer    Transformers of one layer and ReLU networks
+    one-layer    Transformers of one layer
     last-layer   output matrices of 2,048 tokens behind an RMSNorm, from all log-probabilities, the
                  best 20 and 5 and the sampled token with a bias, and up to a rotation
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,87 +30,22 @@ from torch import Tensor
 
 import show
 from keyhole import extract, oracle
-from keyhole.extract import Extraction, Method, Status, canonical
+from keyhole.extract import Extraction, Status
 from keyhole.extract.token_answers import distance
-from keyhole.oracle import OneLayer, ReluFfn
+from keyhole.oracle import OneLayer
 from planted import fresh_error, normals, worst_error
 from show import Row
 
-PARTS = ["many-heads", "published", "bound", "floor", "one-layer", "last-layer"]
-Runs = list[tuple[Extraction, Any]]  # each with the target as it was planted
+PARTS = ["published", "bound", "floor", "one-layer", "last-layer"]
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
     makers = {
-        "many-heads": many_heads, "published": published, "bound": bound, "floor": floor,
-        "one-layer": one_layer, "last-layer": last_layer,
+        "published": published, "bound": bound, "floor": floor, "one-layer": one_layer,
+        "last-layer": last_layer,
     }  # fmt: skip
     for part in parts:
         yield from makers[part](quick)
-
-
-def attacked(
-    method: Callable[..., Method], plant: Callable[[int], Any], seeds: Sequence[int], **options: Any
-) -> Runs:
-    targets = [(seed, plant(seed)) for seed in seeds]
-    return [(method(seed=seed, **options)(target), target) for seed, target in targets]
-
-
-def planting(kind: str, **shape: Any) -> Callable[[int], Any]:
-    return lambda seed: oracle.plant(kind, seed=seed, **shape)
-
-
-def off(runs: Runs) -> float:
-    """The worst error of any entry."""
-    return max(worst_error(result.model, target) for result, target in runs)
-
-
-def asked(runs: Runs) -> list[int]:
-    return sorted({result.queries for result, _ in runs})
-
-
-def recovered(runs: Runs) -> int:
-    return sum(result.status is Status.RECOVERED for result, _ in runs)
-
-
-# Many heads.
-
-RELATED = (
-    "plain", "equal", "opposite", "proportional", "zero", "invisible", "anti-proportional",
-    "opposite with equal v", "mixed",
-)  # fmt: skip
-
-
-def many_heads(quick: bool) -> Iterator[Row]:
-    seeds = range(2 if quick else 5)
-    small, large, heads = (12, 16, 2) if quick else (32, 64, 8)
-    for d in (4,) if quick else (4, 8, 16):  # finding the heads costs more than reading them
-        yield from heads_of(d, 2, None, seeds, 1e-9, 8.0)
-    yield from heads_of(small, 2 if quick else 4, small // 4, seeds, 1e-10, 2.0)
-    yield from heads_of(large, heads, None, seeds, 1e-9, 1.6)
-    yield from heads_of(large, heads, large // 8, seeds, 1e-9, 1.6, by_rank=True)
-    yield from related(range(9 if quick else 50))
-
-
-def heads_of(
-    d: int, heads: int, rank: int | None, seeds: range, bound: float, share: float,
-    by_rank: bool = False,
-) -> Iterator[Row]:  # fmt: skip
-    """`by_rank`: queries next to the unknowns of heads of that rank, not of full rank."""
-    plant = planting("multi-head", dim=d, heads=heads, rank=rank)
-    runs = attacked(extract.MultiHead, plant, seeds)
-    least, *_, most = [*asked(runs)[:1], *asked(runs)]
-    r = rank if by_rank and rank else d
-    unknowns = heads * (2 * r * d - r * r + d)
-    what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
-    formula = "H(d²+d)" if r == d else "H(2rd-r²+d)"
-    yield show.at_most(f"error, {what}", off(runs), bound)
-    yield Row(
-        f"queries, {what}",
-        f"{least} to {most} = {most / unknowns:.2f} {formula}",
-        f"<= {share} x {unknowns} (published: {4 * heads * d * d - 2 * heads + 1})",
-        most <= share * unknowns if d >= 32 else None,  # below, fixed costs weigh most
-    )
 
 
 def published(quick: bool) -> Iterator[Row]:
@@ -149,55 +83,6 @@ def _told(items: list[dict[str, Any]]) -> str:
 def finite(error: float) -> float | None:
     """JSON has no infinity: where there are more or fewer heads than were planted."""
     return error if math.isfinite(error) else None
-
-
-def related(seeds: range) -> Iterator[Row]:
-    """Equal, opposite, proportional, zero and invisible heads: is the canonical form right?"""
-    runs = attacked(extract.MultiHead, related_heads, seeds)
-    errors = [worst_error(result.model, canonical(target)) for result, target in runs]
-    right = sum(
-        result.status is Status.RECOVERED and error <= 1e-6
-        for (result, _), error in zip(runs, errors, strict=True)
-    )
-    what = f"canonical form right, {len(RELATED)} kinds, up to 16 heads"
-    yield Row(what, f"{right} of {len(seeds)}", f"{len(seeds)}", right == len(seeds))
-    yield Row("recovered there; worst error of W or v", f"{recovered(runs)}; {max(errors):.1e}")
-
-
-def related_heads(seed: int) -> oracle.MultiHead:
-    """Up to 16 heads with d from 8 to 16, among them the kind that the seed says."""
-    stream = torch.Generator().manual_seed(seed)
-
-    def pick(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (1,), generator=stream))
-
-    d, heads = pick(8, 16), pick(1, 12)
-    rank = (None, None, pick(1, 4))[pick(0, 2)]
-    target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
-    W, v = list(target.W), list(target.v)
-    kind = RELATED[seed % len(RELATED)]
-    todo = {"mixed": ["equal", "opposite", "proportional", "zero"], "plain": []}.get(kind, [kind])
-    for what in todo:
-        i = pick(0, heads - 1)
-        other = torch.randn(d, generator=stream, dtype=torch.float64)
-        factor = float(torch.exp(0.6 * torch.randn((), generator=stream) + 0.5))
-        new_W, new_v = relative_of(what, W[i], v[i], other, factor)
-        W.append(new_W)
-        v.append(new_v)
-    return oracle.MultiHead(W, v)
-
-
-def relative_of(
-    kind: str, W: Tensor, v: Tensor, other: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """A head that stands to (W, v) as `kind` says, with value `other` where that is free."""
-    if kind == "invisible":
-        return W.mT.contiguous(), 0 * v
-    if kind == "opposite with equal v":
-        return -W, v
-    factors = {"equal": 1, "opposite": -1, "zero": 0, "proportional": factor,
-               "anti-proportional": -factor}  # fmt: skip
-    return factors[kind] * W, other
 
 
 # The proved bound.
@@ -293,63 +178,26 @@ def figure(items: list[dict[str, Any]]) -> go.Figure:
     return drawn
 
 
-# One-layer Transformers and ReLU networks.
-
-
 def one_layer(quick: bool) -> Iterator[Row]:
+    """With any network, and with Aᵀw = 0: every neuron has its mirror image."""
     seeds = range(3 if quick else 10)
-    for what, make, attention, widths in (
-        ("one-layer Transformer", lambda m: planting("one-layer", dim=16, width=m), None, (32, 64)),
-        ("the same with Aᵀw = 0", mirrored, None, (32, 64)),
-        ("attention of rank 2, LowRank",
-         lambda m: planting("one-layer", dim=16, width=m, rank=2), extract.LowRank, (32,)),
-    ):  # fmt: skip
-        for m in widths:
-            cost = f"(m·d = {m * 16}, d² = 256)"
-            yield transformers(f"{what}, d=16, width {m}", make(m), attention, seeds, cost)
-    every = [(d, m) for d in (8, 16, 32) for m in (16, 32, 64, 128)]
-    for d, m in [(8, 16), (16, 64)] if quick else every:
-        runs = attacked(extract.ReluNetwork, planting("relu", dim=d, width=m), seeds)
-        ratios = [result.queries / (m * d) for result, _ in runs]
-        planes = sorted({hyperplanes(result.model) for result, _ in runs})
-        details = f"{len(seeds)} seeds, hyperplanes {planes}, queries/(m·d) = {mean(ratios):.2f}, "
-        error = fresh(runs, (1, 1, 1))
-        what = f"ReLU network, d={d}, m={m}"
-        yield show.at_most(what, error, 1e-8, f"{details}at most {max(ratios):.2f}")
-
-
-def fresh(runs: Runs, lengths: Sequence[int]) -> float:
-    return max(fresh_error(target, result.model, lengths) for result, target in runs)
-
-
-def all_right(what: str, runs: Runs, worst: float, cost: str = "") -> Row:
-    met = worst <= 1e-8 and recovered(runs) == len(runs)
-    return Row(
-        what, f"{worst:.1e}", "<= 1e-08", met, f"{recovered(runs)}/{len(runs)} recovered{cost}"
-    )
-
-
-def transformers(
-    what: str, plant: Callable[[int], OneLayer], attention: Callable[..., Method] | None,
-    seeds: range, cost: str,
-) -> Row:  # fmt: skip
-    def method(seed: int) -> Method:
-        options = {} if attention is None else {"attention": attention(seed=seed)}
-        return extract.OneLayerTransformer(seed=seed, **options)
-
-    runs = attacked(method, plant, seeds)
-    queries = mean(result.queries for result, _ in runs)
-    return all_right(what, runs, fresh(runs, (1, 2, 4, 16)), f", {queries:,.0f} queries {cost}")
-
-
-def mirrored(width: int) -> Callable[[int], OneLayer]:
-    """Aᵀw = 0: every neuron has its mirror image, so half as many hyperplanes as neurons."""
-
-    def plant(seed: int) -> OneLayer:
-        half = oracle.plant("one-layer", dim=16, width=width // 2, seed=seed)
-        return OneLayer(half.W, torch.cat([half.A, -half.A]), torch.cat([half.w, half.w]))
-
-    return plant
+    for what, mirrored in (("one-layer Transformer", False), ("the same with Aᵀw = 0", True)):
+        for m in (32, 64):
+            runs: list[tuple[Extraction, OneLayer]] = []
+            for seed in seeds:
+                target = oracle.plant("one-layer", dim=16, width=m // (1 + mirrored), seed=seed)
+                if mirrored:
+                    A, w = torch.cat([target.A, -target.A]), torch.cat([target.w, target.w])
+                    target = OneLayer(target.W, A, w)
+                runs.append((extract.OneLayerTransformer(seed=seed)(target), target))
+            worst = max(fresh_error(each, result.model, (1, 2, 4, 16)) for result, each in runs)
+            right = sum(result.status is Status.RECOVERED for result, _ in runs)
+            queries = mean(result.queries for result, _ in runs)
+            cost = f"{queries:,.0f} queries (m·d = {m * 16}, d² = 256)"
+            yield Row(
+                f"{what}, d=16, width {m}", f"{worst:.1e}", "<= 1e-08",
+                worst <= 1e-8 and right == len(runs), f"{right}/{len(runs)} recovered, {cost}",
+            )  # fmt: skip
 
 
 # The last layer of a language model.
@@ -395,14 +243,6 @@ def stolen(d: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
             error = float((model.W @ model.W.mT - inner).abs().max() / inner.abs().max())
     return {"d": d, "seed": seed, **options, "status": str(result.status), "width": result.width,
             "queries": result.queries, "error": error}  # fmt: skip
-
-
-def hyperplanes(model: object) -> int:
-    """Neurons of the model, but for the two opposite ones that carry a linear remainder."""
-    if not isinstance(model, ReluFfn):
-        return -1
-    extra = len(model.A) > 2 and torch.equal(model.A[-1], -model.A[-2])
-    return len(model.A) - (2 if extra else 0)
 
 
 if __name__ == "__main__":

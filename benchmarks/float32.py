@@ -15,8 +15,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -118,12 +116,7 @@ def attacked(module: Heads) -> dict[str, Any]:
 def _row(what: str, modules: list[Heads], least: int, processes: int) -> Row:
     """How many are recovered to 16 times the module's own error."""
     started = time.perf_counter()
-    if processes > 1:
-        spawned = get_context("spawn"), torch.set_num_threads, (1,)
-        with ProcessPoolExecutor(processes, *spawned) as pool:
-            rows = list(pool.map(attacked, modules))
-    else:
-        rows = list(map(attacked, modules))
+    rows = list(show.spread_out(attacked, modules, processes))
     statuses = Counter(row["status"] for row in rows)
     ratios = [row["error"] / row["own"] for row in rows if row["status"] == Status.RECOVERED]
     good, worst = sum(ratio <= 16 for ratio in ratios), max(ratios, default=0.0)

@@ -1,15 +1,9 @@
 """Texts from the gradients of a batch: how many come back exactly and verified, and their ROUGE.
 
-Sentences of SST-2's dev set (with `--split train` of its training set, whose phrases are half as
-long), all-MiniLM-L6-v2 (`--encoder FOLDER`; where it has no head for
-classes, a new one of two with random weights is put on it) and SmolLM2-135M (`--model FOLDER` or
-`FILE.gguf`) with its next-token loss, `--batches` of each at `--sizes`. Rows below (`--parts
-rules,decoder-rules`): the embeddings' gradient hidden, bfloat16, the difference of weights after
-several steps, the noise of DP-SGD, more tokens than the model is wide, and LoRA's adapters alone.
-`--quick` takes random-weight models. peers/dager.py reads the same batches by DAGER's own program.
-
-For comparison: DAGER (arXiv 2405.15586) reports ROUGE-1 and -2 above 0.99 for decoders up to
-batches of 128 and for encoders up to 4 or 8; other models, wider ones, and other texts.
+Sentences of SST-2 (`--split`), all-MiniLM-L6-v2 (`--encoder FOLDER`; without a head for classes it
+gets a random one) and SmolLM2-135M (`--model`) with its next-token loss, `--batches` of each at
+`--sizes`; by other protocols with `--parts rules,decoder-rules`. peers/dager.py reads the same
+batches by DAGER's own program.
 """
 
 from __future__ import annotations

@@ -1,33 +1,22 @@
-"""200 targets that leak in a short format and behind a link, from a file and through a server.
+"""200 targets that leak in a short format and behind a link.
 
-Eight kinds of target, five links and five precisions, every combination once: one, two and three
-heads, heads of low rank and with biases, and a one-layer Transformer; plain scores, scores with a
-factor and an offset, behind a sigmoid, a tanh and a softmax; answers in float64, float32, float16,
-bfloat16 and with 3 decimals. The seed of a target is its number, not chosen. `auto` knows nothing
-of any but its answers. `--every` 8 asks every eighth through one MLServer as well. `--blurred` is
-another table: one to four heads whose answers have noise, the same or another whenever a question
-is asked, or are labels.
+Eight kinds of target, five links and five precisions, every combination once; the seed of a target
+is its number, not chosen, and `auto` knows nothing of any but its answers. `--blurred` is another
+table: one to four heads whose answers have noise, or are labels.
 
-A target is *read* if the judge says that it was, and the model is as exact as the answers admit: on
-256 fresh sequences of 1, 2, 3 and 5 tokens of norm about 1 it differs from the function before
-rounding by no more than four times what the answers themselves do, or by 1e-6 of the largest; from
-labels, which do not tell the factor of a score, by 1e-4 behind the best one. What the judge calls
-read and is further off is *read wrongly*.
+A target is *read* if the judge says so and the model is as exact as the answers admit: on fresh
+sequences it differs from the function before rounding by at most four times what the answers do, or
+by 1e-6 of the largest; from labels by 1e-4 behind the best factor. What the judge calls read and is
+further off is *read wrongly*.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import product, repeat
-from pathlib import Path
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
@@ -35,10 +24,9 @@ from torch import Tensor
 import show
 from keyhole import extract, oracle
 from keyhole.core.status import OUTCOMES, Outcome
-from keyhole.oracle import OpenInference, Oracle
+from keyhole.oracle import Oracle
 from keyhole.oracle.planted import BiasedHeads
 from planted import normals
-from servers import free_port, serving
 from show import Row
 
 LINKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -94,7 +82,6 @@ READ, UNCHECKED, MISMATCH, CLEAN, WRONG = SHOWN = (
 )  # fmt: skip
 ADMITTED = 4.0  # times the largest error of the answers themselves
 LABELLED = 1e-4  # of the largest answer, where there are none
-SERVER = Path(__file__).with_name("leaking_server.py")
 
 
 @dataclass(frozen=True)
@@ -103,18 +90,6 @@ class Case:
     link: str
     precision: str
     seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.link}-{self.precision}-{self.seed}".replace(" ", "_")
-
-    @classmethod
-    def of(cls, file: Path) -> Case:
-        kind, link, precision, seed = file.stem.replace("_", " ").split("-")
-        return cls(kind, link, precision, int(seed))
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"{self.name}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -151,31 +126,18 @@ class Answering:
         return self.rounded(self.exactly(sequences))
 
 
-def run(quick: bool, every: int = 0, processes: int = 1, blurred: bool = False) -> Iterator[Row]:
+def run(quick: bool, processes: int = 1, blurred: bool = False) -> Iterator[Row]:
     grid = product(KINDS, LINKS, PRECISIONS)
     if blurred:  # three seeds each
         grid = product(BLURRED, ["none"], [blur for blur in BLURS for _ in range(3)])
     cases = [Case(*each, seed) for seed, each in enumerate(grid)]
     cases = cases[4::41] if quick else cases
     total = Counter[str]()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for case in cases:
-            oracle.save(planted(case), case.file(folder))
-        for kind in dict.fromkeys(case.kind for case in cases):
-            some = [case for case in cases if case.kind == kind]
-            files = repeat(folder, len(some))
-            if processes > 1:
-                with ProcessPoolExecutor(processes) as pool:
-                    ends = list(pool.map(from_file, some, files))
-            else:
-                ends = list(map(from_file, some, files))
-            row, counts = _row(kind, dict(zip(some, ends, strict=True)))
-            total += counts
-            yield row
-        if every and importlib.util.find_spec("mlserver") is not None:
-            row, _ = _row("through a server", dict(served(cases[::every], folder)))
-            yield row
+    ends = show.spread_out(attacked, cases, processes)
+    for kind, some in groupby(cases, lambda case: case.kind):
+        row, counts = _row(kind, {case: next(ends) for case in some})
+        total += counts
+        yield row
     for wrong in (MISMATCH, CLEAN, WRONG):
         yield show.exactly(f"leaking targets that are {wrong}", total[wrong], 0)
     least = math.ceil(0.9 * len(cases))
@@ -188,30 +150,9 @@ def run(quick: bool, every: int = 0, processes: int = 1, blurred: bool = False) 
     )
 
 
-def planted(case: Case) -> oracle.Planted:
-    return {**KINDS, **BLURRED}[case.kind](case.seed)
-
-
-def opened(case: Case, folder: Path) -> Answering:
-    return Answering(oracle.load(case.file(folder)), case)
-
-
-def from_file(case: Case, folder: Path) -> End:
-    return attack(case, opened(case, folder))
-
-
-def served(cases: list[Case], folder: Path) -> Iterator[tuple[Case, End]]:
-    """Every target of the folder behind one MLServer, attacked through it."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, str(SERVER), str(folder), str(port)]
-    with serving(command, f"{url}/v2/health/ready", folder):
-        for case in cases:
-            with closing(OpenInference(url, case.name)) as remote:
-                yield case, attack(case, remote)
-
-
-def attack(case: Case, target: Oracle) -> End:
+def attacked(case: Case) -> End:
     """The outcome of an extraction that knows nothing of the target, compared with the truth."""
+    target = Answering({**KINDS, **BLURRED}[case.kind](case.seed), case)
     result, seconds = show.timed(lambda: extract.Auto(seed=case.seed)(target))
     status, outcome = result.status, OUTCOMES[result.status]
     error = own = None
@@ -219,7 +160,7 @@ def attack(case: Case, target: Oracle) -> End:
     if status is extract.Status.MISMATCH:
         shown = MISMATCH
     if result.model is not None:
-        error, own = errors(Answering(planted(case), case), result.model)
+        error, own = errors(target, result.model)
         if outcome is Outcome.GIVEN_AWAY:
             shown = READ if error <= max(1e-6, ADMITTED * own) else WRONG
     return End(shown, str(status), result.reason, error, own, result.queries, seconds)

@@ -1,4 +1,4 @@
-"""llama.cpp's own numbers of a quantised model against ours, and texts read from them.
+"""llama.cpp's own numbers of a quantised model against ours, and its last layer from its answers.
 
 `--models FILE.gguf`: xllamacpp serves it on this machine. Turns of DREAM's dialogues of 8 to 40
 tokens are sent as token ids; back come the last states (pooling none) and a saved slot, the keys
@@ -7,10 +7,6 @@ and values of all layers. `parts`:
 - `apart`: how far its last states and its values of every layer are from ours in float32, from ours
   with what goes into every matrix rounded as ggml rounds it, and from its own without flash
   attention, which is what rounding in another order does to llama.cpp itself;
-- `texts`: `--texts` turns, read from the last states and from the caches of the first, the middle
-  and the last layer, within the error that is measured of such rounding on other texts, the model
-  rounding alike. Verified must mean right. The ids in the slots are not looked at;
-- `float32`: the same from the last states in float32, within the same error, `--plain` of them;
 - `last-layer`, only where it is named: the width of the model and rows of its output matrix from
   the best `--top` log-probabilities with a bias, and what that takes in queries. `--servers` of
   them, of one file, share the questions.
@@ -25,8 +21,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import httpx
@@ -38,19 +35,12 @@ import subjects
 from keyhole.extract import OutputLayer
 from keyhole.extract.token_answers import compared, true_matrix
 from keyhole.models import Loaded, anatomy, load_model
-from keyhole.models.capture import EIGHT_BITS, eight_bit_activations
+from keyhole.models.capture import eight_bit_activations
 from keyhole.oracle.completions import Completions
-from keyhole.recover import HiddenStates, KeyValues, recover_text
-from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import arrays_of_slot, read_slot
-from keyhole.recover.files.contents import as_served, with_served_noise
 from keyhole.recover.files.readings import readings_of
-from keyhole.recover.leaks import Leak
 from servers import served
 from show import Row
-
-PARTS = ["apart", "texts", "float32"]
-FEW = 10  # texts whose numbers are compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,35 +56,28 @@ def run(
     quick: bool,
     data: Path = subjects.DATA,
     models: list[Path] = [],  # noqa: B006 - read, never changed
-    parts: list[str] = PARTS,
-    texts: int = 50,
-    plain: int = 5,
-    top: list[int] = [20],  # noqa: B006 - read, never changed
+    parts: list[str] = ["apart"],  # noqa: B006
+    texts: int = 10,
+    top: list[int] = [20],  # noqa: B006
     threads: int = 1,
     servers: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
         ids = [each.tolist() for each in subjects.tiny_texts(2, 8, framed=False)]
-        yield from read("random llama", loaded, [own(loaded, each, rounded=True) for each in ids])
+        given = [own(loaded, each, rounded=True) for each in ids]
+        yield row_of("random llama, its rounding against float32", given, plainly(loaded, given))
         return
     for path in models:
         for count in top if "last-layer" in parts else ():
             yield last_layer(path, count, threads, servers)
-        if not set(parts) & set(PARTS):
-            continue
-        loaded = load_model(path)
-        lines = subjects.turns(data, "dev")
-        random.Random(0).shuffle(lines)
-        ids = [each.tolist() for each in subjects.encoded(loaded, lines[: 20 * texts])]
-        ids = [each for each in ids if 8 <= len(each) <= 40][:texts]
-        given = answers(path, loaded, ids)
         if "apart" in parts:
-            yield from apart(path, loaded, given[:FEW])
-        if "texts" in parts:
-            yield from read(path.stem, loaded, given)
-        if "float32" in parts:
-            yield from in_float32(path.stem, loaded, given[:plain])
+            loaded = load_model(path)
+            lines = subjects.turns(data, "dev")
+            random.Random(0).shuffle(lines)
+            ids = [each.tolist() for each in subjects.encoded(loaded, lines[: 20 * texts])]
+            ids = [each for each in ids if 8 <= len(each) <= 40][:texts]
+            yield from apart(path, loaded, answers(path, loaded, ids))
 
 
 class Several:
@@ -170,26 +153,33 @@ def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) ->
 
 def apart(path: Path, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
     sides = {
-        "float32": [own(loaded, each.ids) for each in given],
+        "float32": plainly(loaded, given),
         "the same rounding": [own(loaded, each.ids, rounded=True) for each in given],
         "llama.cpp without flash attention": answers(
             path, loaded, [each.ids for each in given], "flash=0"
         ),
     }
     for name, others in sides.items():
-        pairs = list(zip(given, others, strict=True))
-        states = mean(off(a.states, b.states) for a, b in pairs)
-        layers = {
-            layer: mean(off(a.caches[layer]["values"], b.caches[layer]["values"]) for a, b in pairs)
-            for layer in sorted(given[0].caches)
-        }
-        shown = ", ".join(f"{layer}: {layers[layer]:.1e}" for layer in list(layers)[:4])
-        row = Row(
-            f"{path.stem}, llama.cpp against {name}",
-            f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
-            details=f"values of layers {shown}; relative, mean of {len(given)} texts",
-        )
-        yield show.itemised(row, [{"states": states, "values": list(layers.values())}])
+        yield row_of(f"{path.stem}, llama.cpp against {name}", given, others)
+
+
+def row_of(what: str, given: list[Given], others: list[Given]) -> Row:
+    pairs = list(zip(given, others, strict=True))
+    states = mean(off(a.states, b.states) for a, b in pairs)
+    layers = {
+        layer: mean(off(a.caches[layer]["values"], b.caches[layer]["values"]) for a, b in pairs)
+        for layer in sorted(given[0].caches)
+    }
+    shown = ", ".join(f"{layer}: {layers[layer]:.1e}" for layer in list(layers)[:4])
+    row = Row(
+        what, f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
+        details=f"values of layers {shown}; relative, mean of {len(given)} texts",
+    )  # fmt: skip
+    return show.itemised(row, [{"states": states, "values": list(layers.values())}])
+
+
+def plainly(loaded: Loaded, given: list[Given]) -> list[Given]:
+    return [own(loaded, each.ids) for each in given]
 
 
 @torch.no_grad()
@@ -206,54 +196,6 @@ def own(loaded: Loaded, ids: list[int], *, rounded: bool = False) -> Given:
 
 def off(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / one.norm())
-
-
-def mean(numbers: Iterator[float]) -> float:
-    each = list(numbers)
-    return sum(each) / len(each)
-
-
-def read(name: str, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
-    layers = sorted(given[0].caches)
-    states = anatomy(loaded.model).layers
-    wanted = {"last states": [HiddenStates(each.states, states) for each in given]}
-    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
-        caches = [KeyValues(**each.caches[layer], layer=layer) for each in given]
-        wanted[f"cache of layer {layer}"] = caches
-    target = Target.of(loaded.model, loaded.tokenizer)
-    for what, leaks in wanted.items():
-        leaks = with_served_noise(target, leaks)
-        with as_served(target, leaks[0].exposure, EIGHT_BITS):
-            yield found(f"{name}, {what}", loaded, leaks, given)
-
-
-def in_float32(name: str, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
-    layers = anatomy(loaded.model).layers
-    target = Target.of(loaded.model, loaded.tokenizer)
-    leaks = with_served_noise(target, [HiddenStates(each.states, layers) for each in given])
-    row = found(f"{name}, last states, in float32", loaded, leaks, given)
-    yield replace(row, target="", met=None)
-
-
-def found(what: str, loaded: Loaded, leaks: list[Leak], given: list[Given]) -> Row:
-    def read_each() -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = []
-        for leak, each in zip(leaks, given, strict=True):
-            result = recover_text(loaded.model, loaded.tokenizer, leak)
-            items.append({"tokens": len(each.ids), "exact": result.ids == each.ids,
-                          "verified": result.verified, "tested": result.tested})  # fmt: skip
-        return items
-
-    items, seconds = show.timed(read_each)
-    exact = sum(item["exact"] and item["verified"] for item in items)
-    false = sum(item["verified"] and not item["exact"] for item in items)
-    row = Row(
-        what, f"{exact} of {len(items)} exact and verified, {false} falsely", ">= 98%, 0 falsely",
-        exact >= 0.98 * len(items) and not false,
-        f"{seconds / len(items):.1f} s a text; {sum(item['exact'] for item in items)} exact",
-        promise=False,
-    )  # fmt: skip
-    return show.itemised(row, items)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,25 @@
-"""Planted targets and problems, and errors against the truth that was planted."""
+"""Planted targets, and errors against the truth that was planted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from keyhole.invert import Problem
+import show
+from keyhole.extract import Extraction, Status, judge
 from keyhole.oracle import Oracle
 from keyhole.oracle.planted import Attention, Head, MultiHead
-from show import relative
+from show import Row, relative
 
 
 def normals(seed: int) -> Callable[..., Tensor]:
     """Standard Gaussian tensors from one stream, by their shape."""
     stream = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-
-def problem(
-    n: int,
-    d: int,
-    seed: int,
-    *,
-    heads: int = 1,
-    biases: bool = False,
-    known: bool = False,
-    small: bool = False,
-    **flags: bool,
-) -> tuple[Problem, Tensor]:
-    """An inversion with its input: Gaussian X and V, W (and the key bias) of variance 0.3²/d.
-
-    `small`: V of variance 1/(dH), so that attention is no larger than what a residual adds to it.
-    `known`: the first token is known, and there is one output less than dimensions.
-    """
-    draw = normals(seed)
-    several, m = (heads,) if heads > 1 else (), d - 1 if known else d
-    X = draw(n, d)
-    made = Problem(
-        W=0.3 / d**0.5 * draw(*several, d, d),
-        V=draw(*several, d, m) / ((d * heads) ** 0.5 if small else 1),
-        B=torch.zeros(n, m),
-        key_bias=0.3 / d**0.5 * draw(*several, d) if biases else None,
-        output_bias=draw(m) if biases else None,
-        known=torch.cat([X[:1], torch.full_like(X[1:], torch.nan)]) if known else None,
-        **flags,
-    )
-    return replace(made, B=made.output(X)), X
 
 
 def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
@@ -75,6 +45,40 @@ def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
         for p, t in zip(partner, truths, strict=True)
     ]
     return max(*errors, *(relative(v[p], t) for p, t in zip(partner, values, strict=True)))
+
+
+def compared(target: Any, result: Extraction, seed: int, numbers: int) -> dict[str, Any]:
+    """What an extraction took, next to the truth; `numbers` are those of an answer."""
+    error = None if result.model is None else judge(target, result.model, seed + 100).worst
+    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
+            "queries": result.queries, "seconds": result.seconds,
+            "bound": -(-target.unknowns // numbers)}  # fmt: skip
+
+
+def taken(
+    name: str, items: list[dict[str, Any]], allowed: float, least: int, wrong: float | None = None
+) -> Row:
+    """How many of a kind were recovered as exactly as `allowed`; beyond `wrong` it is false."""
+    called = [item for item in items if item["status"] == Status.RECOVERED]
+    right = [item for item in called if item["error"] <= allowed]
+    false, details = sum(item["error"] > (wrong or allowed) for item in called), ""
+    if right:
+        queries, seconds, bound = (
+            sorted(item[each] for item in right)[len(right) // 2]
+            for each in ("queries", "seconds", "bound")
+        )
+        details = (
+            f"largest error {max(item['error'] for item in right):.1e}; median {queries:,} "
+            f"queries, lower bound {bound:,}, {queries / bound:.0f} times; {seconds:.1f} s"
+        )
+        if "parts" in right[0]:
+            details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
+    row = Row(
+        name, f"{len(right)} of {len(items)} recovered, {false} false",
+        f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
+        details,
+    )  # fmt: skip
+    return show.itemised(row, items)
 
 
 def fresh_error(

@@ -100,7 +100,7 @@ def within_tolerance(dim: int, accuracy: float, draws: range) -> Iterator[Row]:
         margin = float(target.v[target.v != 0].abs().min())
         tau = tolerance_for(accuracy, bound, margin, dim)
         blurred = Extreme(target, tau, seed)
-        result = extract.TolerantAsPublished(tau, bound, margin, accuracy)(blurred)
+        result = extract.TolerantAsPublished(tau, bound, margin)(blurred)
         outcomes.append(Outcome.of(result, target))
         queries.add(result.queries)
         taus.append(tau)

@@ -2,14 +2,10 @@
 
     fp8 e4m3    transformers' own cache of 8-bit floats, a scale for each tensor
     fp8 e5m2    8-bit floats without a scale
-    int4, int2  a scale for each token of a head (quanto, axis 0) …
-    … KIVI      … for each channel of keys over 32 tokens, for each token of values (axis -1)
-    … hqq       hqq's groups, whose zero is optimised
-    KIVI 4, 2   the paper's groups (arXiv 2402.02750), with no package: a channel of keys over 32
-                tokens, 32 numbers of a token's values, each from its least to its largest number
+    KIVI 4, 2   the paper's groups (arXiv 2402.02750): a channel of keys over 32 tokens, 32 numbers
+                of a token's values, each from its least to its largest number
 
-The library fills the caches in one pass over the text (`QuantizedCache`; quanto and hqq have to be
-installed, and are left out where they are not). `--models`: folders or .gguf files of causal
+`--models`: folders or .gguf files of causal
 models, `--texts` texts each, DREAM's turns joined to 32 tokens; from the first layer's cache, and
 those at a quarter and at half of the layers; `--kinds` takes some of the above. Without a model a
 random Llama is read.
@@ -17,7 +13,6 @@ random Llama is read.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,21 +27,7 @@ from keyhole.recover import KeyValues, recover_texts
 from show import Row
 
 LENGTH = 32  # tokens: KIVI's groups of keys
-QUANTO, HQQ = "optimum.quanto", "hqq"
-KIVI = {"axis_key": -1, "q_group_size": LENGTH}
-ROWS = {"axis_key": 1, "axis_value": 1, "q_group_size": LENGTH}
-KINDS: dict[str, tuple[str, str, dict[str, int]]] = {  # the backend, its package, its settings
-    "fp8 e4m3": ("fp8", "", {}),
-    "fp8 e5m2": ("", "", {}),
-    "int4": ("quanto", QUANTO, {"nbits": 4, "q_group_size": LENGTH}),
-    "int4 KIVI": ("quanto", QUANTO, {"nbits": 4, **KIVI}),
-    "int4 hqq": ("hqq", HQQ, {"nbits": 4, **ROWS}),
-    "int2": ("quanto", QUANTO, {"nbits": 2, "q_group_size": LENGTH}),
-    "int2 KIVI": ("quanto", QUANTO, {"nbits": 2, **KIVI}),
-    "int2 hqq": ("hqq", HQQ, {"nbits": 2, **ROWS}),
-    "KIVI 4": ("", "", {"nbits": 4}),
-    "KIVI 2": ("", "", {"nbits": 2}),
-}
+KINDS = {"fp8 e4m3": 0, "fp8 e5m2": 0, "KIVI 4": 4, "KIVI 2": 2}  # bits of a group
 
 
 def run(
@@ -72,9 +53,8 @@ def run(
 
 def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:
     layers = anatomy(loaded.model).layers
-    there = [kind for kind in kinds if installed(KINDS[kind][1].partition(".")[0])]
     for layer in sorted({0, layers // 4, layers // 2}):
-        for kind in there:
+        for kind in kinds:
             leaks = [leaked(loaded, text, kind, layer) for text in ids]
             made = show.timed(lambda leaks=leaks: recover_texts(
                 loaded.model, loaded.tokenizer, leaks
@@ -82,34 +62,27 @@ def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...
             yield row(f"{name}, {kind}, kv:{layer} of {layers}", ids, *made)
 
 
-def installed(package: str) -> bool:
-    return not package or importlib.util.find_spec(package) is not None
-
-
 @torch.no_grad()
 def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
     """What such a cache holds of a text, as the model reads it back."""
     import transformers
 
-    backend, _, settings = KINDS[kind]
     base = anatomy(loaded.model).base
     text = text.to(anatomy(loaded.model).device)
-    if not backend:
-        kept = transformers.DynamicCache()
-        base(input_ids=text[None], past_key_values=kept)
-        keys, values = (each.cpu() for each in (kept.layers[layer].keys, kept.layers[layer].values))
-        if settings:
-            bits = settings["nbits"]
-            by_channel = grouped(keys.transpose(-1, -2), bits).transpose(-1, -2)
-            return KeyValues(by_channel, grouped(values, bits), layer=layer)
-        stored = (each.to(torch.float8_e5m2) for each in (keys, values))
-        return KeyValues(*stored, layer=layer)
-    cache = transformers.QuantizedCache(backend, base.config, **settings)
-    base(input_ids=text[None], past_key_values=cache)
-    width = anatomy(loaded.model).head_dim
-    more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
-    keys, values = cache.update(more, more, layer)  # all that is kept, and this
-    return KeyValues(keys[:, :, :-1].cpu(), values[:, :, :-1].cpu(), layer=layer)
+    if kind == "fp8 e4m3":
+        cache = transformers.QuantizedCache("fp8", base.config)
+        base(input_ids=text[None], past_key_values=cache)
+        width = anatomy(loaded.model).head_dim
+        more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
+        keys, values = cache.update(more, more, layer)  # all that is kept, and this
+        return KeyValues(keys[:, :, :-1].cpu(), values[:, :, :-1].cpu(), layer=layer)
+    kept = transformers.DynamicCache()
+    base(input_ids=text[None], past_key_values=kept)
+    keys, values = (each.cpu() for each in (kept.layers[layer].keys, kept.layers[layer].values))
+    if bits := KINDS[kind]:
+        by_channel = grouped(keys.transpose(-1, -2), bits).transpose(-1, -2)
+        return KeyValues(by_channel, grouped(values, bits), layer=layer)
+    return KeyValues(*(each.to(torch.float8_e5m2) for each in (keys, values)), layer=layer)
 
 
 def grouped(numbers: Tensor, bits: int) -> Tensor:

@@ -68,15 +68,14 @@ def run(
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
     counted, stream = Counted(Computed.on(device, target)), torch.Generator().manual_seed(seed)
-    started = time.perf_counter()
+    asked = Reporting(counted, time.perf_counter())
     try:
-        asked = Reporting(counted, started)
         found = read(partial(last, asked), target.dim, torch.device(device), stream)
     except Unsuccessful as end:
         yield failed(f"{label}, all but attention", end, counted)
         return
-    seconds = time.perf_counter() - started
-    yield but_attention(f"{label}, all but attention", found, counted.queries, target, seconds)
+    what = f"{label}, all but attention"
+    yield but_attention(what, found, counted.queries, target, asked.seconds)
     yield from whole(label, target, found, asked, stream, seed)
 
 

@@ -21,9 +21,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -92,6 +94,18 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - started
 
 
+def spread_out(function: Callable[[Any], T], cases: Sequence[Any], workers: int) -> Iterator[T]:
+    """What a function gives for each case, in their order, by so many processes of one thread."""
+    if workers < 2:
+        yield from map(function, cases)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    try:
+        yield from pool.map(function, cases)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def least_seconds(*functions: Callable[[], object], runs: int) -> list[float]:
     """The least seconds of each, measured in turn; the first round warms up."""
     rounds = [[timed(function)[1] for function in functions] for _ in range(runs + 1)]
@@ -144,6 +158,8 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     except (Exception, KeyboardInterrupt) as error:
         failure = error
     seconds = time.perf_counter() - started
+    if file:
+        _write(file, title, quick, seconds, rows)
     print(_table(title.splitlines()[0], rows))
     print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):

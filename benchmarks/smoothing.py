@@ -1,29 +1,16 @@
 """Smoothing over masks: texts that no cut of k units can flip, next to those that attacks flip.
 
-A classifier is trained with S-Attend at rate 1 − ρ for every ρ of `--keeps` (a query that keeps no
-key gets nothing), from the classifier that ships with Keyhole or from MiniLM (`--model minilm`, its
-weights as `--encoder FOLDER`). It then votes over masks of its attention, and for k = 1, 2, 4, …
-the share of texts that is right and certified is measured (src/keyhole/harden/smoothing.py): by
-random masks at 99.9%, of the first `--sampled` texts, and by a partition, exactly, of the first
-`--texts`. ρ = 0 is the model without attention. Where the answer is read from [CLS] alone
-(`--readouts first`), that model is blind: `mean` reads the mean of all tokens instead, and is a bag
-of words there.
+A classifier is trained on SST-2 with S-Attend at rate 1 − ρ for every ρ of `--keeps` (a query that
+keeps no key gets nothing), from the one that ships with Keyhole or from MiniLM (`--model minilm`,
+`--encoder FOLDER`). It votes over masks, and the share of texts that is right and certified is
+measured for k = 1, 2, 4, … (src/keyhole/harden/smoothing.py): by random masks at 99.9%, of the
+first `--sampled` texts, and by a partition of the first `--texts`. Answers are read from the mean
+of all tokens: ρ = 0, no attention, is a bag of words. ρ = 1 is the plain model, to compare with.
 
-What is certified is attacked: the first `--attacked` texts that the vote gets right. Both attacks
-have the smoothed classifier as their target, as its mean probability over MASKS masks of their own
-(of a partition: all of it), and may cut every unit, up to 1% of all:
-
-- `ours` ranks units by what their removal costs the vote, over all masks (a query that keeps
-  nothing else falls silent), sixteen times on the way;
-- `as released` is HackAttend's search (disrupt/greedy.py): its gradients, its order of heads, 1% of
-  each but for the first token; it ends at the first flip that it sees.
-
-The vote is then taken again after 1, 4, 16, … units, over JUDGES fresh random masks or the whole
-partition. A certified text that flips breaks the promise. ρ = 1 is the plain model, trained and
-attacked alike, against which a last row sets the votes: flips by 1% of the units of the texts that
-both get right, and accuracy. `--tasks hellaswag,dream` are multiple choice. On a GPU products are
-in TF32, for the vote, the attacks and the judge. `--join FILE …` keeps the rows of earlier runs and
-leaves out what they have.
+What is certified is attacked, `--attacked` texts, with the mean probability over masks as target:
+`ours` ranks units by what their removal costs the vote; `as released` is HackAttend's search. The
+vote is then taken again over fresh masks. A certified text that flips breaks the promise. On a GPU
+products are in TF32. `--join FILE …` keeps the rows of earlier runs and leaves out what they have.
 """
 
 from __future__ import annotations
@@ -32,8 +19,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -55,7 +40,6 @@ from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER
 from keyhole.models.masking import Site, rewriting
 from show import Row
-from tasks import TASKS, made_up
 from trained import Run
 
 MASKS = 32  # that an attack looks at
@@ -63,6 +47,7 @@ RANKINGS = 16  # of units, on the way to the most that is cut
 JUDGES = 200  # fresh masks that vote after an attack
 SHARE = 0.01  # of all units: the most that is cut
 ALONE = 1e-6  # a unit that holds all of its row but so much is alone in it
+MAX_LENGTH = 128
 SIZES = {  # examples, epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
     "demo": (67_349, 1, 64, 5e-4),
     "minilm": (67_349, 4, 256, 1.5e-4),
@@ -217,8 +202,8 @@ class Tried:
         )  # fmt: skip
 
 
-def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing, length: int) -> Tried:
-    batch, _ = encode(loaded.tokenizer, [example], max_length=length)
+def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> Tried:
+    batch, _ = encode(loaded.tokenizer, [example], max_length=MAX_LENGTH)
     question, units = way.asked(loaded.model, batch, ballot.answer)
     own = replace(way, seed=way.seed + 1)
     kept = torch.cat(list(own.drawn(units, question.rows, MASKS, own.stream(question))))
@@ -241,7 +226,7 @@ def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing, leng
 
 @dataclass(frozen=True)
 class Options:
-    """Of the classifiers, and of what is done to each; None: as in SIZES, or in tasks.py.
+    """Of the classifiers, and of what is done to each; None: as in SIZES.
 
     After so many `seconds` no further text of a row is attacked.
     """
@@ -262,74 +247,55 @@ class Options:
     device: str = subjects.DEVICE
     seed: int = 0
 
-    def fresh(self, head: str) -> Loaded:
+    def fresh(self) -> Loaded:
         torch.manual_seed(self.seed)
         if self.model == "minilm":
-            return subjects.minilm(self.encoder, self.device, task=head, new_head=2)
-        if head != "classification":
-            raise SystemExit("the demo classifier has a head of two classes: give --model minilm")
-        return load_model(FOLDER, task=head, device=self.device)
+            return subjects.minilm(self.encoder, self.device, task="classification", new_head=2)
+        return load_model(FOLDER, task="classification", device=self.device)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """One task: its data, and how a classifier is trained for it and tried."""
+def examples(options: Options, quick: bool) -> tuple[list[Example], list[Example]]:
+    parts = (options.data / "sst2" / f"{part}.tsv" for part in ("train", "dev"))
+    train, dev = (
+        ([subjects.with_a_word(number) for number in range(*ends)] for ends in ((96,), (96, 100)))
+        if quick
+        else (read_examples(part) for part in parts)
+    )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    return [train[number] for number in order], dev
 
-    name: str
-    options: Options
-    quick: bool
 
-    def __post_init__(self) -> None:
-        if self.name not in TASKS:
-            raise SystemExit(f"--tasks: no {self.name}; there are {', '.join(TASKS)}")
+def classifier(
+    options: Options, quick: bool, keep: float, train: Sequence[Example]
+) -> tuple[Loaded, Training]:
+    count, *usual = SIZES[options.model]
+    given = (options.epochs, options.batch, options.rate)
+    epochs, batch, rate = (own or other for own, other in zip(given, usual, strict=True))
+    head = "AutoModelForSequenceClassification"
+    loaded = subjects.tiny("bert", head=head) if quick else options.fresh()
+    Mean(loaded.model.base_model)
+    training = trained.fit(
+        loaded, train[: options.examples or count], f"sattend:rate={1 - keep:.9g}:emptied=true",
+        options.device, epochs=epochs, batch=batch, rate=rate, seed=options.seed, pool=32,
+        max_length=MAX_LENGTH,
+    )  # fmt: skip
+    torch.backends.cuda.matmul.allow_tf32 = True  # training has switched it off again
+    loaded.model.requires_grad_(False)
+    return loaded, training
 
-    def examples(self) -> tuple[list[Example], list[Example]]:
-        folder, ending, *_ = TASKS[self.name]
-        if self.quick:
-            made = subjects.with_a_word if self.name == "sst2" else partial(made_up, self.name)
-            train, dev = ([made(number) for number in range(*ends)] for ends in ((96,), (96, 100)))
-        else:
-            parts = (self.options.data / folder / f"{part}.{ending}" for part in ("train", "dev"))
-            train, dev = (read_examples(part) for part in parts)
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-        return [train[number] for number in order], dev
 
-    def classifier(
-        self, readout: str, keep: float, train: Sequence[Example]
-    ) -> tuple[Loaded, Training]:
-        head, *usual, length = TASKS[self.name][2:]
-        count, *usual = SIZES[self.options.model] if self.name == "sst2" else (len(train), *usual)
-        given = (self.options.epochs, self.options.batch, self.options.rate)
-        epochs, batch, rate = (own or other for own, other in zip(given, usual, strict=True))
-        kind = "MultipleChoice" if head == "choice" else "SequenceClassification"
-        loaded = (
-            subjects.tiny("bert", head=f"AutoModelFor{kind}")
-            if self.quick
-            else self.options.fresh(head)
-        )
-        if readout == "mean":
-            Mean(loaded.model.base_model)
-        training = trained.fit(
-            loaded, train[: self.options.examples or count],
-            f"sattend:rate={1 - keep:.9g}:emptied=true",
-            self.options.device, epochs=epochs,
-            batch=batch, rate=rate, seed=self.options.seed, pool=32, max_length=length,
-        )  # fmt: skip
-        torch.backends.cuda.matmul.allow_tf32 = True  # training has switched it off again
-        loaded.model.requires_grad_(False)
-        return loaded, training
-
-    def row(self, what: str, loaded: Loaded, way: Smoothing, dev: Sequence[Example]) -> Row:
-        length = TASKS[self.name][-1]
-        found = way.certify(loaded.model, loaded.tokenizer, dev, max_length=length)
-        trained.log(f"{what}: {found.summary()}")
-        pairs = zip(dev, found.ballots, strict=True)
-        right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
-        results, started = list[Tried](), time.perf_counter()
-        for each in right[: self.options.attacked]:
-            if time.perf_counter() - started < self.options.seconds:
-                results.append(tried(loaded, *each, way, length))
-        return summed_up(what, found, results)
+def voted(
+    what: str, loaded: Loaded, way: Smoothing, dev: Sequence[Example], options: Options
+) -> Row:
+    found = way.certify(loaded.model, loaded.tokenizer, dev, max_length=MAX_LENGTH)
+    trained.log(f"{what}: {found.summary()}")
+    pairs = zip(dev, found.ballots, strict=True)
+    right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
+    results, started = list[Tried](), time.perf_counter()
+    for each in right[: options.attacked]:
+        if time.perf_counter() - started < options.seconds:
+            results.append(tried(loaded, *each, way))
+    return summed_up(what, found, results)
 
 
 def summed_up(what: str, found: Smoothed, results: Sequence[Tried]) -> Row:
@@ -360,21 +326,19 @@ def summed_up(what: str, found: Smoothed, results: Sequence[Tried]) -> Row:
 def run(
     quick: bool,
     options: Options = Options(),  # noqa: B008 - read, never changed
-    tasks: list[str] = ["sst2"],  # noqa: B006
-    readouts: list[str] = ["mean"],  # noqa: B006
     keeps: list[float] = [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.0],  # noqa: B006
     kinds: list[str] = ["partition", "random"],  # noqa: B006
     join: list[Path] = [],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
-        tasks, keeps = ["sst2", "hellaswag"], [1.0, 0.1, 0.0]
+        keeps = [1.0, 0.1, 0.0]
         options = replace(
             options, attacked=1, samples=60, epochs=2, batch=16, rate=3e-3, device="cpu"
         )
     runs = trained.joined(join)
     yield from (Row(run=each, **each["line"]) for each in runs)
-    for name, readout, keep in product(tasks, readouts, keeps):
-        what = f"{options.model}, {name}, {readout}, ρ = {keep:g}"
+    for keep in keeps:
+        what = f"{options.model}, sst2, mean, ρ = {keep:g}"
         ways = [
             Smoothing(
                 keep, kind, options.samples, batch=options.masks_at_once, seed=options.seed
@@ -384,28 +348,27 @@ def run(
         ]  # fmt: skip
         if not ways:
             continue
-        bench = Bench(name, options, quick)
-        train, dev = bench.examples()
-        loaded, training = bench.classifier(readout, keep, train)
+        train, dev = examples(options, quick)
+        loaded, training = classifier(options, quick, keep, train)
         trained.log(f"{what}: {training.summary()}")
         for way in ways:
             count = options.texts if way.exact else options.sampled
-            row = bench.row(f"{what}, {way.kind}", loaded, way, dev[:count])
+            row = voted(f"{what}, {way.kind}", loaded, way, dev[:count], options)
             row = replace(row, details=f"{row.details}; {training.summary()}")
-            line = {name: value for name, value in vars(row).items() if name != "run"}
+            line = {each: value for each, value in vars(row).items() if each != "run"}
             runs.append({**(row.run or {}), "training": training.to_dict(), "line": line})
             yield replace(row, run=runs[-1])
     yield from () if quick else verdicts(runs)
 
 
 def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
-    """What is to be reached, of the most texts that a task's classifiers voted on."""
+    """What is to be reached, of the most texts that classifiers voted on."""
     for name in dict.fromkeys(each["row"].split(", ρ")[0] for each in runs):
         own = [each for each in runs if each["row"].startswith(f"{name}, ρ")]
         most = max(len(each["ballots"]) for each in own)
         whole = [each for each in own if len(each["ballots"]) == most]
         votes = [each for each in whole if each["smoothing"]["keep"] < 1]
-        if votes and ", sst2," in name:
+        if votes:
             good = [each for each in votes if each["accuracy"] >= 0.8]
             best = max(good or votes, key=lambda each: each["at_4"])
             yield Row(

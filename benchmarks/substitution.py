@@ -1,28 +1,15 @@
 """Word substitutions against hardened classifiers: does what withstands cuts withstand words?
 
 MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py), or classifiers are
-read from `--models FOLDER…` as `harden.py --save` writes them. The first `--right` right answers of
-the dev set are attacked by greedy substitution of at most 30% of the words; flips are counted at
-10%, 20% and 30% of them, and at one word. `--join FILE …` makes the table.
+read from `--models FOLDER…`. The first `--right` right answers are attacked by greedy substitution;
+flips are counted at 10%, 20% and 30% of the words, and at one word.
 
-The attack on texts that robust training is usually tried with (TextFooler, arXiv 1907.11932, and
-its kin), reduced to what the model itself offers: no thesaurus, no sentence encoder. A word may be
-replaced where it is one token, by the `nearest` words whose embeddings have a cosine of at least
-`cosine` with its own: words of letters that stand in some text (a token may also be the beginning
-of words), written in the same case, none of them special. Neighbours are not synonyms ("good" and
-"bad" are near): it says how little a model withstands, not that people would read the same.
-
-Words are taken in the order of what their loss does to the margin (`leave-one-out`: each is
-replaced by the unknown token). `masked` takes the same order and the words that a masked language
-model has for the place, as BERT-Attack does (arXiv 2004.09984): the text as it is, its `nearest` ×
-6 best words. No such model comes in a package, so `--encoder` with a new head is trained on the
-texts of `--data` first, and saved as `--masked FOLDER`, which may also hold another one with the
-same tokens.
-At each the substitution with the smallest margin stays, if it is smaller than before; the first
-flip ends it. At most `share` of a text's words are replaced, and one in any case.
-
-The attack proposes a text; `judged` counts the words that differ and asks the model afresh, from
-the text itself.
+It is TextFooler's way (arXiv 1907.11932) without a thesaurus: a word that is one token may be
+replaced by the `nearest` words whose embeddings have a cosine of at least `cosine` with its own, or
+(`masked`) by what a masked language model has for the place (BERT-Attack, arXiv 2004.09984); that
+model is trained here, and saved as `--masked FOLDER`. Neighbours are not synonyms ("good" and
+"bad" are near): it says how little a model withstands, not that people would read the same. Words
+go in the order of what their loss does to the margin; at each the smallest margin stays.
 """
 
 from __future__ import annotations

@@ -1,33 +1,14 @@
-"""Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, next to SST-2.
+"""Attacks and defences by task: HellaSwag, DREAM, pairs and SST-2. Made for a GPU.
 
-Made for a GPU.
+MiniLM (`--encoder`) is trained on all of each task's data with each method and seed; then the first
+`--right` right answers are attacked (trained.py). `pairs` is made from HellaSwag: does this ending
+belong to this context? Each context comes once with its own ending and once with that of another
+one that begins alike ("Preparing pasta: …"), so that neither alone tells anything.
 
-MiniLM (`--encoder`) is trained on all of each task's data with each method and seed, and its
-accuracy on the whole dev set is printed after every epoch, so that the ceiling is seen. Then the
-first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
-
-    hellaswag  which of 4 endings goes on with a context: 7,000 examples, dev 1,000
-    dream      which of 3 answers fits a dialogue and a question: 6,116, dev 2,040
-    pairs      does this ending belong to this context? 13,990 pairs, dev 1,896
-    sst2       sentiment of a sentence: 67,349, dev 872
-
-`pairs` is made from HellaSwag's contexts and their right endings. Contexts are grouped by what they
-begin with ("Preparing pasta: …", or a WikiHow category such as "Health: …"); each comes once with
-its own ending and once with that of the next context of its group. So every context and every
-ending stands in one pair of each class, and neither alone tells anything.
-
-`--tasks hellaswag,dream --methods plain --max-length 128 --attacks
-random,program,program-no-cut,as-released,strongest` compares the released program with its control
-and with ours; it needs a GPU.
-
-`--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` takes
-the task's own settings or `--rate`, `--epochs`, `--batch`, `--max-length` (a quarter of DREAM's
-dialogues is longer than its 256 tokens). `--parts factors` reads the runs, its own or of `--join
-FILE …`, and tells what flipping depends on: margin, tokens and entropy of attention.
-
-For each model, each factor and each attack that flips some answers and not others: the share that
-flipped in each quarter of the answers by that factor, and how often an answer that flipped has the
-larger value than one that stands (ties count half; 50%: the factor tells nothing).
+`--parts factors` reads the runs, its own or of `--join FILE …`: of each attack that flips some
+answers and not others, the share that flipped in each quarter of the answers by margin, tokens or
+entropy of attention, and how often an answer that flipped has the larger value than one that stands
+(ties count half; 50%: the factor tells nothing).
 """
 
 from __future__ import annotations
@@ -47,7 +28,7 @@ from keyhole.models import Loaded
 from show import Row
 from trained import Options, Run, Task
 
-PARTS = ("ceiling", "attacks", "factors")
+PARTS = ("attacks", "factors")
 # Folder, ending of its files, head, and how it is trained: epochs, batch, rate, max_length.
 TASKS = {
     "hellaswag": ("hellaswag", "jsonl", "choice", 5, 32, 5e-5, 160),
@@ -63,15 +44,14 @@ def run(
     quick: bool,
     options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
     tasks: list[str] = list(TASKS),  # noqa: B006 - read, never changed
-    parts: list[str] = ["attacks", "factors"],  # noqa: B006
-    rates: list[float] = [2e-5, 5e-5, 1e-4],  # noqa: B006
+    parts: list[str] = list(PARTS),  # noqa: B006
     max_length: int | None = None,
 ) -> Iterator[Row]:
     trained.expect_known("tasks", tasks, TASKS)
     trained.expect_known("parts", parts, PARTS)
     trained.expect_known("attacks", options.attacks, trained.ATTACKS)
     if quick:
-        tasks, parts, rates = ["hellaswag", "pairs"], list(PARTS), [1e-3]
+        tasks, parts = ["hellaswag", "pairs"], list(PARTS)
         options = replace(
             options, methods=["plain"], epochs=2, batch=8, right=4, share=0.05, device="cpu",
             attacks=["random", "strongest", "program-no-cut"],
@@ -81,18 +61,15 @@ def run(
         yield from trained.kept(runs)
         yield from trained.table(runs)
     else:
-        for name in tasks:
-            for row in of_task(name, quick, options, parts, rates, max_length):
+        for name in tasks if "attacks" in parts else ():
+            for row in of_task(name, quick, options, max_length):
                 runs += [row.run] if row.run else []
                 yield row
     if "factors" in parts:
         yield from by_factor(runs)
 
 
-def of_task(
-    name: str, quick: bool, options: Options, parts: Sequence[str], rates: Sequence[float],
-    max_length: int | None,
-) -> Iterator[Row]:  # fmt: skip
+def of_task(name: str, quick: bool, options: Options, max_length: int | None) -> Iterator[Row]:
     folder, ending, head, epochs, batch, rate, length = TASKS[name]
     if quick:
         texts = [made_up(name, number) for number in range(64)]
@@ -111,12 +88,7 @@ def of_task(
         kind = "MultipleChoice" if head == "choice" else "SequenceClassification"
         return subjects.tiny("bert", head=f"AutoModelFor{kind}")
 
-    for seed in options.seeds if "ceiling" in parts else ():
-        for rate in rates:
-            known = trained.train(fresh(seed), replace(task, rate=rate), "plain", seed, options)
-            row = trained.row(known)
-            yield replace(row, what=f"{row.what}, rate {rate:g}")
-    for method, seed in options.trainings if "attacks" in parts else ():
+    for method, seed in options.trainings:
         loaded = fresh(seed)
         known = trained.train(loaded, task, method, seed, options)
         yield trained.attack(loaded, task, known, options)

@@ -1,9 +1,9 @@
 """Text from what a model exposes of one input: how much comes back, verified, at what cost.
 
-all-MiniLM-L6-v2 on `--texts` sentences of SST-2 and `--dialogues` of DREAM (subjects.py:
-`--encoder`, `--data`); `--parts` takes some of it:
+all-MiniLM-L6-v2 on `--texts` sentences of SST-2 (subjects.py: `--encoder`, `--data`); `--parts`
+takes some of it:
 
-    exact      hidden states, layer by layer (`--layers`), short and long texts
+    exact      hidden states, layer by layer (`--layers`)
     precision  hidden states rounded or noisy
     keys       the keys of layer 1
 
@@ -37,7 +37,6 @@ def run(
     encoder: Path | None = None,
     device: str = subjects.DEVICE,
     texts: int = 100,
-    dialogues: int = 20,
     layers: list[int] = [1, 2, 3, 4, 5, 6],  # noqa: B006 - read, never changed
     parts: list[str] = PARTS,
 ) -> Iterator[Row]:
@@ -46,15 +45,14 @@ def run(
         return
     loaded = subjects.minilm(encoder, device)
     short = subjects.encoded(loaded, subjects.sst2(data, texts))
-    long = subjects.encoded(loaded, subjects.dialogues(data, dialogues))
     for layer in layers:
-        for name, ids in {"SST-2": short, "DREAM, 100+ tokens": long}.items():
-            if "exact" in parts and ids:
-                yield from exact(loaded, name, ids, layer)
+        if "exact" in parts and short:
+            yield from exact(loaded, "SST-2", short, layer)
         if "precision" in parts and short and layer in (3, 6):
             yield from precisions(loaded, short, layer)
     if "keys" in parts and short:
-        yield from whole("MiniLM", loaded, "kv:1", of_length(short, 5))
+        ids = [text for text in short if 5 <= len(text) <= 60]
+        yield from whole("MiniLM", loaded, "kv:1", ids)
 
 
 def small() -> Iterator[Row]:
@@ -174,10 +172,6 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         early = got.searched <= exactly + 2
         measured = f"{got.searched:.0f} passes, exact leak {exactly:.0f}"
         yield Row(f"{what}: the search ends", measured, "as early as exact (+ 2)", early)
-
-
-def of_length(ids: list[Tensor], min_length: int, max_length: int = 60) -> list[Tensor]:
-    return [text for text in ids if min_length <= len(text) <= max_length]
 
 
 def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[Row]:

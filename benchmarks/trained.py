@@ -13,8 +13,7 @@ masks without a unit cut. They take classifiers and multiple choice of BERT's ki
 Methods of training (`--methods`, with commas):
 
     plain  strongest  sattend:RATE  sattend-token:RATE
-    freelb  smart  r3f  asa  creat  augmented, each with settings: smart:radius=0.1:steps=2
-    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS]]]]
+    freelb  smart  r3f  asa  creat  augmented  attack-masks, with settings: smart:radius=0.1:steps=2
     METHOD+METHOD
     METHOD>SHARE>METHOD   the second from that share of the steps on
 """
@@ -110,12 +109,6 @@ def defence(name: str) -> Defence:
     if "+" in name:
         return harden.Combined(tuple(defence(part) for part in name.split("+")))
     kind, *given = name.split(":")
-    if kind == "attack-masks":
-        makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
-            ("weight", float), ("share", float), ("label", str), ("rounds", int),
-        )  # fmt: skip
-        chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
-        return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
     if kind in ("sattend", "sattend-token") and "=" not in name:
         mode = "token" if kind == "sattend-token" else "unit"
         return harden.SAttend(float(given[0]) if given else 0.2, mode)
@@ -305,6 +298,8 @@ def table(runs: Sequence[Run]) -> Iterator[Row]:
         )
         shown.append(f"{attacked} right answers; seeds {numbers}")
         shown.append(f"best epoch {spread([max(run['curve']) for run in own])}")
+        seconds, peak = (mean(run["training"][each] for run in own) for each in ("seconds", "peak"))
+        shown.append(f"trained in {seconds:.0f} s, {peak / 2**20:.0f} MiB")
         clean = spread([run["curve"][-1] for run in own])
         yield Row(name, f"clean {clean}", details="; ".join([*shown, *settings(own)]))
 

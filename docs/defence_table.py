@@ -50,13 +50,20 @@ def record(measured: Path | None = None) -> str:
 
 
 def shown(rows: list[dict[str, str]]) -> str:
-    """The table of the page: what is guarded is named once."""
-    lines = [list(rows[0])]
-    for before, row in zip([{}, *rows], rows, strict=False):
-        first, *others = row.values()
-        lines.append(["" if before.get("it guards") == first else first, *others])
+    """The table of the page: each defence; what is read without one is left to the record."""
+    lines = [["it guards", "defence", "attacker", "honest users lose", "verdict"]]
+    before = ""
+    for row in rows:
+        if row["defence"] in ("none", "no defence"):
+            continue
+        guards, verdict = row["it guards"], re.split("[:;]", row["verdict"])[0]
+        setting = "" if guards == "weights" else row["parameters"].replace("δ = 1e-05, ", "")
+        defence = ": ".join(filter(None, [row["defence"], setting]))
+        named = "" if guards == before else guards
+        lines.append([named, defence, row["attacker"], row["honest users lose"], verdict])
+        before = guards
     head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join([head, "|---" * len(rows[0]) + "|\n", *rest])
+    return "".join([head, "|---" * len(lines[0]) + "|\n", *rest])
 
 
 def cells(row: Row) -> dict[str, str]:

@@ -29,23 +29,24 @@ def dask_setup(worker: Any) -> None:
     from keyhole.audit.target import NamedTarget
 
     file = Path(os.environ[RECORD]) / f"{os.getpid()}.jsonl"
-    make, opened = run.make, NamedTarget.open
+    check, opened, last = run.run_check, NamedTarget.open, [""]
 
     def note(what: str, target: str, check: str) -> None:
         with file.open("a") as lines:
             lines.write(json.dumps([what, target, check]) + "\n")
 
-    def recorded(named: Any, identity: str, key: str, *rest: Any, **more: Any) -> Any:
-        note(BEGUN, named.name, key)
-        made = make(named, identity, key, *rest, **more)
-        note(ENDED, named.name, key)
-        return made
+    def recorded(made: Any, *rest: Any) -> Any:
+        note(BEGUN, last[0], made.name)
+        found = check(made, *rest)
+        note(ENDED, last[0], made.name)
+        return found
 
     def seen(named: NamedTarget, worker: int = 0) -> Any:
+        last[0] = named.name
         note(OPENED, named.name, "")
         return opened(named, worker)
 
-    run.make, NamedTarget.open = recorded, seen
+    run.run_check, NamedTarget.open = recorded, seen
 
 
 class Workers:

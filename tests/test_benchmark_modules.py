@@ -19,6 +19,7 @@ import trained
 from keyhole.data import Example
 from substitution import Substituted, Victim, WordSubstitution, judged
 
+pytestmark = pytest.mark.release  # what belongs to benchmarks
 LETTERS = [chr(ord("a") + number) * 2 for number in range(26)]
 WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "beginning"]
 

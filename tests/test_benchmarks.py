@@ -97,43 +97,28 @@ def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
     assert json.loads(file.read_text())["rows"] == []
 
 
-def measured(flips):
-    return {"examples": 100, "flips": flips, "queries": 1.0, "seconds": 0.0, "share": 0.0}
+def one_run(method, seed, accuracy, flips, **settings):
+    attacks = {"strongest": {"examples": 100, "flips": flips}}
+    return {"what": "sst2", "method": method, "seed": seed, "curve": [0.5, accuracy],
+            "settings": {"rate": 0.1, "epochs": 2, **settings}, "attacks": attacks,
+            "training": {"seconds": 1.0, "peak": 2**20}}  # fmt: skip
 
 
-def one_run(method, seed, accuracy, stronger, transferred=None, **settings):
-    given = {} if transferred is None else {"plain, another seed": measured(transferred)}
-    found = {"attacks": {"stronger": measured(stronger)}, "transferred": given, "wrong_label": {}}
-    training = {"seconds": 1.0, "peak": 2**20}
-    return {"method": method, "seed": seed, "training": training, "settings": settings,
-            "evaluation": {"accuracy": accuracy, **found}}  # fmt: skip
-
-
-def test_harden_joins_what_many_processes_wrote(tmp_path):
-    runs = [one_run("plain", seed, 0.9, 40 + seed, 4, rate=0.1) for seed in range(3)]
-    runs += [one_run("r3f", seed, 0.895, 20, 30 * seed, rate=0.1) for seed in range(3)]
-    runs += [one_run("asa", seed, 0.8, 0, rate=seed) for seed in range(2)]
+def test_a_table_joins_what_many_processes_wrote(tmp_path):
+    runs = [one_run("plain", seed, 0.9, 40 + seed) for seed in range(3)]
+    runs += [one_run("asa", seed, 0.8, 0, batch=seed) for seed in range(2)]
     files = [tmp_path / f"{number}.json" for number in range(len(runs))]
     for file, run in zip(files, runs, strict=True):
         file.write_text(json.dumps({"runs": [run]}))
     rows = tmp_path / "rows.json"
     done = warm_process.finished(
-        warm_process.script, "harden.py", "--json", str(rows), "--join", *map(str, files),
-        cwd=FOLDER,
+        warm_process.script, "tasks.py", "--json", str(rows), "--parts", "attacks", "--join",
+        *map(str, files), cwd=FOLDER,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = {row["what"]: row for row in json.loads(rows.read_text())["rows"]}
-    assert list(rows)[:3] == ["plain", "r3f", "asa"]
-    assert rows["plain"]["measured"] == "stronger 41.0% (40.0%–42.0%)"
-    assert rows["plain"]["details"].endswith("; seeds 0, 1, 2; rate 0.1")
-    assert "random not measured" in rows["plain"]["details"]
-    assert rows["asa"]["details"].endswith("settings differ: rate 0 | rate 1")
-    shown = {what: (row["measured"], row["met"]) for what, row in list(rows.items())[3:]}
-    assert shown == {  # asa flips less, but loses ten points
-        "r3f: stronger attack": ("41.0% → 20.0%", True),
-        "r3f: clean accuracy": ("90.0% → 89.5%", True),
-        "r3f: transferred": ("4.0% → 30.0%", False),
-        "r3f: wrong label lowered": ("not measured", False),
-        "r3f: wrong label raised": ("not measured", False),
-        "r3f: seeds": ("3", True),
-    }
+    plain, asa = json.loads(rows.read_text())["rows"]
+    assert plain["what"] == "sst2, plain, rate 0.1, 2 epochs"
+    assert plain["measured"] == "clean 90.0%"
+    assert plain["details"].startswith("strongest 41.0% (40.0%–42.0%); 300 right answers; seeds 0")
+    assert "trained in 1 s, 1 MiB" in plain["details"]
+    assert "settings differ: rate 0.1, epochs 2, batch 0 | rate 0.1" in asa["details"]

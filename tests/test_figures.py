@@ -27,7 +27,7 @@ NOT_YET_AGAIN = {"disrupt-minilm", "disrupt-smollm2"}
 # which need nothing but this repository: the command gives every item again, digit for digit.
 ROWS_ARE_ITEMS = {
     "demo", "embeddings-secrets-minilm", "embeddings-secrets-mpnet", "embeddings-secrets-nomic",
-    "embeddings-speed", "error_against_queries", "fleet", "multi_head", "one_layer",
+    "embeddings-speed", "error_against_queries", "one_layer",
     "orthogonal_heads", "protection-nobody", "published_theorems", "substitution",
 }  # fmt: skip
 # What the rows of a record were made from, by the command's --join.

@@ -45,6 +45,7 @@ def test_every_document_is_in_the_navigation_or_linked():
         assert place in named or place in aside or f"{place.split('/')[0]}/" in aside, place
 
 
+@pytest.mark.release
 def test_gathered_links_lead_to_gathered_files(tmp_path):
     pages.gather(tmp_path)
     for path in tmp_path.rglob("*.md"):
@@ -83,6 +84,7 @@ def test_the_python_reference_shows_signatures_and_docstrings():
     assert "lambda done, total: None,\n" in long  # a comma that parts no parameters
 
 
+@pytest.mark.release
 def test_the_python_reference_imports_nothing_heavy():
     code = "import sys, api; api.pages(); print({'torch', 'keyhole', 'numpy'} & {*sys.modules})"
     done = subprocess.run(

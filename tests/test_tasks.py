@@ -1,4 +1,4 @@
-"""Tasks on several workers: all of them once, whoever dies; each worker stays with what it has."""
+"""Tasks on several workers: all of them once, whoever dies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
 
 import pytest
 
@@ -56,7 +55,7 @@ def test_every_task_is_done_and_an_error_belongs_to_its_task():
 
 def test_in_process_and_more_may_be_added_on_the_way():
     with Runner(0) as runner:
-        runner.add(Task("first", partial(number_of, os.getpid()), local_only=True))
+        runner.add(Task("first", partial(number_of, os.getpid())))
         seen = []
         for done in runner.run():
             seen.append(done.value)
@@ -67,35 +66,14 @@ def test_in_process_and_more_may_be_added_on_the_way():
         InProcess().submit(divmod, 7, 0).result()
 
 
-def test_a_worker_stays_with_what_it_has_opened_and_the_costliest_is_first(monkeypatch):
-    """Two workers, groups of 4, 3 and 1 tasks: the small one does not wait for the end of all."""
-    both, at = Barrier(2, timeout=20), {0: [], 1: []}
-
-    def together(name, worker):
-        both.wait()  # as long as the other worker's task
-        at[worker].append(name)
-
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        threads = {0: first, 1: second}
-        monkeypatch.setattr("keyhole.core.tasks.Worker", lambda n, _: Worker(n, threads[n]))
-        with Runner(2) as runner:
-            for name, count in (("small", 1), ("middle", 3), ("large", 4)):
-                work = partial(together, name)
-                runner.add(*(Task(f"{name} {number}", work, name) for number in range(count)))
-            assert [done.error for done in runner.run()] == [None] * 8
-    assert at == {0: ["large"] * 4, 1: ["middle"] * 3 + ["small"]}
-
-
 def expect_only_the_killed_task_to_run_again(workers, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     with Runner(workers) as runner:
         runner.add(Task("deadly", partial(dying, tmp_path / "died", 6)))
         runner.add(*(Task(n, partial(noted, runs, n)) for n in range(6)))
-        runner.add(*(Task(f"near {n}", process, "near", local_only=True) for n in range(2)))
         done = {each.task.key: each.value for each in runner.run()}
     assert (tmp_path / "died").exists()
-    assert done.pop("near 0") == done.pop("near 1") != os.getpid()  # a process of its own
     assert sorted(value for value, _ in done.values()) == list(range(7))
     counts = Counter(path.name.partition("-")[0] for path in runs.iterdir())
     assert counts == dict.fromkeys(map(str, range(6)), 1)

@@ -106,8 +106,8 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
 ):
     usual = Checking.take
 
-    def stopping(checking, done, unopened=0):
-        usual(checking, done, unopened)
+    def stopping(checking, done):
+        usual(checking, done)
         if checking.done == 3:
             raise KeyboardInterrupt
 

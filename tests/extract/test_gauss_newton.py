@@ -1,4 +1,4 @@
-"""The structured least-squares fit, against a dense one."""
+"""Least squares on answers, against a naive fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract.gauss_newton import Pairs, SingleTokens, fitted_head
+from keyhole.extract.gauss_newton import refined
 
 
 def test_least_squares_agrees_with_a_dense_fit():
@@ -29,10 +29,11 @@ def test_least_squares_agrees_with_a_dense_fit():
     noisy = oracle.Noisy(head, 1e-2)
     a, b = noisy(tokens[:, None]), noisy(pairs)
     start = head.v + 0.01, head.W - 0.01
-    found = fitted_head(*start, [SingleTokens(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)])
+    asked = [(X, y, torch.ones_like(y)) for X, y in ((tokens[:, None], a), (pairs, b))]
+    found = refined(oracle.Head(*start[::-1]), ("W", "v"), asked)
     wanted = reference.dense_gauss_newton(
         start[0].numpy(), start[1].numpy(),
         [*tokens[:, None].numpy(), *pairs.numpy()], torch.cat([a, b]).numpy(),
     )  # fmt: skip
-    assert np.allclose(found[0].numpy(), wanted[0], atol=1e-4)
-    assert np.allclose(found[1].numpy(), wanted[1], atol=1e-4)
+    assert np.allclose(found.v.numpy(), wanted[0], atol=1e-4)
+    assert np.allclose(found.W.numpy(), wanted[1], atol=1e-4)

@@ -23,7 +23,7 @@ FORMS = {
     "affine": lambda y: 2.5 * y - 0.7,
 }
 KINDS = {
-    "head": lambda: oracle.plant("head", dim=5, seed=2),
+    "head": lambda: oracle.plant("head", dim=4, seed=2),
     "low rank": lambda: oracle.plant("head", dim=6, rank=2, seed=2),
     "several heads": lambda: oracle.plant("multi-head", dim=4, heads=2, seed=1),
     "one layer": lambda: oracle.plant("one-layer", dim=4, width=4, seed=2),

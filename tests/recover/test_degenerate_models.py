@@ -12,7 +12,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Example
 from keyhole.models.capture import Exposure
-from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch, recover_texts
+from keyhole.recover import CachedKeys, EncoderStates, SubLayerOutput, TokenSearch, recover_texts
 from keyhole.recover.gradients import recover_batch
 from keyhole.recover.gradients.update import batch_of, update_of
 from keyhole.recover.run import recover_text
@@ -98,6 +98,7 @@ def test_a_model_without_numbers_is_refused_by_the_name_of_the_weight(family):
 
 SHORT = {  # searches that do not arrive
     "hidden:2": EncoderStates(rounds=4, opening=4, most=0),
+    "kv:1": CachedKeys(encoder=EncoderStates(rounds=4, opening=4, most=0)),
     "attention:1": SubLayerOutput(
         TokenSearch(rounds=1, passes=10), EncoderStates(rounds=4, opening=4, most=0)
     ),

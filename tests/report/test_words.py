@@ -9,7 +9,7 @@ import pytest
 
 from exposures import called
 from keyhole.assess import assess
-from keyhole.core import Audit, Estimate, Exposure, Status
+from keyhole.core import Estimate, Exposure, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import NOT_CHECKED, is_chosen
 from keyhole.report import json_form, junit, sarif, words
@@ -37,15 +37,6 @@ def test_rewording_every_exposure_changes_no_id_gate_or_baseline(monkeypatch):
     monkeypatch.setattr(words, "EXPOSURES", other)
     assert json_form.render(assess(whole())) != page
     assert decided_of() == before
-
-
-def test_an_audit_of_an_older_version_is_refused_in_a_line():
-    data = json.loads(json.dumps(whole().to_dict()))
-    data["findings"][0]["exposure"] = "full scores"
-    with pytest.raises(
-        InputError, match="made by an older version of Keyhole; run the audit again"
-    ):
-        Audit.from_dict(data)
 
 
 def test_words_of_fields():

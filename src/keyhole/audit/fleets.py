@@ -14,10 +14,10 @@
 The keys are the fields of `AuditOptions` and `EndpointOptions`. What a target says comes before the
 defaults, and those before the command line. Names of files begin in the folder of this file.
 
-Whoever opens a target says what is to be checked of it: that is the first task of each, and its
-checks are the others, all on one runner. One journal remembers every finished check; a target of
-which all are there is not opened again, unless its files were touched. A target that cannot be
-opened, or a check that cannot be made, is written down as that, and does not stop the others.
+Each target is one task of a runner: the audit of it alone, with a journal of its checks. Another
+journal remembers finished targets, which are not opened again unless their files were touched. A
+target that cannot be opened, or a check that cannot be made, is written down as that, and does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from keyhole.audit.check import Checked
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.run import Checking, Plan, Resuming, make, plan_of, reason_of
+from keyhole.audit.run import Resuming, audited, reason_of
 from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.endpoint import EndpointOptions, headers_of, without_password
 from keyhole.core.errors import InputError, expect_count, expect_keys
 from keyhole.core.exposure import NOT_CHECKED, Exposure
-from keyhole.core.files import exists, read_toml
+from keyhole.core.files import exists, is_folder, read_toml
 from keyhole.core.journal import Journal
 from keyhole.core.options import Option
 from keyhole.core.progress import Track, untracked
 from keyhole.core.result import typed
-from keyhole.core.tasks import MOST_PROCESSES, Runner, Task
-from keyhole.models.loading import close_kept
+from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.target import TargetKind, kind_of
 
 _OWN = ("target", "name", "ledger")  # of one target alone
@@ -58,6 +58,10 @@ class Member:
     name: str
     stem: str
     target: NamedTarget
+
+    def journal(self, fleet: str | Path | None) -> Path | None:
+        """The file for its checks, next to that of its fleet, which every process finds."""
+        return None if fleet is None else Path(fleet).absolute().with_name(f"{self.stem}.journal")
 
 
 Finished = Callable[[Member, Audit], None]  # called with every target once all of it is checked
@@ -76,117 +80,75 @@ def fleet(
 ) -> Fleet:
     """Audit every target of a fleet, and report what each gives away.
 
-    `targets` is a file, or what `read_fleet` made of one. `processes` makes the checks in so many
-    of them (0: in this one), `dask` on the cluster at that address. `journal` is the file that
-    remembers finished checks, from which a fleet that was stopped goes on (`resuming` is called
-    then); another run's is refused, or replaced with `force`. `finished` is called with every
-    target's audit as soon as there is one.
+    `targets` is a file, or what `read_fleet` made of one. `processes` audits so many at a time
+    (0: in this process), `dask` on the cluster at that address. `journal` is the file that
+    remembers finished targets, and next to it is one for the checks of each that is not; a fleet
+    that was stopped goes on from there (`resuming` is called then). Another run's is refused, or
+    replaced with `force`. `finished` is called with every target's audit as soon as there is one.
     """
     started = time.perf_counter()
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     members = read_fleet(targets) if isinstance(targets, str | Path) else list(targets)
+    prints = {member.name: member.target.fingerprint() for member in members}
+    audits: dict[str, Audit] = {}
+    progress = track("audit", len(members))
     run = {"run": "fleet", "keyhole": environment()["keyhole"]}
-    workers = dask if dask is not None else processes
-    try:
-        with Journal(journal, run, force=force) as memory, Runner(workers) as runner:
-            work = _Fleet(members, memory, runner, track, finished)
-            work.run(resuming)
-    finally:
-        close_kept()
-    audits = {member.name: work.audits[member.name] for member in members}
-    return Fleet(audits, time.perf_counter() - started)
+    with Journal(journal, run, force=force) as memory:
 
+        def end(member: Member, audit: Audit) -> None:
+            audits[member.name] = replace(audit, name=member.name)
+            finished(member, audits[member.name])
+            progress(len(audits), None, member.name)
 
-class _Fleet:
-    """A fleet under way; a task's key is a target and one of its checks, None to open it."""
+        def take(done: Done) -> None:
+            member: Member = done.task.key
+            if done.error is not None:
+                where, reason = Exposure(NOT_CHECKED, "target"), reason_of(done.error)
+                skip = Skip(where, "none", reason, unchecked=True)
+                end(member, Audit(target=member.name, identity="", findings=(), skips=(skip,)))
+                return
+            audit: Audit = done.value
+            if Checked(audit.findings, audit.skips).answered:
+                record = {"files": prints[member.name], "audit": audit.to_dict()}
+                memory.add({member.name: record})
+                if (checks := member.journal(journal)) is not None:
+                    checks.unlink(missing_ok=True)
+            end(member, audit)
 
-    def __init__(
-        self, members: Sequence[Member], journal: Journal, runner: Runner, track: Track,
-        finished: Finished,
-    ) -> None:  # fmt: skip
-        self.members = {member.name: member for member in members}
-        self.sizes = {member.name: member.target.size for member in members}
-        self.fingerprints = {member.name: member.target.fingerprint() for member in members}
-        self.journal, self.runner, self.finished = journal, runner, finished
-        self.track = track if runner.in_process else untracked  # a worker's parts are not seen
-        self.checking = Checking(runner, journal, track)
-        self.audits: dict[str, Audit] = {}
-        runner.cost = self._cost
-
-    def run(self, resuming: Resuming) -> None:
-        for name, member in self.members.items():
-            plan = self._recalled(name)
-            if plan is not None:
-                self._begin(name, plan)
-                continue
-            target = member.target
-            self.runner.add(Task((name, None), partial(plan_of, target), name, target.local_only))
-        if self.checking.done:
-            resuming(self.checking.done, self.checking.total)
-        self.checking.report(unopened=self._unopened)
-        for done in self.runner.run():
-            name, check = done.task.key
-            if check is not None:
-                self.checking.take(done, unopened=self._unopened)
-                self._end_if_complete(name)
-            elif done.error is not None:
-                skip = Skip(
-                    Exposure(NOT_CHECKED, "target"), "none", reason_of(done.error), unchecked=True
-                )
-                self._end(name, Audit(target=name, identity="", findings=(), skips=(skip,)))
+        left: list[Member] = []
+        for member in members:
+            record = memory.records.get(member.name, {})
+            if record.get("files") == prints[member.name]:
+                end(member, memory.recall(member.name, _recalled))
             else:
-                record = {"files": self.fingerprints[name], "plan": done.value.to_dict()}
-                self.journal.add({f"target {name}": record})
-                self._begin(name, done.value)
-                self.checking.report(unopened=self._unopened)
-
-    def _recalled(self, name: str) -> Plan | None:
-        """What an earlier run was to check of a target, if that is as it was.
-
-        Whether another model answers at an address by now is not known: unless all of it was
-        checked, it is asked.
-        """
-        key = f"target {name}"
-        record = self.journal.records.get(key)
-        if record is None or record.get("files") != self.fingerprints[name]:
-            return None
-        plan = self.journal.recall(key, lambda record: Plan.from_dict(record["plan"]))
-        begins = _journal_key(name, plan)
-        complete = all(begins + check in self.journal for check in plan.checks)
-        return plan if complete or not self.members[name].target.local_only else None
-
-    def _begin(self, name: str, plan: Plan) -> None:
-        target = self.members[name].target
-
-        def work(check: str) -> Callable[[int], Any]:
-            made = partial(make, target, plan.identity, check)
-            return partial(made, track=self.track) if self.runner.in_process else made
-
-        self.checking.begin(
-            name, plan, work, journal_key=_journal_key(name, plan), local_only=target.local_only
-        )
-        self._end_if_complete(name)
-
-    @property
-    def _unopened(self) -> int:
-        return len(self.members) - len(self.audits.keys() | self.checking.plans.keys())
-
-    def _end_if_complete(self, name: str) -> None:
-        if self.checking.is_complete(name):
-            self._end(name, self.checking.audit_of(name))
-
-    def _end(self, name: str, audit: Audit) -> None:
-        self.audits[name] = replace(audit, name=name)
-        self.finished(self.members[name], self.audits[name])
-
-    def _cost(self, task: Task) -> float:
-        """Of a target that was not opened yet: its size, which is compared with others' alone."""
-        name, check = task.key
-        return float(self.sizes[name]) if check is None else self.checking.cost(name, check)
+                left.append(member)
+        if audits:
+            resuming(len(audits), len(members))
+        left.sort(key=lambda member: -member.target.size)  # no large one remains for the end
+        # A ledger, and the secrets of an address, do not leave this machine.
+        here = [member for member in left if dask is not None and member.target.local_only]
+        sent = [member for member in left if member not in here]
+        for workers, some in ((dask if dask is not None else processes, sent), (0, here)):
+            with Runner(workers if some else 0) as runner:
+                more = {"track": track} if runner.in_process else {}
+                for member in some:
+                    work = partial(_audited, member.target, member.journal(journal), **more)
+                    runner.add(Task(member, work))
+                for done in runner.run():
+                    take(done)
+    return Fleet({each.name: audits[each.name] for each in members}, time.perf_counter() - started)
 
 
-def _journal_key(name: str, plan: Plan) -> str:
-    return f"{name} {plan.digest} "
+def _recalled(record: dict[str, Any]) -> Audit:
+    return Audit.from_dict(record["audit"])
+
+
+def _audited(target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any) -> Audit:
+    """What a worker does: all of one target; on another machine there may be no such folder."""
+    kept = journal if journal is not None and is_folder(journal.parent) else None
+    return audited(
+        target, target.options, worker=worker, journal=kept, force=True, complete=False, **more
+    )
 
 
 def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:
@@ -321,7 +283,7 @@ def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
 def _members(made: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:
     """Every target with a name of its own, and a plain one for its files, whatever it is called."""
     members: dict[str, Member] = {}
-    stems = {"index"}  # the page of the fleet
+    stems = {"index", "fleet"}  # its page and its journal
     for name, target in made:
         if name in members:
             raise InputError(f"{path} has two targets called {name[:80]}: give each a name")

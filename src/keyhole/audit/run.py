@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from keyhole.audit.check import Check, Checked, joined, nothing_to_try
 from keyhole.audit.options import AuditOptions
@@ -26,10 +26,9 @@ from keyhole.core import Audit, Skip, environment
 from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
-from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
+from keyhole.core.journal import Journal, Run, stopping_on_ctrl_c
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Expecting, Track, untracked
-from keyhole.core.result import restored
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
@@ -66,17 +65,39 @@ def audit(
     those of a server, where the options name no ledger. `notice` is called with what a person
     should know at once.
     """
-    started = time.perf_counter()
     options = AuditOptions(**more) if options is None else options
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     workers = dask if dask is not None else processes
-    named = None
-    if isinstance(target, str):
-        named = NamedTarget(target, options)
-        named = named.anywhere() if workers else named
-        opened = named.open()
-    else:
-        opened = target_of(target)
+    named = NamedTarget(target, options) if isinstance(target, str) else target
+    if workers and isinstance(named, NamedTarget):
+        named = named.anywhere()
+    return audited(
+        named, options, workers, journal=journal, answers=answers, force=force, track=track,
+        resuming=resuming, notice=notice,
+    )  # fmt: skip
+
+
+def audited(
+    target: NamedTarget | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
+    options: AuditOptions,
+    workers: int | str = 0,
+    *,
+    worker: int = 0,
+    journal: str | Path | None = None,
+    answers: str | Path | None = None,
+    force: bool = False,
+    track: Track = untracked,
+    resuming: Resuming = lambda done, total: None,  # noqa: ARG005
+    notice: Notice = ignored,
+    complete: bool = True,
+) -> Audit:
+    """`audit` of a target that is named or opened, by the worker of that number.
+
+    With `complete`, a check that cannot be made ends the audit; else that is written in its place.
+    """
+    started = time.perf_counter()
+    named = target if isinstance(target, NamedTarget) else None
+    opened = target_of(cast("Oracle", target)) if named is None else named.open(worker)
     opening = time.perf_counter() - started
     ledger = options.ledger or (answers if opened.is_asked else None)
     with opened.ready(ledger, notice) as ready, ExitStack() as stack:
@@ -84,40 +105,73 @@ def audit(
         for check in checks.values():
             if check.queries:
                 notice(f"{words.exposure(check.exposure)}: up to {check.queries:,} questions")
-        plan = Plan.of(opened, checks, options, opening)
         for store in opened.stores.values():
             notice(words.begins(len(store.rows), store.count))
         if workers and named is not None and named.local_only:
             notice("its checks are made in this process, which holds its ledger and secrets")
             workers = 0
-        memory = stack.enter_context(Journal(journal, plan.determined, force=force))
+        run = _determined(opened, options)
+        memory = stack.enter_context(Journal(journal, run, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
-        run = Checking(runner, memory, track, notice)
-        send = partial(_sent, named, plan) if workers else partial(_local, checks, track)
-        run.begin("", plan, send)
-        if run.done:
-            resuming(run.done, run.total)
-        run.report()
+        facts = {store.exposure.part: store.facts for store in opened.stores.values()}
+        made = Checking(checks, facts, runner, memory, track, notice)
+        made.begin(
+            partial(_sent, named, opened.identity) if workers else partial(_local, checks, track)
+        )
+        if made.done:
+            resuming(made.done, len(checks))
+        made.report()
         for done in runner.run():
-            if done.error is not None:
+            if done.error is not None and complete:
                 raise done.error
-            run.take(done)
-        return run.audit_of("")  # before threads change: it notes how many there were
+            made.take(done)
+        # Before threads change: it notes how many there were.
+        return _audit_of(opened, options, facts, made.checked, opening + made.seconds)
+
+
+def _audit_of(
+    opened: Target, options: AuditOptions, facts: Mapping[str, StoreFacts], checked: Checked,
+    seconds: float,
+) -> Audit:  # fmt: skip
+    """What all checks gave, as an audit."""
+    untried = (
+        layers_left_out(name, model.loaded.model, model.layers)
+        for name, model in opened.models.items()
+    )
+    skips = checked.skips
+    # What one of several parts does not give another does; a decoder gives nothing in its
+    # encoder's place.
+    if len([part for part in opened.parts if part.name != DECODER]) > 1:
+        left = left_out(options.only)
+        skips = tuple(skip for skip in skips if skip.unchecked or skip == left)
+    observed = bool(opened.parts) and all(part.observed for part in opened.parts)
+    return Audit(
+        target=opened.name or opened.identity,
+        identity=opened.identity,
+        findings=tuple(
+            replace(finding, observed=observed) for finding in whole(facts, checked.findings)
+        ),
+        skips=(*opened.skips, *(skip for each in untried for skip in each), *skips),
+        seed=options.seed,
+        seconds=seconds,
+        name=options.name or "",
+        returns=options.returns,
+    )
 
 
 def _local(checks: Mapping[str, Check], track: Track, key: str) -> Callable[[int], Checked]:
-    return partial(_in_process, checks[key], track)
+    return partial(run_check, checks[key], track)
 
 
-def _sent(named: NamedTarget | None, plan: Plan, key: str) -> Callable[[int], Checked]:
+def _sent(named: NamedTarget | None, identity: str, key: str) -> Callable[[int], Checked]:
     """What a worker is sent: which check of the target it is."""
     if named is None:
         raise InputError("--processes and --dask need a target by its name: workers open it")
-    return partial(make, named, plan.identity, key)
+    return partial(make, named, identity, key)
 
 
-def _in_process(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: ARG001
+def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: ARG001
     with stopping_on_ctrl_c():
         return check.run(track)
 
@@ -143,88 +197,6 @@ def numbered(checks: Sequence[Check]) -> dict[str, Check]:
     return {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The exposure of each check, by its key, and what the audit says besides their findings.
-
-    It is made where the target is opened, by a worker maybe; whoever has it can name every check
-    and make the audit of what they gave. `determined` is everything that the findings follow from.
-    `several`: the target has several parts, and what one does not give another does (a decoder
-    gives nothing in its encoder's place). `seconds` is what opening took.
-    """
-
-    name: str
-    identity: str
-    determined: dict[str, Any]
-    checks: dict[str, Exposure]
-    weights: dict[str, float]
-    skips: tuple[Skip, ...] = ()
-    several: bool = False
-    stores: dict[str, StoreFacts] = field(default_factory=dict[str, StoreFacts])
-    seed: int = 0
-    seconds: float = 0.0
-    only: tuple[str, ...] = ()
-    called: str = ""
-    returns: tuple[str, ...] = ()
-    observed: bool = False
-
-    @classmethod
-    def of(
-        cls, opened: Target, checks: Mapping[str, Check], options: AuditOptions, seconds: float
-    ) -> Plan:
-        untried = (
-            layers_left_out(name, model.loaded.model, model.layers)
-            for name, model in opened.models.items()
-        )
-        return cls(
-            name=opened.name or opened.identity,
-            called=options.name or "",
-            returns=options.returns,
-            observed=bool(opened.parts) and all(part.observed for part in opened.parts),
-            identity=opened.identity,
-            determined=dict(_determined(opened, options)),
-            checks={key: check.exposure for key, check in checks.items()},
-            weights={key: check.weight for key, check in checks.items()},
-            skips=(*opened.skips, *(skip for skips in untried for skip in skips)),
-            several=len([part for part in opened.parts if part.name != DECODER]) > 1,
-            stores={store.exposure.part: store.facts for store in opened.stores.values()},
-            seed=options.seed,
-            seconds=seconds,
-            only=options.only,
-        )
-
-    @property
-    def digest(self) -> str:
-        """Two plans share it only if their checks give the same."""
-        return digest(self.determined, list(self.checks))
-
-    def audit(self, checked: Checked, seconds: float) -> Audit:
-        """What all checks gave, as an audit."""
-        skips = checked.skips
-        if self.several:
-            skips = tuple(skip for skip in skips if skip.unchecked or skip == left_out(self.only))
-        return Audit(
-            target=self.name,
-            identity=self.identity,
-            findings=tuple(
-                replace(finding, observed=self.observed)
-                for finding in whole(self.stores, checked.findings)
-            ),
-            skips=(*self.skips, *skips),
-            seed=self.seed,
-            seconds=self.seconds + seconds,
-            name=self.called,
-            returns=self.returns,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Plan:
-        return restored(cls, data)
-
-
 def _determined(target: Target, options: AuditOptions) -> Run:
     return {
         "run": "audit",
@@ -238,101 +210,80 @@ def _determined(target: Target, options: AuditOptions) -> Run:
 
 
 class Checking:
-    """The checks of targets on one runner: what is done, what it gave, how long the rest takes.
+    """The checks of a target: what is done, what it gave, how long the rest takes.
 
     A check takes as many seconds as its weight says, times what those that are done took of theirs.
     """
 
     def __init__(
-        self, runner: Runner, journal: Journal, track: Track, notice: Notice = ignored
-    ) -> None:
-        self.runner, self.journal, self._notice = runner, journal, notice
-        self._progress = track("audit")
-        self.plans: dict[str, Plan] = {}
-        self._keys: dict[str, str] = {}  # what the journal's keys of a target begin with
-        self._made: dict[str, dict[str, tuple[Checked, float]]] = {}
-        self._spent = self._weight = 0.0  # seconds of the checks that are done, and their weights
-
-    def begin(
-        self, name: str, plan: Plan, work: Callable[[str], Callable[[int], Checked]],
-        *, journal_key: str = "", local_only: bool = False,
+        self, checks: Mapping[str, Check], facts: Mapping[str, StoreFacts], runner: Runner,
+        journal: Journal, track: Track, notice: Notice = ignored,
     ) -> None:  # fmt: skip
-        """Take in a target: checks in the journal are done, the others become tasks."""
-        self.plans[name], self._keys[name], self._made[name] = plan, journal_key, {}
-        for key in plan.checks:
-            if journal_key + key in self.journal:
-                self._learn(name, key, *self.journal.recall(journal_key + key, _recalled))
-            else:
-                self.runner.add(Task((name, key), work(key), name, local_only))
+        self.checks, self.runner, self.journal = checks, runner, journal
+        self._facts, self._notice, self._progress = facts, notice, track("audit")
+        self._made: dict[str, tuple[Checked, float]] = {}
 
-    def take(self, done: Done, unopened: int = 0) -> None:
+    def begin(self, work: Callable[[str], Callable[[int], Checked]]) -> None:
+        """Checks in the journal are done, the others become tasks."""
+        for key in self.checks:
+            if key in self.journal:
+                self._made[key] = self.journal.recall(key, _recalled)
+            else:
+                self.runner.add(Task(key, work(key)))
+
+    def take(self, done: Done) -> None:
         """What a check gave; where it could not be made, that is written in its place."""
-        name, key = done.task.key
-        exposure = self.plans[name].checks[key]
+        key, exposure = done.task.key, self.checks[done.task.key].exposure
         if done.error is not None:
             skip = Skip(exposure, "none", reason_of(done.error), unchecked=True)
-            self._made[name][key] = Checked(skips=(skip,)), 0.0
+            self._made[key] = Checked(skips=(skip,)), 0.0
         else:
             checked: Checked = done.value
             if checked.answered:
-                record = {**checked.to_dict(), "seconds": done.seconds}
-                self.journal.add({self._keys[name] + key: record})
-            self._learn(name, key, checked, done.seconds)
-            self._stream(name, checked)
-        self.report(f"{name}: " * bool(name) + words.in_full(exposure), unopened)
+                self.journal.add({key: {**checked.to_dict(), "seconds": done.seconds}})
+            self._made[key] = checked, done.seconds
+            self._stream(checked)
+        self.report(words.in_full(exposure))
 
-    def _stream(self, name: str, checked: Checked) -> None:
+    def _stream(self, checked: Checked) -> None:
         """Say what was read of a store as soon as it is."""
-        facts = self.plans[name].stores
         for given in checked.findings:
-            if given.part in facts and given.texts:
+            if given.part in self._facts and given.texts:
                 tried = [
                     reading
-                    for made, _ in self._made[name].values()
+                    for made, _ in self._made.values()
                     for each in made.findings
                     if each.part == given.part and each.texts
                     for reading in each.texts[0].readings
                 ]
-                about = facts[given.part]
-                last = given.texts[0].readings
+                about, last = self._facts[given.part], given.texts[0].readings
                 self._notice(words.so_far(last, tried, about.sample, about.count))
 
-    def is_complete(self, name: str) -> bool:
-        return len(self._made[name]) == len(self.plans[name].checks)
-
-    def audit_of(self, name: str) -> Audit:
-        plan, made = self.plans[name], self._made[name]
-        checked = joined(made[key][0] for key in plan.checks)
-        return plan.audit(checked, sum(seconds for _, seconds in made.values()))
+    @property
+    def checked(self) -> Checked:
+        return joined(self._made[key][0] for key in self.checks)
 
     @property
     def done(self) -> int:
-        return sum(map(len, self._made.values()))
+        return len(self._made)
 
     @property
-    def total(self) -> int:
-        return sum(len(plan.checks) for plan in self.plans.values())
+    def seconds(self) -> float:
+        """Of all checks that are done."""
+        return sum(seconds for _, seconds in self._made.values())
 
-    def report(self, note: str = "", unopened: int = 0) -> None:
-        """How much is done; targets that are not open yet are taken to be like the others."""
-        known = max(1, len(self.plans))
-        ahead = [task.key for task in self.runner.left() if task.key[1] is not None]
-        if self.plans and isinstance(self._progress, Expecting):
-            seconds = sum(self.cost(name, key) for name, key in ahead)
-            seconds += unopened * self._spent / known
-            self._progress.expect(seconds / len(self.runner))
-        self._progress(self.done, self.total + unopened * self.total // known or None, note)
+    def report(self, note: str = "") -> None:
+        if isinstance(self._progress, Expecting):
+            left = sum(self.cost(task.key) for task in self.runner.left())
+            self._progress.expect(left / len(self.runner))
+        self._progress(self.done, len(self.checks) or None, note)
 
-    def cost(self, name: str, key: str) -> float:
+    def cost(self, key: str) -> float:
         """Its weight in seconds, corrected by what those that are done took of theirs."""
-        told = _TOLD * sum(sum(plan.weights.values()) for plan in self.plans.values())
-        pace = (self._spent + told) / (self._weight + told) if told else 1.0
-        return self.plans[name].weights[key] * pace
-
-    def _learn(self, name: str, key: str, checked: Checked, seconds: float) -> None:
-        self._made[name][key] = checked, seconds
-        self._spent += seconds
-        self._weight += self.plans[name].weights[key]
+        told = _TOLD * sum(check.weight for check in self.checks.values())
+        weight = sum(self.checks[done].weight for done in self._made)
+        pace = (self.seconds + told) / (weight + told) if told else 1.0
+        return self.checks[key].weight * pace
 
 
 def _recalled(record: dict[str, Any]) -> tuple[Checked, float]:
@@ -344,31 +295,21 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, KeyholeError) else f"{type(error).__name__}: {text}"[:500]
 
 
-# What a worker does: open the target itself, say what is to be checked, and check.
+# What a worker does: open the target itself, and check.
 
 
-def plan_of(named: NamedTarget, worker: int = 0) -> Plan:
-    """What is to be checked of a target, which is opened for it."""
-    with kept_open((named, worker), partial(_open, named, worker)) as (plan, _):
-        return plan
-
-
-def make(
-    named: NamedTarget, identity: str, key: str, worker: int = 0, track: Track = untracked
-) -> Checked:
+def make(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
     """One check of a target, which is opened unless it is open; `identity` is what it must be."""
-    with kept_open((named, worker), partial(_open, named, worker)) as (plan, checks):
-        if plan.identity != identity:
+    with kept_open((named, worker), partial(_open, named, worker)) as (own, checks):
+        if own != identity:
             raise InputError(
-                f"{without_password(named.name)} is {plan.identity} where a worker runs, and "
-                f"{identity} where the audit began: it must be the same on every machine"
+                f"{without_password(named.name)} is {own} where a worker runs, and {identity} "
+                "where the audit began: it must be the same on every machine"
             )
-        return _in_process(checks[key], track)
+        return run_check(checks[key], untracked)
 
 
-def _open(named: NamedTarget, worker: int, resources: ExitStack) -> tuple[Plan, dict[str, Check]]:
-    started = time.perf_counter()
+def _open(named: NamedTarget, worker: int, resources: ExitStack) -> tuple[str, dict[str, Check]]:
     opened = named.open(worker)
     target = resources.enter_context(opened.ready(named.options.ledger))
-    checks = numbered(checks_of(target, named.options))
-    return Plan.of(opened, checks, named.options, time.perf_counter() - started), checks
+    return opened.identity, numbered(checks_of(target, named.options))

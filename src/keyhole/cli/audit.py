@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _NAMED = re.compile(r"[^\w.-]+")
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
+JOURNALS = "*.journal"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
     "name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, lancedb:FOLDER, milvus:FOLDER, "
@@ -121,13 +123,15 @@ class _Run:
     as_json: bool
     scale: dict[str, Any]
 
-    def start(self, stack: ExitStack, journal: Path, kept: Callable[[], str]) -> dict[str, Any]:
+    def start(
+        self, stack: ExitStack, journal: Path, kept: Callable[[], str], unit: str
+    ) -> dict[str, Any]:
         """Bars until the stack ends; what both library calls take. Ctrl-C says what is `kept`."""
         stack.enter_context(interruptible(kept))
-        track = stack.enter_context(bars("audit", "checks"))
+        track = stack.enter_context(bars("audit", unit))
         return {
             **self.scale, "journal": journal, "track": track,
-            "resuming": report_resuming,
+            "resuming": partial(report_resuming, unit=unit),
         }  # fmt: skip
 
 
@@ -149,7 +153,7 @@ def _audit_one(target: str, run: _Run) -> int:
     answers = findings.with_name(f"{findings.stem}.answers.db")
     ledger = run.options.ledger or (str(answers) if "://" in target else None)
     with ExitStack() as stack:
-        started = run.start(stack, journal, lambda: _kept(journal, ledger))
+        started = run.start(stack, journal, lambda: _kept(journal, ledger), "checks")
         # What this command kept of a target that has changed since is of no use.
         result = audit_target(
             target, run.options, **started, answers=answers, force=True, notice=say
@@ -227,16 +231,17 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
     judges = _judges(run.judge, members, baseline, out)
     _expect_folder(out)
     files = [index, *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html"))]
-    resumes = exists(journal)  # the same command goes on, and writes its own files again
+    # The same command goes on, and writes its own files again.
+    resumes = any(out.glob(JOURNALS))
     force = run.force or resumes
     expect_new(*files, force=force)
     wanted = Outputs.of(run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files)
     _expect_few_runs(wanted, len(members))
-    kept = f"what is finished is in {journal} and next to it: the same command resumes"
+    kept = f"what is finished is in {out}/{JOURNALS}: the same command resumes"
     with ExitStack() as stack:
         result = fleet(
             members,
-            **run.start(stack, journal, lambda: kept if records_in(journal) else ""),
+            **run.start(stack, journal, lambda: kept if any(out.glob(JOURNALS)) else "", "targets"),
             force=run.force,
             finished=lambda member, audit: _write(out, member, judges[member.name], audit),
         )  # fmt: skip

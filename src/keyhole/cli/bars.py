@@ -45,8 +45,8 @@ def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
         shown.close(finished)
 
 
-def report_resuming(done: int, total: int) -> None:
-    say(f"resuming: {done} of {total} checks are done")
+def report_resuming(done: int, total: int, unit: str) -> None:
+    say(f"resuming: {done} of {total} {unit} are done")
 
 
 class Bars:

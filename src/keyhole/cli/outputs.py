@@ -1,14 +1,13 @@
 """What a command gives: its answer on stdout, what goes on meanwhile on stderr, reports in files.
 
 A file or a pipe gets plain text in whole lines: no colour, nothing cut off to fit a screen. Where
-the output's encoding lacks a sign, its ASCII form is written. NO_COLOR is respected (Rich does).
+the output's encoding lacks a sign, its number is written. NO_COLOR is respected (Rich does).
 Files are named and checked before any work begins; reports come in any format, as many as are asked
 for: `--output FORMAT=FILE`, `-` for stdout.
 """
 
 from __future__ import annotations
 
-import codecs
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,6 @@ from keyhole.core.text import visible
 
 people = Console(stderr=True)
 _WHOLE = 2**20  # columns: no line is as long
-_ASCII = {
-    "–": "-", "—": "-", "−": "-", "…": "...", "→": "->", "×": "x", "²": "^2", "³": "^3",
-    "≤": "<=", "≥": ">=", "‘": "'", "’": "'", "“": '"', "”": '"', "·": "*", "√": "sqrt ",
-}  # fmt: skip
 OutputFiles = Annotated[
     list[str] | None,
     about(
@@ -65,21 +60,12 @@ def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> Non
         show(words)
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    missing = error.object[error.start : error.end]
-    signs = (_ASCII.get(sign) or ascii(sign)[1:-1] for sign in missing)
-    return "".join(signs), error.end
-
-
 def write_in_any_locale() -> None:
     """A sign that the output's encoding lacks is no reason to lose a result."""
-    codecs.register_error("keyhole", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="keyhole")
+            reconfigure(errors="backslashreplace")
 
 
 def expect_new(*files: Path | None, force: bool) -> None:

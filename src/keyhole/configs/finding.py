@@ -140,7 +140,6 @@ class Checked:
 
 LARGEST = 2**20  # bytes of a text that is taken apart: configurations are written by hand
 FURTHEST = 16 * 2**20  # bytes that are looked through for words
-_CHUNK = 2**20
 
 
 class Unreadable(Exception):
@@ -160,30 +159,17 @@ class Source:
 
 def read(path: Path, words: Sequence[str]) -> Source | None:
     """The text, if any of `words` is in it; None if there is nothing to take apart."""
-    sought = [word.lower().encode() for word in words]
-    overlap = max(len(word) for word in sought)
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-            if len(data) <= LARGEST:
-                return Source(path, _decoded(data)) if _has(data, sought) else None
-            read_so_far, tail = len(data), data
-            while not _has(tail, sought):
-                more = file.read(_CHUNK)
-                if not more:
-                    return None
-                read_so_far += len(more)
-                if read_so_far > FURTHEST:
-                    break
-                tail = tail[-overlap:] + more
+            data = file.read(FURTHEST + 1)
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
-    raise Unreadable(f"more than {LARGEST:,} bytes of configuration")
-
-
-def _has(data: bytes, words: Sequence[bytes]) -> bool:
     small = data.lower()
-    return any(word in small for word in words)
+    if len(data) <= FURTHEST and not any(word.lower().encode() in small for word in words):
+        return None
+    if len(data) > LARGEST:
+        raise Unreadable(f"more than {LARGEST:,} bytes of configuration")
+    return Source(path, _decoded(data))
 
 
 def _decoded(data: bytes) -> str:

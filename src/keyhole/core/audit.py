@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import ClassVar
 
-from keyhole.core.errors import InputError
 from keyhole.core.exposure import expect_returns, rule_of
 from keyhole.core.finding import Finding, Skip
-from keyhole.core.result import Result, environment, restored
+from keyhole.core.result import Result, environment
 from keyhole.core.status import Outcome, exit_code
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _FOLDERS = re.compile(r"[^\s,:;()]*/(?=[^\s])")  # of every path in a target's name
 
@@ -99,26 +94,11 @@ class Audit(Result):
             lines.append(f"  skipped: {len(self.skips)}")
         return "\n".join([*lines, f"  {self.seconds:.1f} s, {self.created}"])
 
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        _expect_fields(data)
-        return restored(cls, data, more=True)
-
 
 def _count(group: Sequence[Finding]) -> str:
     exposed = [rule_of(finding.exposure).name for finding in group if finding.exposed]
     first = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})" if exposed else ""
     return f"{len(exposed)} of {len(group)}{first}"
-
-
-def _expect_fields(data: dict[str, Any]) -> None:
-    """An exposure used to be a sentence."""
-    findings = data.get("findings")
-    if isinstance(findings, list) and any(
-        isinstance(finding, dict) and isinstance(finding.get("exposure"), str)
-        for finding in cast("list[Any]", findings)
-    ):
-        raise InputError("made by an older version of Keyhole; run the audit again")
 
 
 # What audits of many targets found, side by side.
@@ -149,10 +129,3 @@ class Fleet(Result):
         for name, audit in self.audits.items():
             lines.append(f"  {name}: {audit.exposed} of {len(audit.attacks)} exposures")
         return "\n".join(lines)
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        audits = data.get("audits")
-        for audit in cast("dict[str, Any]", audits).values() if isinstance(audits, dict) else ():
-            _expect_fields(audit if isinstance(audit, dict) else {})
-        return restored(cls, data, more=True)

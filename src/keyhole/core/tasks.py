@@ -1,9 +1,7 @@
 """One runner for tasks: in this process, in processes of our own, or on a Dask cluster.
 
-A task belongs to a group: what has to be opened for it, such as a model. A worker stays with its
-group; then it takes a group that no other worker has, the costliest first, so that a large one does
-not remain for the end; then it helps where most is left. A worker is an executor of one: a process,
-or one worker of a Dask cluster, which may come and go. Tasks may be added while others run.
+A worker is an executor of one: a process, or one worker of a Dask cluster, which may come and go.
+Tasks are done in their order, and may be added while others run.
 
 Where a worker dies, the task that it was running runs again, and that one alone; after `attempts`
 deaths it is given up. Whatever a task raises is its outcome, not the end of the run.
@@ -37,7 +35,6 @@ from keyhole.core.errors import InputError, KeyholeError, MissingExtra, first_li
 MOST_PROCESSES = 1024
 _POLL = 0.5  # seconds between looks at which workers are there
 _PATIENCE = 60.0  # seconds without any worker
-_COMPARED = 1000  # tasks of a group that are compared: of more, the first is taken
 _THREADS = "OMP_NUM_THREADS"
 
 Work = Callable[[int], Any]  # called with the number of the worker on its machine
@@ -45,16 +42,10 @@ Work = Callable[[int], Any]  # called with the number of the worker on its machi
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something to do, picklable; `key` is what the caller knows it by.
-
-    `group` is what is opened for it. `local_only`: it must not leave this machine, and all of its
-    group share one process.
-    """
+    """Something to do, picklable; `key` is what the caller knows it by."""
 
     key: Any
     work: Work
-    group: str = ""
-    local_only: bool = False
     attempts: int = 3
 
 
@@ -80,16 +71,10 @@ class WorkersLost(KeyholeError):
 
 class Runner:
     """Runs tasks on so many processes (0: this one), on the Dask cluster at an address, or on an
-    executor of the caller's.
+    executor of the caller's."""
 
-    `cost` says what a task will cost, in any unit; without it, tasks are alike.
-    """
-
-    def __init__(
-        self, workers: int | str | Executor = 0, cost: Callable[[Task], float] = lambda _: 1.0
-    ) -> None:
+    def __init__(self, workers: int | str | Executor = 0) -> None:
         self._address = workers if isinstance(workers, str) else None
-        self.cost = cost
         self.in_process = workers == 0
         self._workers: list[Worker] = []
         if isinstance(workers, Executor):
@@ -98,9 +83,8 @@ class Runner:
             executor = InProcess() if workers == 0 else None
             self._workers = [Worker(number, executor) for number in range(max(1, workers))]
         self._cluster: Cluster | None = None
-        self._local: Worker | None = None
         self._resources = ExitStack()
-        self._waiting: dict[str, deque[Task]] = {}
+        self._waiting: deque[Task] = deque()
         self._running: dict[Future[tuple[Any, float]], tuple[Worker, Task]] = {}
         self._deaths: Counter[Task] = Counter()
         self._polled = self._seen = time.monotonic()
@@ -115,22 +99,20 @@ class Runner:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for future in self._running:  # a stopped run: nobody waits for what is running
             future.cancel()
-        for worker in self._everybody():
+        for worker in self._workers:
             worker.close(now=kind is not None)
         self._resources.close()
 
     def __len__(self) -> int:
-        """How many workers there are, without the one for local tasks."""
+        """How many workers there are."""
         return max(1, len(self._workers))
 
     def add(self, *tasks: Task) -> None:
-        for task in tasks:
-            self._waiting.setdefault(task.group, deque()).append(task)
+        self._waiting.extend(tasks)
 
     def left(self) -> list[Task]:
         """What is not done yet, running or not."""
-        running = [task for _, task in self._running.values()]
-        return [*running, *(task for group in self._waiting.values() for task in group)]
+        return [*(task for _, task in self._running.values()), *self._waiting]
 
     def run(self) -> Iterator[Done]:
         """Every task's outcome as it comes; between two of them the caller may add more."""
@@ -157,45 +139,18 @@ class Runner:
             yield Done(task, value, seconds=seconds)
 
     def _again(self, task: Task, error: BaseException) -> Iterator[Done]:
-        """Its worker died: it is the next of its group, unless it is what they die of."""
+        """Its worker died: it is the next one, unless it is what they die of."""
         self._deaths[task] += 1
         if self._deaths[task] >= task.attempts:
             yield Done(task, error=WorkersLost(error))
         else:
-            self._waiting.setdefault(task.group, deque()).appendleft(task)
+            self._waiting.appendleft(task)
 
     def _assign(self) -> None:
-        local = any(tasks[0].local_only for tasks in self._waiting.values())
-        if local and not self.in_process and self._local is None:
-            self._local = Worker(0)
-        for worker in self._everybody():
-            while worker.running < worker.slots and (task := self._next(worker)) is not None:
+        for worker in self._workers:
+            while self._waiting and worker.running < worker.slots:
+                task = self._waiting.popleft()
                 self._running[worker.start(task)] = worker, task
-
-    def _next(self, worker: Worker) -> Task | None:
-        """Of the group that it has open, or of the best to begin with."""
-        local = worker is self._local
-        groups = [
-            name
-            for name, tasks in self._waiting.items()
-            if self.in_process or tasks[0].local_only is local
-        ]
-        if not groups:
-            return None
-        name = worker.group
-        if name not in groups:
-            taken = {other.group for other in self._workers if other is not worker}
-            free = [group for group in groups if group not in taken]
-            name = max(free or groups, key=lambda name: sum(map(self.cost, self._waiting[name])))
-        tasks = self._waiting[name]
-        task = max(tasks, key=self.cost) if len(tasks) <= _COMPARED else tasks[0]
-        tasks.remove(task)
-        if not tasks:
-            del self._waiting[name]
-        return task
-
-    def _everybody(self) -> list[Worker]:
-        return [*self._workers, *([] if self._local is None else [self._local])]
 
     def _refresh(self) -> Iterator[Done]:
         """Which workers a cluster has now; what those that went were running runs again."""
@@ -206,7 +161,7 @@ class Runner:
         present = self._cluster.workers({worker.name: worker.number for worker in self._workers})
         kept = [worker for worker in self._workers if worker.name in present]
         for future, (worker, task) in list(self._running.items()):
-            if worker is not self._local and worker not in kept:
+            if worker not in kept:
                 del self._running[future]
                 future.cancel()
                 yield from self._again(task, BrokenExecutor("a worker went"))
@@ -223,13 +178,12 @@ class Runner:
 
 class Worker:
     """One worker: its executor (by default a process of our own, started when it is needed and
-    again after it died), its number on its machine, and the group that it has open."""
+    again after it died) and its number on its machine."""
 
     def __init__(
         self, number: int, executor: Executor | None = None, name: str = "", slots: int = 1
     ) -> None:
         self.number, self.name, self.slots = number, name, slots
-        self.group: str | None = None
         self.running = 0
         self._given, self._own = executor, None
 
@@ -241,7 +195,6 @@ class Worker:
                 raise WorkersLost(error) from error
             future = self._executor().submit(_timed, task.work, self.number)
         self.running += 1
-        self.group = task.group
         return future
 
     def restart(self) -> bool:

@@ -30,11 +30,10 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 - without norms, b is 0: it moves into the biases of the feed-forward layer, `F(h + b) + b`;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
-Norms behind the sums (BERT, PyTorch's layer) are blocks/behind.py's; blocks of 128 numbers and more
-with norms in front are blocks/in_front.py's.
-
-Limits. Smooth units are told apart by how they bend, and their number is bounded by the width d:
-about d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py).
+Limits. Blocks of 128 numbers and more are read where there are norms (blocks/in_front.py). Smooth
+units of others are told apart by how they bend, and their number is bounded by the width d: about
+d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms behind
+the sums (BERT, PyTorch's layer) are blocks/behind.py's.
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -584,12 +583,23 @@ class _Undone:
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
 
-    def block(self, attention: SubLayer) -> Block:
+    def block(self, layer: SubLayer) -> Block:
         """With the attention that its answers show."""
-        return _assembled(self.view, self.network, attention)
+        view, lift, (d, e) = self.view, self.view.axes, self.view.axes.shape
+        units = self.units.of_length_one
+        scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
+        Q, K, V = (scale * lift @ part for part in (layer.Q, layer.K, layer.V))
+        return Block(
+            Q=Q.contiguous(), q=layer.q, K=K.contiguous(), V=V.contiguous(), O=layer.O, b=layer.b,
+            frequencies=layer.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            G=(units.G @ lift.mT).contiguous(), g=units.g, C=units.C.contiguous(),
+            c=self.network.c, norm=view.norm,
+            w=view.residual[:, 0] if view.scores else torch.zeros_like(units.a[:0]),
+            activation=units.activation, epsilon=(layer.epsilon or 0.0) * e / d,
+            epsilon_behind=self.network.epsilon, every_token=view.every_token, causal=view.causal,
+        )  # fmt: skip
 
     def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
-        """Its heads, from questions of one length."""
         return read_attention(self.surroundings(), stream, self.total, reach)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
@@ -661,22 +671,6 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     rank = int((sizes > least * sizes[:, :1]).sum(1).max())
     root = sizes[:, None, :rank].sqrt()
     return left[..., :rank] * root, right.mT[..., :rank] * root
-
-
-def _assembled(view: View, network: _Network, layer: SubLayer) -> Block:
-    (d, e), units, lift = view.axes.shape, network.units.of_length_one, view.axes
-    scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
-    return Block(
-        Q=(scale * lift @ layer.Q).contiguous(), q=layer.q, K=(scale * lift @ layer.K).contiguous(),
-        V=(scale * lift @ layer.V).contiguous(), O=layer.O, b=layer.b,
-        frequencies=layer.frequencies,
-        A=(units.A @ lift.mT).contiguous(), a=units.a, G=(units.G @ lift.mT).contiguous(),
-        g=units.g, C=units.C.contiguous(), c=network.c,
-        w=view.residual[:, 0] if view.scores else torch.zeros_like(units.a[:0]),
-        activation=units.activation, norm=view.norm,
-        epsilon=(layer.epsilon or 0.0) * e / d, epsilon_behind=network.epsilon,
-        every_token=view.every_token, causal=view.causal,
-    )  # fmt: skip
 
 
 def _described(model: Block) -> str:

@@ -40,20 +40,18 @@ class Statement:
     """What a theorem states before anything is asked: how exact, by how many queries, if what.
 
     `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖; `guarantee` of an extraction is about single entries,
-    and follows from the answers. `needs` is what the theorem would ask for to state more.
+    and follows from the answers.
     """
 
     theorem: str
     accuracy: float
     queries: int
     provided: str
-    needs: str = ""
 
     def __str__(self) -> str:
-        needs = f"; {self.needs}" if self.needs else ""
         return (
             f"{self.theorem} states: W and v within {self.accuracy:.1e} in norm, with at most "
-            f"{self.queries:,} queries, if {self.provided}{needs}"
+            f"{self.queries:,} queries, if {self.provided}"
         )
 
 

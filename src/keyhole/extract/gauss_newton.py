@@ -1,13 +1,7 @@
-"""Least squares on answers: all parameters of one head, of any model, or what has a Jacobian.
+"""Least squares on answers: all parameters of any model, or what has a Jacobian.
 
-For Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) when errors are
-random: solving each answer for one form, as the theorem does, wastes what answers say jointly
-(every one depends on v). `fitted_head` is Gauss–Newton on
-
-    Σ_k (f_θ(X_k) − a_k)²,   f = ξ·vᵀx + α·g·vᵀδ,  α = σ(gξ·δᵀWx),  θ = (v, W)
-
-whose Jacobian, d² + d columns wide, is never made, only multiplied with: with D and X the lists of
-δ and x, `D·W·Xᵀ` holds every δᵀWx, so that a product costs a few of d×d matrices.
+Where errors are random, solving each answer for one number wastes what answers say jointly: every
+one depends on v.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,22 +17,7 @@ from torch import Tensor
 from keyhole.core.numerics import least_squares
 from keyhole.oracle.planted import Parametric
 
-_STEPS = 8
-_INNER = 100  # conjugate gradients for a step,
-_TINY = 1e-12  # of the squared slope: where they end
-_EXACT = 1e-30  # of the squared answers: misses that are only rounding
-_HALVINGS = 8
-_GAIN = 1e-4  # relative gain of a step below which it is the last
 Model = Callable[[Tensor], tuple[Tensor, Tensor]]  # unknowns to misses and their Jacobian
-
-
-class Asked(Protocol):
-    """Questions of one kind, their answers, and what a head would have answered."""
-
-    @property
-    def answers(self) -> Tensor: ...
-
-    def predicted(self, v: Tensor, W: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +29,6 @@ class SingleTokens:
 
     def questions(self, rows: slice) -> Tensor:
         return self.tokens[rows].unsqueeze(1)
-
-    def predicted(self, v: Tensor, W: Tensor) -> Tensor:
-        del W
-        return self.tokens @ v
 
 
 @dataclass(frozen=True)
@@ -77,62 +52,6 @@ class Pairs:
     def questions(self, rows: slice) -> Tensor:
         last = self.xi[rows, None] * self.xs[self.j[rows]]
         return torch.stack([last + self.g[rows, None] * self.deltas[self.i[rows]], last], dim=1)
-
-    def predicted(self, v: Tensor, W: Tensor) -> Tensor:
-        forms = (self.deltas @ W @ self.xs.mT)[self.i, self.j]
-        signal = self.g * (self.deltas @ v)[self.i]
-        return self.xi * (self.xs @ v)[self.j] + torch.sigmoid(self.g * self.xi * forms) * signal
-
-
-def fitted_head(v: Tensor, W: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
-    """v and W at the nearest minimum of the squared misses of all answers."""
-    answers, d = torch.cat([part.answers.flatten() for part in asked]), len(v)
-
-    def model(flat: Tensor) -> Tensor:
-        head = flat[:d], flat[d:].view(d, d)
-        return torch.cat([part.predicted(*head).flatten() for part in asked])
-
-    flat = torch.cat([v, W.flatten()])
-    for _ in range(_STEPS):
-        miss = answers - model(flat)
-        cost, step = float(miss @ miss), _gauss_newton(model, flat, miss)
-        if cost <= _EXACT * float(answers @ answers):
-            break
-        for halving in range(_HALVINGS):
-            ahead = flat + 0.5**halving * step
-            left = float((answers - model(ahead)).square().sum())
-            if left < cost:
-                break
-        else:
-            break
-        flat = ahead
-        if cost - left <= _GAIN * left:
-            break
-    return flat[:d], flat[d:].view(d, d)
-
-
-def _gauss_newton(model: Callable[[Tensor], Tensor], at: Tensor, miss: Tensor) -> Tensor:
-    """The step that minimises ‖J·step − miss‖, by conjugate gradients on the normal equations."""
-    x, r = at.clone().requires_grad_(), torch.zeros_like(miss, requires_grad=True)
-    answers = model(x)
-    (linear,) = torch.autograd.grad(answers, x, r, create_graph=True)  # Jᵀr, whose slope is J
-
-    def pulled(r: Tensor) -> Tensor:
-        return torch.autograd.grad(answers, x, r, retain_graph=True)[0]
-
-    step, slope = torch.zeros_like(at), pulled(miss)
-    direction, size = slope, float(slope @ slope)
-    enough = _TINY * size
-    for _ in range(_INNER):
-        (moved,) = torch.autograd.grad(linear, r, direction, retain_graph=True)
-        curvature = float(moved @ moved)
-        if size <= enough or not curvature > 0:
-            break
-        step, miss = step + size / curvature * direction, miss - size / curvature * moved
-        slope = pulled(miss)
-        size, before = float(slope @ slope), size
-        direction = slope + size / before * direction
-    return step
 
 
 def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:

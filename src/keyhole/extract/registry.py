@@ -79,10 +79,10 @@ def tolerant(
 
 
 def tolerant_as_published(
-    answer_error: float, bound: float, margin: float, accuracy: float | None = None, seed: int = 0
+    answer_error: float, bound: float, margin: float, seed: int = 0
 ) -> TolerantAsPublished:
-    """The theorem's own τ is about one `accuracy`, if that is given."""
-    return TolerantAsPublished(answer_error, bound, margin, accuracy, seed)
+    """`answer_error` is the theorem's τ."""
+    return TolerantAsPublished(answer_error, bound, margin, seed)
 
 
 _scores = partial(Exposure, "KH-WEIGHTS-SCORES")

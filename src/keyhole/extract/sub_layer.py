@@ -469,7 +469,9 @@ class Reader:
             weights = torch.linalg.lstsq(self._written(x).mT, answers[..., None]).solution
             new = new[weights[..., 0].amax(1) > _ALONE]
             kept = points[~torch.isin(torch.arange(len(points)), new)]
-            others = torch.randint(max(1, len(kept)), (len(new),), generator=stream)
+            if not len(kept):
+                break
+            others = torch.randint(len(kept), (len(new),), generator=stream)
             points[new] = length * normalize(points[new] + kept[others], dim=1)
         return points
 

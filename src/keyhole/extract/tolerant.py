@@ -20,8 +20,8 @@ tolerant_as_published.py has the theorem as it stands. Departures:
   instead of the √d times that the entries of v would give. d² + 2d queries, and a few for scale.
 - `repeats` measures everything again with other probes: intervals are intersected, and since other
   questions meet other errors this helps even if the oracle repeats its errors. Estimates are
-  averaged, or (`refine`) fitted to all answers by least squares (gauss_newton.py), which is for
-  random errors; either way the result is moved into the proved intervals.
+  averaged, or up to 1,200 unknowns (`refine`) fitted to all answers by least squares, which is
+  for random errors; either way the result is moved into the proved intervals.
 - What is assumed is tested: the judge has every question asked twice more, in other words (the same
   sequence two and three times over, which is the same to a head). Answers more than 2τ apart cannot
   both be within τ, and nothing is proved.
@@ -40,7 +40,7 @@ from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Step, setting
-from keyhole.extract.gauss_newton import Pairs, SingleTokens, fitted_head
+from keyhole.extract.gauss_newton import Pairs, SingleTokens, refined
 from keyhole.extract.intervals import Forms, Interval, weights_named
 from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
@@ -48,6 +48,7 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
+_FITTED = 1200  # unknowns up to which all answers are fitted at once
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,14 @@ class _State:
         v, W = torch.stack(self._values).mean(0), torch.zeros(d, d, dtype=torch.float64)
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
-        if len(self._estimates) > 1 and self._method.refine:
-            v, W = fitted_head(v, W, self._answers)
+        if len(self._estimates) > 1 and self._method.refine and d * d + d <= _FITTED:
+            everything = slice(None)
+            asked = [
+                (part.questions(everything), part.answers, torch.ones_like(part.answers))
+                for part in self._answers
+            ]
+            head = refined(Head(W, v), ("W", "v"), asked)
+            v, W = head.v, head.W
         v, W = self.v.clamp(v), self.W.clamp(W)
         proved = bool(self.W.finite.all())
         return Step(

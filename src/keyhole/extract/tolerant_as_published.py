@@ -71,18 +71,12 @@ class TolerantAsPublished(Method):
     tolerance: float = field(metadata={"help": "how far an answer may be off"})
     bound: float = field(metadata={"help": "B: the norm of W is at most this"})
     margin: float = field(metadata={"help": "η: every |v_i| is 0 or at least this"})
-    accuracy: float | None = field(
-        default=None,
-        metadata={"help": "an ε to say for which τ it would hold; it changes no question"},
-    )
     seed: int = 0
 
     def __post_init__(self) -> None:
         expect_number("tolerance", self.tolerance, least=0)
         expect_number("bound", self.bound, above=0)
         expect_number("margin", self.margin, above=0)
-        if self.accuracy is not None and not 0 < self.accuracy < 1:
-            raise InputError(f"the accuracy must lie between 0 and 1: got {self.accuracy}")
         if not self.tolerance < self.margin / 2:
             raise InputError(
                 f"answers must be exact to less than half the margin, ±{self.margin / 2:g}, for "
@@ -100,18 +94,12 @@ class TolerantAsPublished(Method):
         return dim * dim + dim
 
     def stated(self, dim: int) -> Statement:
-        known = self.bound, self.margin, dim
-        needs = ""
-        if self.accuracy is not None:
-            enough = tolerance_for(self.accuracy, *known)
-            needs = f"for {self.accuracy:g} they must be within ±{enough:.1e}"
         return Statement(
             "Theorem 6.1",
-            accuracy_for(self.tolerance, *known),
+            accuracy_for(self.tolerance, self.bound, self.margin, dim),
             self.expected_queries(dim),
             f"answers are within ±{self.tolerance:g}, ‖W‖ ≤ {self.bound:g} and "
             f"|v_i| ≥ {self.margin:g} or 0",
-            needs,
         )
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:

@@ -4,9 +4,9 @@ Whatever it sends (gigabytes, bombs, nothing, garbage, one byte a minute) ends a
 memory and time that `Limits` states. Redirects are never followed: no answer comes from another
 address than the one that was asked. Secrets that were sent are taken out of what comes back.
 
-httpx leaves three gaps, which are closed here: it bounds the time between two bytes and not that of
-a request (`_Stream`), it reads and unpacks bodies without a bound (`_body`), and its retries know
-neither a deadline nor Retry-After (`Http._tried`).
+It stands on httpcore, the transport of httpx, which would bound the time between two bytes and not
+that of a request (`_Stream`), read and unpack bodies without a bound (`_body`), and whose retries
+know neither a deadline nor Retry-After (`Http._tried`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
 _PIECE = 2**14  # bytes that are unpacked at once
 _WRITTEN = 2**16  # bytes that are written at once
 _SECRET = 8  # letters at least; a shorter word may stand in any answer
-_FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
+_FAILURES = (httpcore.NetworkError, httpcore.ProtocolError)
 Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
 
 T = TypeVar("T")
@@ -115,15 +115,15 @@ class Http:
         self._answered = False
         self._one_large = threading.Lock()  # held while a large answer is in memory
         self._secrets = _secrets(headers or {})
-        accept = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
-        transport = _Transport(_address(url), trust)
+        usual = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
+        self._pool = _pool(_address(url), trust)
         try:
-            self._client = httpx.Client(transport=transport, headers=accept | dict(headers or {}))
+            self._headers = httpx.Headers(usual | {"User-Agent": "keyhole"} | dict(headers or {}))
         except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
             raise InputError("headers must be ASCII text") from None
 
     def close(self) -> None:
-        self._client.close()
+        self._pool.close()
 
     def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that `url` answers with."""
@@ -149,8 +149,8 @@ class Http:
     def expect_ready(self, url: str) -> None:
         """Wait until `url` says that it is ready, where the server has such a route."""
 
-        def take(reply: httpx.Response, _: float) -> None:
-            if not reply.is_success and reply.status_code not in _NO_SUCH_ROUTE:
+        def take(reply: httpcore.Response, _: float) -> None:
+            if not 200 <= reply.status < 300 and reply.status not in _NO_SUCH_ROUTE:
                 raise self._refusal(reply, url)
             self._opening(reply)  # a connection whose answer was read can be kept
 
@@ -158,7 +158,7 @@ class Http:
 
     def _tried(
         self, verb: str, url: str, content: dict[str, Any] | None,
-        take: Callable[[httpx.Response, float], T],
+        take: Callable[[httpcore.Response, float], T],
     ) -> T:  # fmt: skip
         """What `take` makes of the reply, within the time of one request."""
         body = None if content is None else json.dumps(content, allow_nan=False).encode()
@@ -196,13 +196,19 @@ class Http:
 
     def _once(
         self, verb: str, url: str, body: bytes | None, end: float,
-        take: Callable[[httpx.Response, float], T],
+        take: Callable[[httpcore.Response, float], T],
     ) -> T:  # fmt: skip
         """One try; raises Garbled, Refused or _Passing where another may help."""
         timeouts = {"timeout": {"connect": end, "read": end, "write": end}}  # see `_left`
+        asked: dict[str, Any] = {
+            "headers": self._headers.raw,
+            "content": body,
+            "extensions": timeouts,
+        }
         try:
-            with self._client.stream(verb, url, content=body, extensions=timeouts) as reply:
-                if reply.status_code in _BUSY:
+            with self._pool.stream(verb, _route(httpx.URL(url)), **asked) as reply:
+                _expect_after_question(reply)
+                if reply.status in _BUSY:
                     raise self._busy(reply)
                 try:
                     taken = take(reply, end)
@@ -227,11 +233,11 @@ class Http:
             restarting = connecting and self._answered and self._retries > 0
             raise _Passing(why, restarting=restarting) from None
 
-    def _busy(self, reply: httpx.Response) -> _Passing:
-        header = reply.headers.get("retry-after", "").strip()
+    def _busy(self, reply: httpcore.Response) -> _Passing:
+        header = _header(reply, "retry-after").strip()
         wait = _seconds(header)
         asked = "" if wait is None else f" with Retry-After: {self._shown(header, 40)}"
-        return _Passing(f"status {reply.status_code}{asked}", wait)
+        return _Passing(f"status {reply.status}{asked}", wait)
 
     def _too_slow(self, url: str, trouble: str = "") -> OracleError:
         why = f" ({trouble})" if trouble else ""
@@ -240,10 +246,10 @@ class Http:
         )
 
     def _read(
-        self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T],
+        self, reply: httpcore.Response, url: str, end: float, read: Callable[[object], T],
         cut: Cut | None,
     ) -> T:  # fmt: skip
-        if not reply.is_success:
+        if not 200 <= reply.status < 300:
             raise self._refusal(reply, url)
         alone = False
         body = bytearray()
@@ -261,10 +267,10 @@ class Http:
             if alone:
                 self._one_large.release()
 
-    def _refusal(self, reply: httpx.Response, url: str) -> OracleError:
-        status = reply.status_code
+    def _refusal(self, reply: httpcore.Response, url: str) -> OracleError:
+        status = reply.status
         if 300 <= status < 400:
-            where = self._shown(reply.headers.get("location", "nowhere"), 100)
+            where = self._shown(_header(reply, "location") or "nowhere", 100)
             return OracleError(
                 f"{url} redirects to {where} (status {status}): redirects are not followed"
             )
@@ -272,11 +278,11 @@ class Http:
         message = f"{url} answers with status {status}: {opening}"
         return Refused(message, status, opening)
 
-    def _opening(self, reply: httpx.Response) -> str:
+    def _opening(self, reply: httpcore.Response) -> str:
         """The first words of an answer that is an error; whatever is wrong with it is ignored."""
         body = bytearray()
         with suppress(OracleError, httpcore.TimeoutException, *_FAILURES):
-            for piece in _unpacked(reply.iter_raw(), reply, ""):
+            for piece in _unpacked(reply.iter_stream(), reply, ""):
                 body += piece
                 if len(body) > 1000:
                     break
@@ -369,7 +375,7 @@ class _Pace:
 # Bodies, read in the memory that `Limits` states: bounded, unpacked in small pieces, parsed.
 
 
-def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
+def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
     """The unpacked body, or an error as soon as it is known to be longer than `limit`."""
 
     def too_long(what: str) -> OracleError:
@@ -379,13 +385,13 @@ def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
 
     def sent() -> Iterator[bytes]:
         count = 0
-        for piece in reply.iter_raw():
+        for piece in reply.iter_stream():
             count += len(piece)
             if count > limit:
                 raise too_long("")
             yield piece
 
-    announced = int(reply.headers.get("content-length", 0))  # httpcore checks that it is a number
+    announced = int(_header(reply, "content-length") or 0)  # httpcore checks that it is a number
     if announced > limit:
         raise too_long(f" (Content-Length {announced:,})")
     count = 0
@@ -396,10 +402,10 @@ def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
         yield piece
 
 
-def _unpacked(pieces: Iterable[bytes], reply: httpx.Response, url: str) -> Iterator[bytes]:
+def _unpacked(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -> Iterator[bytes]:
     """The body as it was before gzip or deflate, in small pieces whatever it expands to."""
-    coding = reply.headers.get("content-encoding", "identity").strip().lower()
-    if coding == "identity":
+    coding = _header(reply, "content-encoding").strip().lower()
+    if coding in ("", "identity"):
         yield from pieces
         return
     if coding not in ("gzip", "x-gzip", "deflate"):
@@ -464,46 +470,30 @@ class _NotHttp(httpcore.RemoteProtocolError):
     """Bytes that do not begin as HTTP does; asking again will not help."""
 
 
-class _Transport(httpx.BaseTransport):
-    """httpx on such connections; proxies of the environment are used."""
+def _pool(address: httpx.URL, trust: ssl.SSLContext | None) -> httpcore.ConnectionPool:
+    """Such connections; proxies of the environment are used."""
+    context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
+    options: dict[str, Any] = {
+        "ssl_context": context, "network_backend": _Network(), "keepalive_expiry": 5.0,
+    }  # fmt: skip
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(address.host):
+        return httpcore.ConnectionPool(**options)
+    through = _proxy(proxy)
+    return httpcore.HTTPProxy(_route(through.url), through.raw_auth, **options)
 
-    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None) -> None:
-        context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
-        options: dict[str, Any] = {
-            "ssl_context": context, "network_backend": _Network(), "keepalive_expiry": 5.0,
-        }  # fmt: skip
-        proxies = urllib.request.getproxies()
-        proxy = proxies.get(address.scheme) or proxies.get("all")
-        if proxy and not urllib.request.proxy_bypass(address.host):
-            through = _proxy(proxy)
-            options |= {"proxy_url": _route(through.url), "proxy_auth": through.raw_auth}
-            self._pool: httpcore.ConnectionPool = httpcore.HTTPProxy(**options)
-        else:
-            self._pool = httpcore.ConnectionPool(**options)
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        reply = self._pool.handle_request(
-            httpcore.Request(
-                method=request.method,
-                url=_route(request.url),
-                headers=request.headers.raw,
-                content=cast("Iterable[bytes]", request.stream),
-                extensions=request.extensions,
-            )
-        )
-        connection = reply.extensions.get("network_stream")
-        if isinstance(connection, _Stream) and not connection.was_read:
-            # Sent after the answer before it, maybe a copy of that: it belongs to no question.
-            reply.close()
-            connection.close()
-            raise httpcore.RemoteProtocolError("an answer that was there before its question")
-        body = _Body(cast("Any", reply.stream))
-        return httpx.Response(
-            reply.status, headers=reply.headers, stream=body, extensions=reply.extensions
-        )
+def _expect_after_question(reply: httpcore.Response) -> None:
+    """Sent after the answer before it, maybe a copy of that, an answer belongs to no question."""
+    connection = reply.extensions.get("network_stream")
+    if isinstance(connection, _Stream) and not connection.was_read:
+        connection.close()
+        raise httpcore.RemoteProtocolError("an answer that was there before its question")
 
-    def close(self) -> None:
-        self._pool.close()
+
+def _header(reply: httpcore.Response, name: str) -> str:
+    return httpx.Headers(reply.headers).get(name, "")
 
 
 def _proxy(address: str) -> httpx.Proxy:
@@ -519,17 +509,6 @@ def _route(url: httpx.URL) -> httpcore.URL:
     return httpcore.URL(
         scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
     )
-
-
-class _Body(httpx.SyncByteStream):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._stream
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def _left(end: float | None) -> float:

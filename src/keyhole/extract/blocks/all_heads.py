@@ -97,7 +97,7 @@ def fitted_heads(
         "frequencies": attention.frequencies.flatten()[None],
         "places": attention.places[:, 1 : known + 1].mT,
     }  # fmt: skip
-    numbers = {name: part.to(device) for name, part in numbers.items()}
+    numbers = {name: part.to(device) for name, part in numbers.items() if part.numel()}
 
     def split(rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of keys and of x, by groups of heads (s, p or n, groups, …)."""
@@ -138,15 +138,17 @@ def fitted_heads(
     def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
         (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
         slopes = pull((random, torch.zeros_like(mixed)))[0]
-        into = {**inputs, "O": mixed}
+        into = {name: mixed if name == "O" else inputs[name] for name in numbers}
         left = {name: len(part) * inverse(part.mT @ part) for name, part in into.items()}
         right = {name: inverse(part.mT @ part) for name, part in slopes.items()}
         return lambda slope: {name: left[name] @ slope[name] @ right[name] for name in slope}
 
     numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
-    Q, K, V, O, turns, beta = (part.to("cpu") for part in numbers.values())  # noqa: E741
+    numbers = {name: part.to("cpu") for name, part in numbers.items()}
+    Q, K, V, O = (numbers[name] for name in "QKVO")  # noqa: E741
     of_places = attention.places.clone()
-    of_places[:, 1 : known + 1] = beta.mT
+    if known:
+        of_places[:, 1 : known + 1] = numbers["places"].mT
 
     def apart(rows: Tensor, count: int) -> Tensor:
         return rows.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
@@ -154,5 +156,6 @@ def fitted_heads(
     return replace(
         attention, Q=apart(Q[:d], heads), q=Q[d].view(heads, k), K=apart(K, groups),
         V=apart(V, groups), O=O[:-1].unflatten(0, (heads, -1)).contiguous(), b=O[-1].contiguous(),
-        frequencies=turns.view(groups, -1), places=of_places,
+        frequencies=numbers.get("frequencies", attention.frequencies).view(groups, -1),
+        places=of_places,
     )  # fmt: skip
