@@ -286,7 +286,10 @@ def block(
     for i in range(len(parts["Q"])):
         query = T[-1] @ parts["Q"][i] + parts["q"][i]
         K, V = parts["K"][i // each], parts["V"][i // each]
-        weights = softmax(np.array([query @ (t @ K) for t in T]))
+        scores = [query @ (t @ K) for t in T]
+        for j in range(len(T) if len(parts["places"]) else 0):
+            scores[j] += parts["places"][i][min(len(T) - 1 - j, len(parts["places"][i]) - 1)]
+        weights = softmax(np.array(scores))
         for weight, t in zip(weights, T, strict=True):
             h = h + weight * (t @ V) @ parts["O"][i]
     u = normed(h, epsilon if behind else epsilon_behind)

@@ -11,11 +11,12 @@ from torch.nn.functional import normalize
 
 import reference
 from keyhole import extract
-from keyhole.core import Status
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.block import behind_norms
 from keyhole.extract.blocks import behind, units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.canonical import canonical_block, compared, difference
+from keyhole.extract.blocks.copies import COPIES, Apart, told_apart
 from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.rank_ones import rank_ones
@@ -30,6 +31,7 @@ RELU = {"dim": 6, "heads": 4, "head_dim": 1, "width": 6, "activation": "relu", "
 SMALL = {"dim": 10, "heads": 2, "head_dim": 2, "width": 8}
 BENT = {**SMALL, "activation": "gelu", "norm": "layer"}
 BEHIND = {**SMALL, "activation": "gelu", "norm": "behind", "epsilon": 1e-12}
+PLACES = {**SMALL, "heads": 3, "head_dim": 3, "norm": "behind", "places": 4}
 LLAMA = {**SMALL, "head_dim": 4, "width": 5, "activation": "silu", "gated": True, "rotary": True,
          "groups": 1, "biases": False}  # fmt: skip
 
@@ -40,7 +42,16 @@ GATED = {"dim": 7, "heads": 1, "head_dim": 2, "width": 2, "activation": "silu", 
 
 
 @pytest.mark.parametrize(
-    "kind", [RELU, BENT, BEHIND, {**LLAMA, "rotary": False, "biases": True}, SCORES, GATED]
+    "kind",
+    [
+        RELU,
+        BENT,
+        BEHIND,
+        {**PLACES, "places": 2},
+        {**LLAMA, "rotary": False, "biases": True},
+        SCORES,
+        GATED,
+    ],
 )
 def test_a_block_answers_as_written(kind):
     target = plant_block(**kind, seed=3)
@@ -63,12 +74,13 @@ def test_a_block_is_stored(tmp_path):
 NOT_UNIQUE = {**RELU, "width": 12, "seed": 6}  # of the states h that give an answer
 CROWDED = {**SMALL, "width": 8, "activation": "silu", "gated": True, "norm": "layer"}
 KINKED = {**SMALL, "activation": "relu", "norm": "layer"}
+BETWEEN = {**RELU, "heads": 2, "head_dim": 2, "width": 4, "norm": "behind", "epsilon": 1e-5}
 PLACED = {**SMALL, "head_dim": 4, "norm": "none", "rotary": True, "biases": False}
 
 
 @pytest.mark.parametrize(
     "kind",
-    [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED, SCORES],
+    [RELU, {**RELU, "seed": 7}, NOT_UNIQUE, BENT, LLAMA, CROWDED, PLACED, KINKED, BETWEEN, SCORES],
 )
 def test_every_number_comes_back(kind):
     _expect_back(plant_block(**kind))
@@ -93,7 +105,7 @@ def _expect_back(target):
     A, a = target.A, target.a
     if target.norm == "none":
         a = a + A @ target.b
-    if target.norm == "layer":
+    if target.norm in ("layer", "behind"):
         A = A - A.mean(1, keepdim=True)
     units = torch.cat([A, a[:, None]], 1)
     others = torch.cat([found.A, found.a[:, None]], 1)
@@ -103,7 +115,8 @@ def _expect_back(target):
     assert float(torch.cdist(units, others).amin(1).max()) < 1e-6
     if target.norm != "none":
         assert found.epsilon == pytest.approx(target.epsilon, rel=1e-3)
-        assert found.epsilon_behind == pytest.approx(target.epsilon_behind, rel=1e-3)
+        second, wanted = (canonical_block(each).epsilon_behind for each in (found, target))
+        assert second == pytest.approx(wanted, rel=1e-3)
 
 
 def test_what_is_not_read_is_refused():
@@ -214,6 +227,47 @@ def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
     assert float(off.amin((0, 2)).max()) < 1e-5
 
 
+@pytest.mark.parametrize("head_dim", [3, 4])  # with 4, values have a dimension more than answers
+def test_equal_tokens_tell_heads_of_different_biases_apart(head_dim):
+    target = plant_block(**{**PLACES, "dim": 12, "head_dim": head_dim, "places": 20})
+    M = (target.V @ target.O) @ torch.linalg.qr(torch.ones(12, 1), "complete")[0][:, 1:].double()
+    weights = [target.places[:, :tokens].softmax(1)[:, place] for tokens, place in COPIES]
+    slopes = torch.einsum("ch,hdm->cdm", torch.stack(weights), M)
+    found = told_apart(slopes, torch.Generator().manual_seed(0))
+    assert torch.allclose(found.total, M.sum(0), rtol=0, atol=1e-9)
+    near = torch.cdist((found.V @ found.W).flatten(1), M.flatten(1)).argmin(1)
+    places = (target.places - target.places[:, :1])[near, :4]
+    assert torch.allclose(found.places, places, rtol=0, atol=1e-9)
+
+
+def test_equal_tokens_of_heads_with_one_bias_are_refused():
+    target = plant_block(**{**PLACES, "dim": 12, "places": 20})
+    weights = [target.places[:, :tokens].softmax(1)[:, place] for tokens, place in COPIES]
+    weights = torch.stack(weights)[:, [0, 0, 1]]
+    slopes = torch.einsum("ch,hdm->cdm", weights, target.V @ target.O)
+    with pytest.raises(Unsuccessful, match="differs from head to head"):
+        told_apart(slopes, torch.Generator().manual_seed(0))
+
+
+def test_units_show_where_answers_have_an_origin_that_is_not_known():
+    target = plant_block(12, heads=1, head_dim=2, width=6, norm="behind", epsilon=1e-2)
+    axes = torch.linalg.qr(torch.cat([torch.ones(12, 1), torch.eye(12)[:, 1:]], 1).double())[0]
+    origin = torch.linspace(-1, 1, 11, dtype=torch.float64)
+
+    def value(n):
+        u = n @ axes[:, 1:].mT
+        y = target.normed(target.D * u + target.feed_forward(u), target.epsilon_behind)
+        return y @ axes[:, 1:] + origin
+
+    stream = torch.Generator().manual_seed(0)
+    sphere = Sphere(value, 11, math.sqrt(12), centred=False)
+    units, centre = find_units(sphere, torch.eye(11).double(), torch.device("cpu"), stream)
+    assert torch.allclose(centre, origin, rtol=0, atol=1e-4)
+    rows = target.A @ axes[:, 1:]
+    off = torch.stack([torch.cdist(rows, sign * units.A) for sign in (1, -1)])
+    assert float(off.amin((0, 2)).max()) < 1e-2
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_relu_units_show_on_great_circles(lost):
     """Also where answers have lost the length of their sum, and an origin that is not known."""
@@ -246,7 +300,9 @@ def _around(target):
     )
     true, none = canonical_block(target), torch.zeros(0, dtype=torch.float64)
     units = Units(true.A @ axes, true.a, none.reshape(0, d - 1), none, axes.mT @ true.C, "gelu")
-    layer = behind.Layer(units, axes.mT @ (true.D[:, None] * axes), true.c @ axes)
+    layer = behind.Layer(
+        units, axes.mT @ (true.D[:, None] * axes), true.c @ axes, true.epsilon, true.epsilon_behind
+    )
     return behind.Behind(
         target, axes, behind.SecondNorm(target.E, target.e), sums, layer, true.D,
         torch.device("cpu"),
@@ -265,6 +321,29 @@ def test_attention_is_read_through_norms_behind_the_sums(longer):
     assert torch.allclose(around(pairs), wanted, rtol=0, atol=1e-9)
     heads = read_attention(around.surroundings(), stream, around.total, 8.0)
     assert not difference(target, around.block(heads), 1e-4)
+
+
+def test_heads_with_a_bias_of_positions_are_read_through_norms_behind_the_sums():
+    target = plant_block(**PLACES)
+    around, stream = _around(target), torch.Generator().manual_seed(0)
+    near = (target.places - target.places[:, :1])[:, torch.arange(4).clamp(max=3)]
+    true = canonical_block(target)
+    heads = Apart(true.V, true.O, near)
+    around = replace(around, first=replace(around.first, heads=heads))
+    found = around.attention(stream, 8.0)
+    assert found.places.shape == (3, 4)  # further distances share the last number
+    assert not difference(target, around.block(found), 1e-7)
+    assert "one block has a bias of positions" in difference(target, around.block(
+        replace(found, places=found.places[:0])))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_block_with_a_bias_of_positions_comes_back():
+    target = plant_block(**{**PLACES, "heads": 2, "width": 5, "epsilon": 1e-12})
+    result = extract.TransformerBlock()(target)
+    assert result.status is Status.RECOVERED, result.reason
+    assert "a bias of positions" in result.reason
+    assert not difference(target, result.model, 1e-9)
 
 
 def test_all_heads_behind_norms_are_fitted_at_once():

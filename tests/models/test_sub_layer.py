@@ -57,10 +57,17 @@ def test_what_is_no_sub_layer_here_is_refused(family, layer, message):
         sub_layer(tiny.model(family), layer)
 
 
-def test_a_bias_of_positions_is_refused_by_its_name():
+def test_a_bias_of_positions_to_rounding():
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = hf.MPNetModel(hf.MPNetConfig(**sizes, intermediate_size=16)).eval()
     torch.nn.init.normal_(model.encoder.relative_attention_bias.weight)
-    with pytest.raises(InputError, match="mpnet adds to its scores, as a bias of positions does"):
-        sub_layer(model, 0)
+    target = sub_layer(model, 0)
+    assert target.places.shape == (2, 92)  # as many distances as have a number of their own
+    X = torch.randn(1, 100, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    encoder = model.double().encoder
+    attention = encoder.layer[0].attention.attn
+    given = attention(X, position_bias=encoder.compute_position_bias(X))[0]
+    assert torch.allclose(target(X), given[:, -1], rtol=0, atol=1e-11)
+    with pytest.raises(InputError, match="biases are of tokens in front"):
+        sub_layer(model.float(), 0, every_token=True)

@@ -155,7 +155,7 @@ def _apart(
 
 _COPIES = 2  # g
 _TURNED = 3  # orders
-_FURTHEST = 128  # distance
+_LEAST, _FURTHEST = 8, 128  # distances
 _SETTLED = 1e-6  # of β, from one place to the next
 _ASKING = 8
 _SCORES = 0.7  # where logarithms of weights lose least
@@ -228,7 +228,7 @@ def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tupl
     found = least_squares(torch.cat([*system, known]), wanted)[p:].mT  # the last place is nearest
     places = torch.cat([near[:, : _COPIES + 1], found.flip(1)], 1)
     scores = seen[0] - _at(places, _COPIES, p)
-    while places.shape[1] <= _FURTHEST:
+    while places.shape[1] <= _FURTHEST and not _settled(places):
         copies = places.shape[1] - 1
         try:
             seen = (reader.scores(keys, xs, copies) - scores).mean(0).flip(1)
@@ -238,3 +238,9 @@ def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tupl
         places = torch.cat([places, further], 1)
     changes = torch.nonzero((places.diff(dim=1).abs() > _SETTLED).any(0))
     return places[:, : int(changes.max()) + 2].contiguous(), scores
+
+
+def _settled(places: Tensor) -> bool:
+    """Has β one value in the second half of the distances? Buckets grow by less than that."""
+    half = places[:, places.shape[1] // 2 :]
+    return places.shape[1] >= _LEAST and bool((half - half[:, -1:]).abs().max() < _SETTLED)
