@@ -4,10 +4,12 @@
 
 Every answer has lost its length and its mean, and so has n. Each step is linear algebra:
 
-    E, e        y/E has one sum for all y, and (y − e)/E one length: two linear systems
+    E, e        y/E has one sum for all y, and (y − e)/E one length: two linear systems. With an ε
+                the second is rough: then e is where lines along ŷ through some y meet (below)
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along
                 x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has
-                the weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹
+                the weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹.
+                With a bias of positions it has another, and that tells heads apart (copies.py)
     units       n is any point of a sphere now. Of ŷ = R/s, s = |R|, the second derivatives are
 
                     ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ
@@ -15,10 +17,14 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
 
                 with σ and τ from s alone. Across ŷ and all ŷ_e, e in U, these are ŷ_ee': that
                 is the span S of units.py again. Outside of S the left side is 0: linear in σ.
+                Only e shifts ŷ: with ŷ left in, S has the τ of every point too, and once units
+                are known what is left of the equation is τŷ, of rank one, which shows ŷ.
                 ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
+    both ε      of the second norm among all numbers, with e and the size of E; of the first from
+                sums so short that n is shorter by a factor that they share
     heads       an answer does not show its sum: R takes most values more than once. Two answers
                 that share a sum do, and one whose sum is in a known span of few dimensions: that
                 is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
