@@ -11,8 +11,9 @@ secrets of OWASP's lab for embedding inversion, which recovers neither, with the
 and the judge; 5, another domain and the texts of `--drawn` (docs/embeddings.md); 6, passages of
 `--passages` tokens from the development sets of DREAM and HellaSwag, with their training sets and
 `--drawn`; 7, passes a second of the search against plain encoding of such texts with transformers,
-both in half precision on a GPU. On a GPU all vectors are searched together, on a CPU one after the
-other. `--quick` takes a random-weight model.
+both in half precision on a GPU; 8, one round of sums: of `--texts` texts with four tokens wrong and
+eight candidates at each place, for how many is the right set among those that are run? On a GPU all
+vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
+from keyhole.recover.embeddings.sums import Effects, Sets
 from show import Row
 
 PERCENT = {  # to reach on a GPU, by the numbers of a vector: MiniLM's, MPNet's and Nomic's …
@@ -51,6 +53,7 @@ ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
 _TIMED = 6_000  # passes for each vector, where they are timed
+_WRONG, _CANDIDATES, _WHITENED = 4, 8, 1_000  # where sums are tried: tokens, tokens, lines
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def run(
             yield from labelled(loaded, search)
         elif row == 7:
             yield from timed(loaded, others, secrets, subjects.lengths(tokens))
+        elif row == 8:
+            yield summed(loaded, reviews, texts)
         else:
             sizes = subjects.lengths(passages if row == 6 else tokens)
             yield from searched(loaded, [cases[row]], secrets, sizes, search, texts)
@@ -121,6 +126,51 @@ def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
             f"{Path(loaded.name).name}: {text}", words, "exact, verified",
             exact and made.verified, f"{made.passes:,} passes, {clock.words()}",
         )  # fmt: skip
+
+
+def summed(loaded: Loaded, corpus: Sequence[str], texts: int) -> Row:
+    """Texts with tokens wrong: is the right set among those that a round of the search runs?
+
+    What several changes do of their sum is told by the right sets of all texts together.
+    """
+    stream, ids = random.Random(0), token_lists(loaded, corpus)
+    words = [token for line in ids for token in line]
+    lines = stream.sample([line for line in ids if 9 <= len(line) <= 12], texts + _WHITENED)
+    encoder, search = Encoder(Target.of(loaded.model, loaded.tokenizer)), SumSearch()
+    encoder.whiten(Texts.of(lines[texts:], 12, encoder.device))
+    rounds: list[tuple[Effects, Tensor, Tensor]] = []
+    for text in lines[:texts]:
+        places, wrong = sorted(stream.sample(range(len(text)), _WRONG)), list(text)
+        tokens = [stream.choices(words, k=_CANDIDATES) for _ in text]
+        for place in places:
+            wrong[place], tokens[place][0] = stream.choice(words), text[place]
+        single = [
+            [*wrong[:p], token, *wrong[p + 1 :]] for p, some in enumerate(tokens) for token in some
+        ]
+        vectors = encoder.vectors(Texts.of([text, wrong, *single], 12, encoder.device))
+        moves = (vectors[2:] - vectors[1])[None]
+        slots = torch.arange(len(text), device=moves.device).repeat_interleave(_CANDIDATES)
+        effects = Effects(moves, moves.square().sum(-1), slots, len(text))
+        right = _CANDIDATES * torch.tensor(places, device=moves.device)
+        rounds.append((effects, vectors[:1] - vectors[1], right))
+    ran = torch.ones(1, 1, dtype=torch.bool, device=encoder.device)
+    overlaps = [
+        effects.overlap(right[None, None], off[None], ran) for effects, off, right in rounds
+    ]
+    overlap = torch.stack(overlaps).median(0).values
+    items = [{"overlap": float(each)} for each in overlaps]
+    for name, rho in (("plain sums", 0 * overlap), ("overlapping", overlap)):
+        for item, (effects, off, right) in zip(items, rounds, strict=True):
+            sets = effects.grown(Sets.none(off), search.width, search.depth, search.tried, rho)
+            found = [sorted(change for change in one if change >= 0) for one in sets[0].tolist()]
+            item[name] = right.tolist() in found
+    plain_sums, ours = (sum(item[name] for item in items) for name in ("plain sums", "overlapping"))
+    row = Row(
+        f"{Path(loaded.name).name}, sums: the right set of {_WRONG} among {search.tried}",
+        f"{ours} of {texts}, {plain_sums} without overlap",
+        details=f"overlap {float(overlap):.2f}, the median",
+    )
+    return show.itemised(row, items)
 
 
 def timed(

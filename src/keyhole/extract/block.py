@@ -33,7 +33,7 @@ What can be known. Besides the symmetries of attention (sub_layer.py):
 Limits. Blocks of 128 numbers and more are read where there are norms (blocks/in_front.py). Smooth
 units of others are told apart by how they bend, and their number is bounded by the width d: about
 d²/2 in all, half as many with gates. ReLU units have kinks instead (blocks/kinks.py). Norms behind
-the sums (BERT) are blocks/behind.py's.
+the sums (BERT, PyTorch's layer) are blocks/behind.py's.
 
 Scores, `s = w·y`, are read behind norms (docs/mathematics.md says why nothing but C and c is lost):
 w is what s grows with, units and M follow as above with more questions for one number in an answer,
@@ -55,6 +55,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks import kinks
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.behind import Behind
 from keyhole.extract.blocks.behind import read as read_behind
@@ -62,12 +63,6 @@ from keyhole.extract.blocks.fit import Known, expect_fitted, fit, values
 from keyhole.extract.blocks.heads import attempted, chosen, read_heads
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.in_front import read as read_in_front
-from keyhole.extract.blocks.kinks import (
-    find_relu_units,
-    find_relu_units_on_sphere,
-    straight,
-    straight_on_sphere,
-)
 from keyhole.extract.blocks.units import Field, Units, derivative, find_units
 from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
@@ -315,13 +310,13 @@ def _of_lengths(
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> _Undone:
     d = view.dim
-    bent = not straight(view.ask, d, stream)
+    bent = not kinks.straight(view.ask, d, stream)
 
     def start() -> tuple[Units, Tensor]:
         if bent:
             units, lengths = find_units(Field(view.ask, d, sphere=False, numbers=d), stream), (1.0,)
         else:  # of long tokens, half are on either side of every kink, whatever the bias
-            units, lengths = find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
+            units, lengths = kinks.find_relu_units(view.ask, d, seed, stream), _LENGTHS[:-1]
         x = _of_lengths(view, units, lengths, _MANY, stream)
         beside = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
         units, _, linear, left = fit(units, Known(x, beside), view.ask(x))
@@ -476,8 +471,8 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
         return view.ask(x) - x @ view.residual
 
     nearer = partial(far, length=_LONG)
-    if not view.scores and straight_on_sphere(nearer, e, math.sqrt(d), stream):
-        units, _ = find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
+    if not view.scores and kinks.straight_on_sphere(nearer, e, math.sqrt(d), stream):
+        units, _ = kinks.find_relu_units_on_sphere(nearer, e, math.sqrt(d), stream)
     else:
         units = find_units(Field(far, e, sphere=True, numbers=view.numbers), stream)
         units = replace(units, A=units.A / shrink, G=units.G / shrink)
@@ -590,21 +585,16 @@ class _Undone:
 
     def block(self, layer: SubLayer) -> Block:
         """With the attention that its answers show."""
-        view, units, lift, (d, e) = self.view, self.units, self.view.axes, self.view.axes.shape
+        view, lift, (d, e) = self.view, self.view.axes, self.view.axes.shape
+        units = self.units.of_length_one
         scale = math.sqrt(e / d)  # an RMS norm of e coordinates next to that of d
         Q, K, V = (scale * lift @ part for part in (layer.Q, layer.K, layer.V))
-        A, a, G, g, C = units.A, units.a, units.G, units.g, units.C
-        if len(G):
-            length = G.norm(dim=1)
-            G, g, C = G / length[:, None], g / length, C * length
-        elif units.activation == "relu":
-            length = A.norm(dim=1)
-            A, a, C = A / length[:, None], a / length, C * length
         return Block(
             Q=Q.contiguous(), q=layer.q, K=K.contiguous(), V=V.contiguous(), O=layer.O, b=layer.b,
-            frequencies=layer.frequencies, A=(A @ lift.mT).contiguous(), a=a,
-            G=(G @ lift.mT).contiguous(), g=g, C=C.contiguous(), c=self.network.c,
-            w=view.residual[:, 0] if view.scores else torch.zeros_like(a[:0]), norm=view.norm,
+            frequencies=layer.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
+            G=(units.G @ lift.mT).contiguous(), g=units.g, C=units.C.contiguous(),
+            c=self.network.c, norm=view.norm,
+            w=view.residual[:, 0] if view.scores else torch.zeros_like(units.a[:0]),
             activation=units.activation, epsilon=(layer.epsilon or 0.0) * e / d,
             epsilon_behind=self.network.epsilon, every_token=view.every_token, causal=view.causal,
         )  # fmt: skip

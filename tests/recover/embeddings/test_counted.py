@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -111,14 +109,3 @@ def test_a_token_that_promises_nothing_is_found_once_a_text_stands(encoder, line
     few = Shares(4, 0, 2)
     (reading,) = SumSearch(passes=20_000, shares=few)(encoder, goals, counted, 5)
     assert reading.tokens == secret
-
-
-def test_wider_tries_take_no_more_passes_than_the_rest(encoder, counted, secrets):
-    """A search that does not end: some rounds are larger than the first, at most half of it all."""
-    spent, few = list[int](), Shares(6, 0, 2)
-    search = SumSearch(passes=3_200, arrived=-1.0, trust=(1.0,), shares=few, tried=8, orders=10)
-    search(encoder, secrets[1][:1], counted, 4, lambda _rounds, _read, passes: spent.append(passes))
-    added = [after - before for before, after in pairwise(spent)]
-    larger = [more - added[0] if more > 2 * added[0] else 0 for more in added]
-    assert sum(larger) > 2 * added[0]
-    assert all(2 * sum(larger[: k + 1]) <= spent[k + 1] for k in range(len(added)))

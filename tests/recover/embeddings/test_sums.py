@@ -20,13 +20,15 @@ def effects_of(seed: int, d: int = 6) -> tuple[Effects, torch.Tensor]:
     return Effects(moves, cost, SLOTS, 5), off
 
 
-def value(effects: Effects, off: torch.Tensor, row: int, changes: tuple[int, ...]) -> float:
+def value(
+    effects: Effects, off: torch.Tensor, row: int, changes: tuple[int, ...], overlap: float
+) -> float:
     """The objective by its definition: a loop over the set."""
     rest, more = off[row].clone(), 0.0
     for change in changes:
         move = effects.moves[row, change]
         more += float(effects.cost[row, change] - move @ move)
-        rest -= move
+        rest -= move / (1 + overlap * (len(changes) - 1))
     return float(rest @ rest) + more
 
 
@@ -38,9 +40,11 @@ def possible(most: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_wide_beam_finds_the_best_of_all_sets(seed):
     effects, off = effects_of(seed)
-    found = effects.grown(Sets.none(off), width=200, depth=3, count=5)
+    overlap = torch.tensor([0.0, 0.3])
+    found = effects.grown(Sets.none(off), width=200, depth=3, count=5, overlap=overlap)
     for row in range(2):
-        ranked = sorted(possible(3), key=lambda some, row=row: value(effects, off, row, some))
+        rho = float(overlap[row])
+        ranked = sorted(possible(3), key=lambda some: value(effects, off, row, some, rho))
         given = [tuple(sorted(c for c in some if c >= 0)) for some in found[row].tolist()]
         assert given == ranked[:5]
 
@@ -65,3 +69,16 @@ def test_changes_that_were_not_run_are_in_no_set():
     only = Effects(effects.moves, barred, effects.slots, effects.slot_count)
     for some in only.grown(Sets.none(off), 50, 3, 20).flatten(0, 1).tolist():
         assert all(change % 2 for change in some if change >= 0)
+
+
+def test_the_overlap_is_measured_on_the_sets_that_were_run():
+    effects, _ = effects_of(2)
+    sets = torch.tensor([[[0, 2, -1], [1, 3, 4], [5, 6, -1]]] * 2)
+    ran = torch.tensor([[True, True, False]] * 2)
+    did = torch.zeros(2, 3, 6, dtype=torch.float64)
+    for row, overlap in enumerate((0.0, 0.4)):
+        for k, changes in enumerate(sets[row].tolist()):
+            chosen = [change for change in changes if change >= 0]
+            did[row, k] = effects.moves[row, chosen].sum(0) / (1 + overlap * (len(chosen) - 1))
+    did[:, 2] = 7.0  # not run: not looked at
+    assert effects.overlap(sets, did, ran).tolist() == pytest.approx([0.0, 0.4])

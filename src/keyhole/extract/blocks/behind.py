@@ -18,7 +18,8 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 with σ and τ from s alone. Across ŷ and all ŷ_e, e in U, these are ŷ_ee': that
                 is the span S of units.py again. Outside of S the left side is 0: linear in σ.
                 Only e shifts ŷ: with ŷ left in, S has the τ of every point too, and once units
-                are known what is left of the equation is τŷ, of rank one, which shows ŷ
+                are known what is left of the equation is τŷ, of rank one, which shows ŷ.
+                ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
@@ -27,6 +28,10 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     heads       an answer does not show its sum: R takes most values more than once. Two answers
                 that share a sum do, and one whose sum is in a known span of few dimensions: that
                 is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
+
+With an ε in the second norm the direction of ŷ is still R's, but answers have several lengths. Then
+e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (sphere.py) and arcs
+(kinks.py), and both e and ε are among the numbers of the fit. The first ε shows in short sums.
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -45,11 +50,12 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
+from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
@@ -64,6 +70,8 @@ _SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
 _FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
 _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
+_ATTEMPTS = 3
+_AROUND = 16  # points for each dimension that show the origin of answers
 _SAME = 1e-9
 _FADING = tuple(
     2.0**-n for n in range(1, 15)
@@ -201,6 +209,21 @@ def _alike(slopes: Callable[..., Tensor], x: Tensor) -> bool:
     """Do all of three equal tokens have a third of the weight, and two of them one half?"""
     two, *three = (slopes(x, *each) for each in COPIES[:3])
     return all(bool((3 * each - 2 * two).norm() < 1e-6 * two.norm()) for each in three)
+
+
+def _origin(n: Tensor, y: Tensor) -> Tensor:
+    """What answers (n, m) at points of a sphere are around, where an ε makes some of them shorter.
+
+    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ, of which κ is small. |R| need not be exact
+    then: it is that for which |R|·ŷ is affine in n, as nearly as can be.
+    """
+    hats, ones = normalize(y, dim=1), torch.ones_like(y[:, :1])
+    Q = torch.linalg.qr(torch.cat([n, ones], 1))[0]
+    across = torch.eye(len(n), dtype=torch.float64) - Q @ Q.mT
+    length = torch.linalg.eigh(across * (hats @ hats.mT))[1][:, :1]
+    shorter = (length.mean() / length).square()
+    system = torch.cat([ones, shorter, 2 * y], 1)
+    return least_squares(system, y.square().sum(1, keepdim=True))[2:, 0]
 
 
 @dataclass(frozen=True)
@@ -446,7 +469,7 @@ class Behind:
 
     def block(self, attention: SubLayer) -> Block:
         """With the attention that its answers show."""
-        units, lift = self.units, self.axes
+        units, lift = self.units.of_length_one, self.axes
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
             O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
@@ -582,6 +605,10 @@ class Behind:
 
 def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
     """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
+    return attempted(partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS)
+
+
+def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
 
@@ -608,7 +635,8 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     elif second.exact or d >= WIDE:
         units, centre = found_units(second.exact)
     else:
-        # Next to the curvature of few units, what a small ε does to the origin is nothing.
+        n = radius * random_units(_AROUND * d, d - 1, stream)
+        second = second.moved(axes @ _origin(n, value(n)))
         try:
             units, centre = found_units(True)
         except Unsuccessful:
@@ -619,4 +647,7 @@ def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> B
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer, axes)
     made = Behind(ask, axes, second, first, layer, D, device)
-    return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
+    try:
+        return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
+    except LostSum as lost:
+        raise Unsuccessful(Status.NOT_APPLICABLE, str(lost)) from lost

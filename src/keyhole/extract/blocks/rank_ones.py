@@ -26,7 +26,7 @@ _NEWTON = 8
 _TURNS = 2
 _SHIFT = 0.1
 _ROUNDS = 40
-_FOUND = 1e-5  # of 1: what of aaᵀ is outside S
+FOUND = 1e-5
 _FLAT = 1e-3  # of the mean curvature: that towards a partner
 _SAME = 1e-5  # of cosines
 _NEAR = 1e-4  # likewise, before partners are known
@@ -35,12 +35,12 @@ _BATCH = 256
 
 def rank_ones(
     outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int,
-    gates: bool = True,
+    allowed: float = FOUND, gates: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Unit vectors a (n, q) with aaᵀ orthogonal to packed rows (orthonormal); and partners.
 
     At most `most` of them, or half as many with a partner each, orthogonal to it, where there may
-    be `gates`.
+    be `gates`. `allowed` is what of aaᵀ may be outside S, of 1.
     """
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
@@ -51,14 +51,14 @@ def rank_ones(
         a = _powers(normalize(a, dim=1), left)
         if left is not outside:
             a = _powers(a, outside)
-        a = _settled(a, flat)
+        a = _settled(a, flat, allowed)
         if gated is None and len(a):
             gated = _flat(a, flat)
             most = most // 2 if gated else most
         if gated:
             a = torch.cat([found.view(-1, 2, q)[:, 0], a])
             kept = distinct(a, _NEAR)
-            a = _with_partners(a[kept[kept >= len(found)]], flat)
+            a = _with_partners(a[kept[kept >= len(found)]], flat, allowed)
         else:
             a = a.unsqueeze(1)
         found = torch.cat([found.view(-1, *a.shape[1:]), a])
@@ -86,7 +86,7 @@ def _forms(a: Tensor, flat: Tensor) -> Tensor:
     return (a @ flat.mT).unflatten(1, (-1, a.shape[1]))
 
 
-def _settled(a: Tensor, flat: Tensor) -> Tensor:
+def _settled(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     """Gauss–Newton without partners: those that arrive, slowly where there are some."""
     ended: list[Tensor] = []
     eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device)
@@ -100,7 +100,7 @@ def _settled(a: Tensor, flat: Tensor) -> Tensor:
             step = torch.linalg.solve(square, 2 * J.mT @ rest[..., None])
             at = normalize(at - step[..., 0], dim=1)
         off = (_forms(at, flat) * at[:, None]).sum(2).square().sum(1).sqrt()
-        ended.append(at[off < _FOUND])
+        ended.append(at[off < allowed])
     return torch.cat(ended)
 
 
@@ -111,7 +111,7 @@ def _flat(a: Tensor, flat: Tensor) -> bool:
     return float((sizes[:, 1] / sizes.mean(1)).median()) < _FLAT
 
 
-def _with_partners(a: Tensor, flat: Tensor) -> Tensor:
+def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     """Those that arrive, each with its partner: (n, 2, q)."""
     ended: list[Tensor] = []
     q = a.shape[1]
@@ -134,7 +134,7 @@ def _with_partners(a: Tensor, flat: Tensor) -> Tensor:
             w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
         of_a = _forms(a, flat)
         off = torch.stack([(of_a * x[:, None]).sum(2).square().sum(1) for x in (a, w)]).amax(0)
-        ended.append(torch.stack([a, w], 1)[off.sqrt() < _FOUND])
+        ended.append(torch.stack([a, w], 1)[off.sqrt() < allowed])
     return torch.cat(ended) if ended else a.new_zeros(0, 2, q)
 
 

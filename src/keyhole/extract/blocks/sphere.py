@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import rank_ones
+from keyhole.extract.blocks.rank_ones import FOUND, rank_ones
 from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric, unpacked
 from keyhole.extract.gauss_newton import levenberg
 
@@ -46,6 +46,7 @@ _FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # singular values below this, relative, are errors of differences
 _SQUARED = 1e-8  # likewise of their squares' roots
 _CLIFF = 10.0
+_ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _LENGTHS = 10
 _SAMPLE = 40  # units that show s and φ
@@ -242,9 +243,12 @@ def find_units(
     most = q * (q + 1) // 2 - len(outside) - 1
     most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
-    units, partners = rank_ones(outside, q, most, stream, starts, gates=sphere.centred)
-    each = 1 if partners is None else 2
-    if each * len(units) != most:
+    for allowed in (FOUND, _ROUGHLY):
+        units, partners = rank_ones(outside, q, most, stream, starts, allowed, gates=sphere.centred)
+        each = 1 if partners is None else 2
+        if each * len(units) == most:
+            break
+    else:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             f"curvature spans {most + 1} dimensions, but {len(units)} units were found in it: "

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -114,6 +114,19 @@ class Units:
     g: Tensor
     C: Tensor
     activation: str
+
+    @property
+    def of_length_one(self) -> Units:
+        """The same function: rows of G, and of ReLU units those of A, may be multiplied."""
+        if len(self.G):
+            length = self.G.norm(dim=1)
+            free = {"G": self.G / length[:, None], "g": self.g / length}
+        elif self.activation == "relu":
+            length = self.A.norm(dim=1)
+            free = {"A": self.A / length[:, None], "a": self.a / length}
+        else:
+            return self
+        return replace(self, **free, C=self.C * length)
 
 
 @dataclass(frozen=True)

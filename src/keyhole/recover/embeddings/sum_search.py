@@ -9,9 +9,7 @@ rounding, so that the hard ones get the machine to themselves; one that was stor
 digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
 stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
 piece of a password, or in an order that bigrams do not speak for: then many more exchanges are
-tried, and more and more tokens at each of its places, at last all. A long text that stands is
-rather wrong in several places at once, which that does not mend: so all such tries together take
-no more passes than the rest.
+tried, and many more tokens at each of its places, at last all.
 
 How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
 one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
@@ -53,8 +51,7 @@ MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
-_STANDS = 3  # rounds after which more is tried …
-_WIDER, _TIMES = 128, 4  # … tokens at each place, and as many times as before the next time
+_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
 _CHOICE = 4  # times as many are candidates
 _ORDERS = 8  # times as many exchanges
 _SELDOM = 32  # of them to one in a gap
@@ -68,6 +65,7 @@ _HALF = 1e-4  # of 1 − cos: half precision tells no more
 _BACK = 0.2  # of a score: texts of the same tokens step back by it
 _BETTER = 0.03  # of a score: less is standing still
 _NOISE = 3e-3  # of a cosine in half precision
+_OVERLAP = 0.1  # of changes, before it is measured
 _RUINED = 0.6  # of a text, at most, is left out to begin again
 
 
@@ -142,33 +140,33 @@ class SumSearch:
             for row in ((stood == _SETTLED) & ~found.left).nonzero().flatten().tolist():
                 if may_be and may_be(row, found.best_texts.tokens(row)):
                     found.left[row] = True
-            self._widen(found, likely, (stood >= _STANDS).nonzero().flatten())
+            for long, tokens in _WIDER.items():
+                self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
         return found
 
-    def _widen(self, found: Populations, likely: LikelyTokens, vectors: Tensor) -> None:
-        """Try more tokens at each place of the nearest text of each vector, if passes allow.
+    def _widen(
+        self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+    ) -> None:
+        """Try so many tokens at each place of the nearest text of each vector, if passes allow.
 
-        Before that, `_ORDERS` times as many exchanges of its pieces.
+        Before that, so many times `_ORDERS` exchanges of its pieces.
         """
         most = self.passes or _PASSES[vectors.device.type]
         for vector in vectors.tolist():
             rows = found.nearest[vector : vector + 1]
             if not len(self._open(found, rows)):
                 continue
-            begun, tokens = int(found.passes[vector]), _WIDER * _TIMES ** int(found.tries[vector])
-            count = min(tokens, len(found.encoder.table))
-            cost = count * (int(found.best_lengths[vector]) + _ORDERS)
-            may = min(most - begun, begun - 2 * int(found.wider[vector]))
-            if cost > may or tokens >= _TIMES * len(found.encoder.table):
-                continue
             parents = found.parents(rows, by_turn=False)
-            texts, _ = exchanged(parents.texts, found.ngrams, _ORDERS * count, found.generator)
+            orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
+            texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
             found.take(texts, rows.expand(len(texts)))
-            if len(self._open(found, rows)):
+            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
+            count = min(tokens, len(found.encoder.table))
+            if tokens > count:  # the last time: as many as passes allow
+                count = min(count, left - left // _SELDOM)
+            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
                 shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
                 self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
-            found.tries[vector] += 1
-            found.wider[vector] += found.passes[vector] - begun
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
         """The populations whose vector has no text yet and passes left."""
@@ -183,7 +181,8 @@ class SumSearch:
         """Run single changes of one text of each population, then sets of them, twice."""
         encoder = found.encoder
         vector = found.vector[rows]
-        off = found.goals[vector] - parents.vectors
+        goals = found.goals[vector]
+        off = goals - parents.vectors
         chance = Chance(parents.turns, found.generator)
         own = encoder.next_log_p(parents.texts) if encoder.speaks else None
         changes = likely.changes(
@@ -192,28 +191,31 @@ class SumSearch:
         prior = found.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
         effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
         sets = Sets.none(off)
-        for _ in range(2):
+        for stage in range(2):
             if not len(self._open(found, rows)):
                 break
-            tried = effects.grown(sets, self.width, self.depth, self.tried)
-            sets = self._tried(found, changes, rows, tried)
+            overlap = found.overlap[rows]
+            tried = effects.grown(sets, self.width, self.depth, self.tried, overlap)
+            vectors, ran = self._tried(found, changes, rows, tried)
+            if stage == 0:
+                did = vectors - parents.vectors[:, None]
+                found.overlap[rows] = effects.overlap(tried, did, ran).clamp(0.0, 1.0)
+            cosines = (vectors * goals[:, None]).sum(-1).where(ran, _NONE)
+            best = cosines.topk(min(self.width // 2, cosines.shape[1]), dim=1)
+            off = goals[:, None] - picked(vectors, best.indices)
+            sets = Sets(picked(tried, best.indices), off, best.values > _NONE)
 
     def _tried(
         self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
-    ) -> Sets:
-        """Run texts with sets of changes (p, w, k): the best half of a beam, as they are."""
+    ) -> tuple[Tensor, Tensor]:
+        """Run texts with sets of changes (p, w, k): their vectors (p, w, d), and which were run."""
         p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
         fits &= (sets >= 0).any(-1).flatten()
-        goals = found.goals[found.vector[rows]]
-        vectors = goals.new_zeros(p * w, goals.shape[1])
+        vectors = found.goals.new_zeros(p * w, found.goals.shape[1])
         vectors[fits], _ = found.take(texts[fits], rows[parent[fits]])
-        vectors = vectors.view(p, w, -1)
-        cosines = (vectors * goals[:, None]).sum(-1).where(fits.view(p, w), _NONE)
-        best = cosines.topk(min(self.width // 2, w), dim=1)
-        off = goals[:, None] - picked(vectors, best.indices)
-        return Sets(picked(sets, best.indices), off, best.values > _NONE)
+        return vectors.view(p, w, -1), fits.view(p, w)
 
 
 def _effects(
@@ -263,8 +265,7 @@ class Populations:
     best_lengths: Tensor = field(init=False)
     passes: Tensor = field(init=False)  # (v,)
     left: Tensor = field(init=False)  # (v,) vectors that nothing more is tried for
-    wider: Tensor = field(init=False)  # (v,) passes of tries with more tokens …
-    tries: Tensor = field(init=False)  # … and how many of them the best text had
+    overlap: Tensor = field(init=False)  # (r,) of changes, as last measured (sums.py)
     _stood: Tensor = field(init=False)  # (v,) rounds since the best text changed …
     _last: Tensor = field(init=False)  # … and how near it was then
     _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
@@ -276,6 +277,7 @@ class Populations:
         rows, kept = v * len(self.trust), self.kept
         self.vector = torch.arange(v, device=device).repeat_interleave(len(self.trust))
         self.trust = self.trust.repeat(v) * 2 / d
+        self.overlap = torch.full_like(self.trust, _OVERLAP)
         self.ids = torch.zeros(rows, kept, self.max_length, dtype=torch.long, device=device)
         self.lengths = torch.ones_like(self.ids[..., 0])
         self.cosines = torch.full((rows, kept), _NONE, device=device)
@@ -286,8 +288,7 @@ class Populations:
         self.best_lengths = torch.ones_like(self.best_ids[:, 0])
         self.passes = torch.zeros_like(self.best_lengths)
         self.left = torch.zeros_like(self.best, dtype=torch.bool)
-        self.wider, self.tries, self._stood = (torch.zeros_like(self.passes) for _ in range(3))
-        self._last = self.best.clone()
+        self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
         self._changed = self.ids.new_zeros(rows, 0)
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
@@ -410,8 +411,7 @@ class Populations:
     def stood(self) -> Tensor:
         """(v,) the rounds that the best text of each vector has stood; to be asked each round."""
         same = self.best == self._last
-        self._stood, self.tries = (self._stood + 1).where(same, 0), self.tries.where(same, 0)
-        self._last = self.best.clone()
+        self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
         return self._stood
 
     def _scores(self, rows: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 Let v be the vector of a text and Δ_s what the single change s adds to it. Changes at different
 places hardly disturb each other: for a set S of them
 
-    v(text with all of S)  ≈  v(text) + g·Σ_{s ∈ S} Δ_s
+    v(text with all of S)  ≈  v(text) + g·Σ_{s ∈ S} Δ_s,     g = 1 / (1 + ρ·(|S| − 1))
 
-the better, the fewer places are wrong. So after one run of the encoder over single changes a text
-that is wrong in many places can be put right at once, by looking for the set whose sum is nearest
-to what is missing,
+the better, the fewer places are wrong. A change puts a token right, or not, and besides turns the
+vector by chance, which several at once do hardly more than one: hence the overlap ρ. With four
+tokens of a dozen wrong it is 0.06 for MiniLM and 0.24 for MPNet, where plain sums mislead; it is
+measured on the sets that are run (`overlap`). So after one run of the encoder over single changes a
+text that is wrong in many places can be put right at once, by looking for the set whose sum is
+nearest to what is missing,
 
     min over S of  ‖(goal − v) − g·Σ Δ_s‖²  −  μ·Σ (change of log p)
 
@@ -24,7 +27,6 @@ from torch import Tensor
 
 from keyhole.recover.embeddings.changes import SingleChanges
 
-_SHRUNK = 0.9  # g: several changes do a little less than their sum
 _MORE = 4  # times as many are looked at as are kept: some are the same set
 _INFINITE = 1e9
 
@@ -60,16 +62,27 @@ class Effects:
 
         Changes that are not allowed have no effect.
         """
-        moves = _SHRUNK * moves
         cost = (moves * moves).sum(-1) - prior[:, None] * likelier
         cost = cost.where(changes.allowed, _INFINITE)
         return cls(moves, cost, changes.slots, 2 * changes.width + 1)
 
-    def grown(self, sets: Sets, width: int, depth: int, count: int) -> Tensor:
+    def overlap(self, sets: Tensor, did: Tensor, ran: Tensor) -> Tensor:
+        """ρ (p,) from what sets (p, w, k) did, (p, w, d), where they ran: Σ S·S = Σ g⁻¹·S·did."""
+        total = torch.zeros_like(did)
+        for change in sets.unbind(2):
+            total += picked(self.moves, change.clamp(min=0)) * ((change >= 0) & ran)[..., None]
+        along, more = (total * did).sum(-1), (sets >= 0).sum(-1) - 1
+        apart = total.square().sum(-1) - along
+        return apart.sum(1) / (more * along).sum(1).clamp(min=1e-9)
+
+    def grown(
+        self, sets: Sets, width: int, depth: int, count: int, overlap: Tensor | None = None
+    ) -> Tensor:
         """Add up to `depth` changes to sets: the `count` most promising (p, count, k), or -1.
 
-        Sets of one change are left out: those were run.
+        Sets of one change are left out: those were run. `overlap` (p,) is ρ, by default 0.
         """
+        overlap = torch.zeros_like(self.cost[:, 0]) if overlap is None else overlap
         changes, off, alive = sets.changes, sets.off, sets.alive
         begun = changes.shape[2]
         names = torch.randint(
@@ -79,11 +92,16 @@ class Effects:
         taken = self.slots[changes.clamp(min=0)].where(changes >= 0, self.slot_count)
         used = off.new_zeros((*off.shape[:2], self.slot_count + 1), dtype=torch.bool)
         used = used.scatter(2, taken, True)[..., :-1]
-        value = (off * off).sum(-1)
+        squares = self.moves.square().sum(-1)
+        extra, size = self.cost - squares, (changes >= 0).sum(-1)
+        total, costs = torch.zeros_like(off), torch.zeros_like(off[..., 0])  # Σ Δ, Σ extra
         results: list[Tensor] = []
         values: list[Tensor] = []
         for _ in range(depth):
-            new = value[..., None] - 2 * off @ self.moves.mT + self.cost[:, None]
+            g = (1 / (1 + size * overlap[:, None]))[..., None]
+            rest = off - g * total
+            new = ((rest * rest).sum(-1) + costs)[..., None] - 2 * g * (rest @ self.moves.mT)
+            new += g * g * squares[:, None] + extra[:, None]
             new = new.masked_fill(used[..., self.slots] | ~alive[..., None], _INFINITE)
             best = new.flatten(1).topk(min(_MORE * width, new[0].numel()), dim=1, largest=False)
             row, change = best.indices // new.shape[2], best.indices % new.shape[2]
@@ -96,7 +114,9 @@ class Effects:
                 part.gather(1, order) for part in (row, change, best.values, key, ~again)
             )
             changes = torch.cat([picked(changes, row), change[..., None]], 2)
-            off = picked(off, row) - picked(self.moves, change)
+            total = picked(total, row) + picked(self.moves, change)
+            costs, off = costs.gather(1, row) + extra.gather(1, change), picked(off, row)
+            size = size.gather(1, row) + 1
             used = picked(used, row).scatter(2, self.slots[change][..., None], True)
             if changes.shape[2] > 1:
                 more = begun + depth - changes.shape[2]
