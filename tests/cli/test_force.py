@@ -11,7 +11,6 @@ from command_line import inside
 # Commands whose input does not exist: what is said about the output is said before it is looked at.
 AUDIT, LAYER = ("audit", "no.safetensors"), ("invert", "no.safetensors", "--out", "f.json")
 FLIPS = ("disrupt", "nowhere", "--data", "no.tsv")
-TRAINED = ("harden", "nowhere", "--data", "no.tsv", "--dev", "no.tsv", "--out", "new")
 LEAK = ("lab", "capture", "nowhere", "--text", "a", "--expose", "hidden:1")
 EXISTING = {
     "audit's page by name": ("p.html", (*AUDIT, "--output", "html=p.html")),
@@ -30,8 +29,6 @@ EXISTING = {
         ("lab", "plant", "t.safetensors", "-o", "dim=2", "-o", "rank=9"),
     ),
     "disrupt's result": ("f.json", (*FLIPS, "--out", "f.json")),
-    "disrupt's page": ("f.html", (*FLIPS, "--output", "html=f.html")),
-    "harden's page": ("f.html", (*TRAINED, "--output", "html=f.html")),
 }
 
 
