@@ -232,6 +232,19 @@ def test_tokens_of_no_probability_next_to_the_reference():
     assert result.width == 4, result.reason
 
 
+def test_a_row_goes_on_with_the_prompt_it_is_of():
+    """Of some tokens a prompt shows nothing: another takes its place, for later tokens as well."""
+    target = PlantedLogits(width=40, words=300, logarithms=False)
+
+    class Silent(Shares):
+        def _one(self, rows):
+            prompt, raised, _ = parts_of(rows)
+            return torch.where((prompt.sum() + raised) % 500 == 0, ABSENT, super()._one(rows))
+
+    result = OutputLayer(top=20)(Silent(target, 300))
+    assert result.width == 40, result.reason
+
+
 @pytest.mark.parametrize(("norm", "logarithms"), [
     ("rms", True), ("rms", False), ("layer, biased", True), ("layer", False),
 ])  # fmt: skip

@@ -155,10 +155,15 @@ class ChosenTokens:
         return torch.stack(rows) if rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
+        return self._another(prompts)[1]
+
+    def _another(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """A prompt of which the target says something of every token, and its row."""
         for _ in range(_SET_ASIDE):
-            row = self._read([prompts.draw(self.vocabulary)], [self._chosen])[0]
+            prompt = prompts.draw(self.vocabulary)
+            row = self._read([prompt], [self._chosen])[0]
             if float(row.min()) > ABSENT / 2:
-                return row
+                return prompt, row
         raise Unsuccessful(Status.NOT_APPLICABLE, "of some tokens the target says nothing")
 
     def _complete(self, numbers: list[int]) -> None:
@@ -169,9 +174,9 @@ class ChosenTokens:
             [self._chosen[len(row) :] for row in known],
         )
         for number, row, rest in zip(numbers, known, more, strict=True):
-            whole = torch.cat([row, rest])
-            fits = float(whole.min()) > ABSENT / 2
-            self._rows[number] = whole if fits else self.fresh(self._prompts)
+            self._rows[number] = torch.cat([row, rest])
+            if float(self._rows[number].min()) <= ABSENT / 2:
+                self._asked[number], self._rows[number] = self._another(self._prompts)
 
     def _open(self) -> None:
         """The first prompt, and a reference of which the target says something."""
