@@ -31,7 +31,7 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
 
 With an ε in the second norm the direction of ŷ is still R's, but answers have several lengths. Then
 e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (sphere.py) and arcs
-(kinks.py), and both e and ε are among the numbers of the fit. The first ε shows in short sums.
+(kinks.py).
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -72,11 +72,9 @@ _PLANES = 2.0**8  # likewise, for tokens that show x₀
 _SPARE = 16
 _ATTEMPTS = 3
 _AROUND = 16  # points for each dimension that show the origin of answers
-_SAME = 1e-9
-_FADING = tuple(
-    2.0**-n for n in range(1, 15)
-)  # of √d: shorter and shorter sums, to see the first ε
-_FADED = 0.9
+_SAME = 1e-9  # by which lengths of answers may differ and be one
+_FADING = tuple(2.0**-n for n in range(1, 15))  # of √d: sums so short that the first ε shows
+_FADED = 0.9  # of its length, that n has left then
 _MORE = 1.5  # answers for each unknown of the fit
 _TURNS = 40
 _PRECISE = 1e-8  # of what attention adds

@@ -157,7 +157,7 @@ _COPIES = 2  # g
 _TURNED = 3  # orders
 _LEAST, _FURTHEST = 8, 128  # distances
 _SETTLED = 1e-6  # of β, from one place to the next
-_ASKING = 8
+_ASKING = 8  # x that show β
 _SCORES = 0.7  # where logarithms of weights lose least
 _WITHIN = 1.5  # times that, either way
 _LENGTHS = 6
@@ -187,8 +187,7 @@ def read_placed(
     else:
         raise LostSum("no length of tokens shows scores")
     found = [
-        reader.scores(keys, reach * length * points, _COPIES)
-        - _at(places, _COPIES, len(keys))[:, : len(keys)]
+        reader.scores(keys, reach * length * points, _COPIES) - _at(places, _COPIES, len(keys))
         for keys in (length * basis).split(reader.keys)
     ]
     affine = torch.cat([torch.ones(d + 1, 1).to(points), reach * length * points], 1)
@@ -197,7 +196,7 @@ def read_placed(
     k = heads.V.shape[2]
     if float((sizes[:, k:] / sizes[:, :1]).max()) > _FAINT:
         raise Unsuccessful(
-            Status.MISMATCH, f"scores have a rank above {k}, the width of the values"
+            Status.NOT_APPLICABLE, f"scores have a rank above {k}, the width of the values"
         )
     Q, K = left[..., :k] * sizes[:, None, :k].sqrt(), right.mT[..., :k] * sizes[:, None, :k].sqrt()
     return SubLayer(
