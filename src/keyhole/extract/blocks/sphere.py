@@ -49,7 +49,7 @@ _CLIFF = 10.0
 _ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _GRID, _FINE_GRID = (10, 3.0, 37), (20, 9.0, 145)  # lengths; offsets up to, and how many
-_MISSED = 1e-4
+_MISSED = 10.0  # of the median miss
 _SAMPLE = 40  # units that show s and φ
 _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
@@ -467,7 +467,7 @@ def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Te
     """
     best = math.inf, SMOOTH[0], s
     for activation in SMOOTH:
-        length, offset, _, miss = _shapes(numbers * s, along, [], activation)
+        length, offset, _, miss = _shapes_from(numbers * s, along, [], activation, *_GRID)
         chosen = miss.argsort()[:_SAMPLE]
         found, left = _together(
             numbers[chosen], along[chosen], (length[chosen], offset[chosen], s), activation
@@ -485,7 +485,8 @@ def _best_shapes(
     some = slice(0, _SAMPLE)
 
     def miss(activation: str) -> float:
-        found = _shapes(numbers[some], along[some], [g[some] for g in gate], activation)
+        gates = [g[some] for g in gate]
+        found = _shapes_from(numbers[some], along[some], gates, activation, *_GRID)
         return float(found[3].median())
 
     activation = min(SMOOTH, key=miss)
@@ -497,7 +498,7 @@ def _shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each unit's length, offset, linear numbers and relative miss; more starts where it misses."""
     found = _shapes_from(numbers, along, gate, activation, *_GRID)
-    missed = (found[3] > _MISSED).nonzero()[:, 0]
+    missed = (found[3] > _MISSED * found[3].median()).nonzero()[:, 0]
     if len(missed):
         again = _shapes_from(
             numbers[missed], along[missed], [g[missed] for g in gate], activation, *_FINE_GRID
