@@ -37,6 +37,7 @@ _RARELY = 3.0  # of |a|, an offset with which a unit is rarely both on and off
 _REACHED = 0.8  # of the radius times |a|: beyond, a unit is never both
 _SPREAD = 1.5  # of `a·n + α` at such points
 _AROUND = 32  # points for such a unit
+_RIDGE = 1e-13
 _MISSED = 4  # units that curvature does not show, at most
 _ROUGH = 1e-5
 _NEWTON = 16
@@ -203,7 +204,7 @@ class Fitted:
     def share(self) -> float:
         return 1 + float(self.numbers["norm"][1]) if "norm" in self.numbers else 1.0
 
-    def _sums(self, affine: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self, affine: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
         """Features, R, and its length with ε₂."""
         inside = ACTIVATIONS[self.activation](affine @ numbers["A"].mT)
         features = torch.cat([inside, affine], 1)
@@ -214,7 +215,7 @@ class Fitted:
         return features, R, square.sqrt()
 
     def _answers(self, affine: Tensor, numbers: Numbers) -> Tensor:
-        _, R, length = self._sums(affine, numbers)
+        _, R, length = self.sums(affine, numbers)
         hats = self.radius * R / length
         return (1 + numbers["norm"][1]) * hats + numbers["centre"] if "norm" in numbers else hats
 
@@ -238,7 +239,7 @@ class Fitted:
         affine = _affine(n)
 
         def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-            features, R, length = self._sums(affine, numbers)
+            features, R, length = self.sums(affine, numbers)
             scale = length / self.radius
             slopes = derivative(self.activation, 1)(affine @ numbers["A"].mT) / scale
             features, C = features / scale, numbers["linear"][: len(numbers["A"])]
@@ -249,16 +250,94 @@ class Fitted:
                 "linear": inverse(features.mT @ features),
                 "norm": inverse(beside @ beside.mT),
             }
-            return lambda slope: {
-                name: part / len(n) if name == "centre" else right[name] @ part
-                for name, part in slope.items()
-            }
+            shapes = _Shapes.of(self, affine, numbers)
+
+            def solved(slope: Numbers) -> Numbers:
+                own = {
+                    name: part / len(n) if name == "centre" else right[name] @ part
+                    for name, part in slope.items()
+                }
+                return own | {name: own[name] + part for name, part in shapes(slope).items()}
+
+            return solved
 
         def model(numbers: Numbers) -> Tensor:
             return self._answers(affine, numbers)
 
         numbers, left = descend(model, self.numbers, y, preconditioner)
         return replace(self, numbers=numbers, left=left)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """A part of all numbers for which steps are solved exactly: for the preconditioner.
+
+    Where a unit varies little, φ(z) is nearly a parabola: its length, its offset, the size of c_k,
+    L along a_k ⊗ c_k and c do nearly the same, the first four as c_k times functions of
+    t = a_k·n/|a_k|,
+
+        φ'(z)·t,  φ'(z),  φ(z),  t.
+
+    Conjugate gradients find that slowly, but the Gram matrix of these is (CᵀC) ∘ (FᵀF), less what
+    is along the answers. `centre` is nearly c, and `norm` a part of it.
+    """
+
+    axis: Tensor  # (r, e)
+    C: Tensor  # (r, m)
+    factor: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, fit: Fitted, affine: Tensor, numbers: Numbers) -> _Shapes:
+        A, C = numbers["A"], numbers["linear"][: len(numbers["A"])]
+        z = affine @ A.mT
+        length = A[:, :-1].norm(dim=1)
+        t, slope = (z - A[:, -1]) / length, derivative(fit.activation, 1)(z)
+        R, size = fit.sums(affine, numbers)[1:]
+        hats, size = R / size, size / fit.radius
+        F = torch.cat([slope * t, slope, ACTIVATIONS[fit.activation](z), t], 1) / size
+        along = F * (hats @ C.mT).repeat(1, 4)
+        eye = torch.eye(C.shape[1]).to(C)
+        of_units = F.mT @ F * (C @ C.mT).repeat(4, 4) - along.mT @ along
+
+        def with_units(weight: Tensor) -> Tensor:
+            return (F.mT @ weight) * C.repeat(4, 1) - along.mT @ (weight * hats)
+
+        def of_constants(weight: Tensor) -> Tensor:
+            return weight.sum() * eye - hats.mT @ (weight * hats)
+
+        over = 1 / size
+        upper = [[of_units, with_units(over)], [of_constants(over.square())]]
+        if "norm" in numbers:
+            longer = fit.radius * hats
+            beside = torch.stack([-fit.size / (2 * (fit.radius * size).square()) * longer, longer])
+            square, none = beside.flatten(1) @ beside.flatten(1).mT, F.new_zeros(4 * len(C), 2)
+            upper[0] += [with_units(torch.ones_like(over)), none]
+            upper[1] += [of_constants(over), none[: len(eye)]]
+            upper += [[len(affine) * eye, beside.sum(1).mT], [square]]
+        gram = torch.cat([
+            torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
+            for i, row in enumerate(upper)
+        ])  # fmt: skip
+        sizes = gram.diagonal().sqrt()
+        gram = gram / sizes / sizes[:, None]
+        gram.diagonal().add_(_RIDGE)
+        return cls(A[:, :-1] / length[:, None], C, torch.linalg.cholesky(gram), sizes)
+
+    def __call__(self, slope: Numbers) -> Numbers:
+        A, linear = slope["A"], slope["linear"]
+        r, m = self.C.shape
+        x = torch.cat([
+            (A[:, :-1] * self.axis).sum(1), A[:, -1], (linear[:r] * self.C).sum(1),
+            ((self.axis @ linear[r:-1]) * self.C).sum(1), linear[-1],
+            *(slope[name] for name in ("centre", "norm") if name in slope),
+        ])  # fmt: skip
+        x = torch.cholesky_solve((x / self.sizes)[:, None], self.factor)[:, 0] / self.sizes
+        along, offset, size, turned = (part[:, None] for part in x[: 4 * r].split(r))
+        c, *rest = x[4 * r :].split([m, m, 2] if "norm" in slope else [m])
+        linear = torch.cat([size * self.C, (turned * self.axis).mT @ self.C, c[None]])
+        found = {"A": torch.cat([along * self.axis, offset], 1), "linear": linear}
+        return found | dict(zip(("centre", "norm"), rest, strict=False))
 
 
 def _affine(n: Tensor) -> Tensor:
@@ -284,22 +363,18 @@ def fitted(
     if len(doubtful):
         units = _reshaped(fit, units, doubtful, value, stream)
         fit = Fitted.started(units, n, y, radius, exact)
-    tried = fit
-    for _ in range(_MISSED + 1):
-        rare = _where_rare(tried.layer.units, radius, stream)
-        at, wanted = n, y
-        if len(rare):
-            at, wanted = torch.cat([n, rare.to(device)]), torch.cat([y, value(rare).to(device)])
-        tried = tried.descended(at, wanted)
-        if not tried.left < fit.left / 2:
+    fit = fuller = fit.descended(*_with_rare(fit, n, y, value, stream))
+    for _ in range(_MISSED):
+        if fuller.left < _ARRIVED:
+            return fuller
+        furthest = n[int(fuller.off(n, y).argmax())].to("cpu")
+        unit = missed_unit(partial(fuller.shown, value), furthest, fit.activation)
+        more = fuller.with_unit(*unit)
+        more = more.descended(*_with_rare(more, n, y, value, stream))
+        if not more.left < fuller.left:
             break
-        fit = tried
-        if fit.left < _ARRIVED:
-            break
-
-        furthest = n[int(fit.off(n, y).argmax())].to("cpu")
-        tried = fit.with_unit(*missed_unit(partial(fit.shown, value), furthest, fit.activation))
-    return fit
+        fuller = more
+    return fuller if fuller.left < _ARRIVED else fit
 
 
 def _reshaped(
@@ -326,19 +401,23 @@ def _reshaped(
     return replace(units, A=A, a=a, C=C)
 
 
-def _where_rare(units: Units, radius: float, stream: torch.Generator) -> Tensor:
-    """Points (n, e) of the sphere where units that are rarely both on and off are either."""
+def _with_rare(
+    fit: Fitted, n: Tensor, y: Tensor, value: Value, stream: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """And points of the sphere where units that are rarely both on and off are either."""
+    units = fit.layer.units
     A, a = units.A.to("cpu"), units.a.to("cpu")
     length, e = A.norm(dim=1), A.shape[1]
-    rare = (a.abs() > _RARELY * length) & (a.abs() < _REACHED * radius * length)
+    rare = (a.abs() > _RARELY * length) & (a.abs() < _REACHED * fit.radius * length)
+    if not rare.any():
+        return n, y
     A, a, length = (part[rare].repeat_interleave(_AROUND, 0) for part in (A, a, length))
     random = torch.randn(len(A), e + 1, generator=stream, dtype=torch.float64)
-    along = ((_SPREAD * random[:, -1] - a) / length).clamp(-radius, radius)[
-        :, None
-    ]  # of n, by the unit
+    along = ((_SPREAD * random[:, -1] - a) / length).clamp(-fit.radius, fit.radius)[:, None]
     axis = A / length[:, None]
     across = random[:, :-1] - (random[:, :-1] * axis).sum(1, keepdim=True) * axis
-    return along * axis + (radius**2 - along.square()).sqrt() * normalize(across, dim=1)
+    more = along * axis + (fit.radius**2 - along.square()).sqrt() * normalize(across, dim=1)
+    return torch.cat([n, more.to(n)]), torch.cat([y, value(more).to(y)])
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
