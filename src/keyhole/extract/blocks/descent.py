@@ -21,7 +21,7 @@ from torch import Tensor
 
 Numbers = dict[str, Tensor]
 _STEPS = 24
-_INNER = 600
+_INNER = 3000
 _ENOUGH = 1e-5  # of the gradient, for one step
 _HALVINGS = 6
 _EXACT = 1e-29  # of the squares of the answers

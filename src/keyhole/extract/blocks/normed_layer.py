@@ -33,12 +33,13 @@ from keyhole.oracle.block import ACTIVATIONS
 _MORE = 1.5  # answers for each unknown of the fit
 _SPARE = 16
 _TURNS = 40
-_RARELY = 3.0  # of |a|, an offset with which a unit is rarely both on and off
+_RARELY = 2.5  # of |a|, an offset with which a unit is rarely both on and off
 _REACHED = 0.8  # of the radius times |a|: beyond, a unit is never both
-_SPREAD = 1.5  # of `a·n + α` at such points
-_AROUND = 32  # points for such a unit
+_SPREAD = 1.0  # of `a·n + α` at such points
+_SHARED = 0.5  # of the square of the radius, for units that are on at one point
 _RIDGE = 1e-13
 _MISSED = 4  # units that curvature does not show, at most
+_UNEXPLAINED = 1e-7  # what a fit leaves without one
 _ROUGH = 1e-5
 _NEWTON = 16
 _STEPS = 10
@@ -238,67 +239,47 @@ class Fitted:
     def descended(self, n: Tensor, y: Tensor) -> Fitted:
         affine = _affine(n)
 
-        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-            features, R, length = self.sums(affine, numbers)
-            scale = length / self.radius
-            slopes = derivative(self.activation, 1)(affine @ numbers["A"].mT) / scale
-            features, C = features / scale, numbers["linear"][: len(numbers["A"])]
-            hats = R / scale
-            beside = torch.stack([-self.size / 2 * hats / length.square(), hats]).flatten(1)
-            right = {
-                "A": inverse((C @ C.mT) * (slopes.mT @ slopes)),
-                "linear": inverse(features.mT @ features),
-                "norm": inverse(beside @ beside.mT),
-            }
-            shapes = _Shapes.of(self, affine, numbers)
-
-            def solved(slope: Numbers) -> Numbers:
-                own = {
-                    name: part / len(n) if name == "centre" else right[name] @ part
-                    for name, part in slope.items()
-                }
-                return own | {name: own[name] + part for name, part in shapes(slope).items()}
-
-            return solved
-
         def model(numbers: Numbers) -> Tensor:
             return self._answers(affine, numbers)
 
+        preconditioner = partial(_Preconditioner.of, self, affine)
         numbers, left = descend(model, self.numbers, y, preconditioner)
         return replace(self, numbers=numbers, left=left)
 
 
 @dataclass(frozen=True)
-class _Shapes:
-    """A part of all numbers for which steps are solved exactly: for the preconditioner.
+class _Preconditioner:
+    """An approximate inverse of JᵀJ, the sum of those of three parts.
 
-    Where a unit varies little, φ(z) is nearly a parabola: its length, its offset, the size of c_k,
-    L along a_k ⊗ c_k and c do nearly the same, the first four as c_k times functions of
-    t = a_k·n/|a_k|,
+    rows      A and L, and likewise a and c: inputs are evenly spread, so one matrix serves for
+              all columns of A, the Gram matrix of φ'(z_k)·c_k and of constants
+    features  C, L and c: one serves for all numbers of an answer, that of φ(z), n and 1
+    shapes    where a unit varies little, φ(z) is nearly a parabola: its length, its offset, the
+              size of c_k, L along a_k ⊗ c_k and c do nearly the same, as c_k times functions of
+              t = a_k·n/|a_k|: φ'(z)·t, φ'(z), φ(z), t and 1. `centre` is nearly c, and `norm` is
+              a part of it. All of these are solved for at once
 
-        φ'(z)·t,  φ'(z),  φ(z),  t.
-
-    Conjugate gradients find that slowly, but the Gram matrix of these is (CᵀC) ∘ (FᵀF), less what
-    is along the answers. `centre` is nearly c, and `norm` a part of it.
+    Answers show sums R across ŷ and over their lengths s: functions F times columns c_k have the
+    Gram matrix (CᵀC) ∘ (FᵀF) − HᵀH with H_nk = F_nk·(c_k·ŷ_n), F being divided by s.
     """
 
     axis: Tensor  # (r, e)
     C: Tensor  # (r, m)
+    rows: Tensor
+    features: Tensor
     factor: Tensor
     sizes: Tensor
 
     @classmethod
-    def of(cls, fit: Fitted, affine: Tensor, numbers: Numbers) -> _Shapes:
+    def of(cls, fit: Fitted, affine: Tensor, numbers: Numbers) -> _Preconditioner:
         A, C = numbers["A"], numbers["linear"][: len(numbers["A"])]
-        z = affine @ A.mT
-        length = A[:, :-1].norm(dim=1)
+        r, z, length = len(A), affine @ A.mT, A[:, :-1].norm(dim=1)
         t, slope = (z - A[:, -1]) / length, derivative(fit.activation, 1)(z)
-        R, size = fit.sums(affine, numbers)[1:]
+        features, R, size = fit.sums(affine, numbers)
         hats, size = R / size, size / fit.radius
-        F = torch.cat([slope * t, slope, ACTIVATIONS[fit.activation](z), t], 1) / size
+        F = torch.cat([slope, slope * t, ACTIVATIONS[fit.activation](z), t], 1) / size
         along = F * (hats @ C.mT).repeat(1, 4)
-        eye = torch.eye(C.shape[1]).to(C)
-        of_units = F.mT @ F * (C @ C.mT).repeat(4, 4) - along.mT @ along
+        eye, over = torch.eye(C.shape[1]).to(C), 1 / size
 
         def with_units(weight: Tensor) -> Tensor:
             return (F.mT @ weight) * C.repeat(4, 1) - along.mT @ (weight * hats)
@@ -306,38 +287,52 @@ class _Shapes:
         def of_constants(weight: Tensor) -> Tensor:
             return weight.sum() * eye - hats.mT @ (weight * hats)
 
-        over = 1 / size
+        of_units = F.mT @ F * (C @ C.mT).repeat(4, 4) - along.mT @ along
         upper = [[of_units, with_units(over)], [of_constants(over.square())]]
+        rows = _joined([[of_units[:r, :r], upper[0][1][:r]], upper[1][:1]])
         if "norm" in numbers:
             longer = fit.radius * hats
             beside = torch.stack([-fit.size / (2 * (fit.radius * size).square()) * longer, longer])
-            square, none = beside.flatten(1) @ beside.flatten(1).mT, F.new_zeros(4 * len(C), 2)
+            square, none = beside.flatten(1) @ beside.flatten(1).mT, F.new_zeros(4 * r, 2)
             upper[0] += [with_units(torch.ones_like(over)), none]
             upper[1] += [of_constants(over), none[: len(eye)]]
             upper += [[len(affine) * eye, beside.sum(1).mT], [square]]
-        gram = torch.cat([
-            torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
-            for i, row in enumerate(upper)
-        ])  # fmt: skip
+        gram = _joined(upper)
         sizes = gram.diagonal().sqrt()
         gram = gram / sizes / sizes[:, None]
         gram.diagonal().add_(_RIDGE)
-        return cls(A[:, :-1] / length[:, None], C, torch.linalg.cholesky(gram), sizes)
+        return cls(
+            A[:, :-1] / length[:, None], C, inverse(rows),
+            inverse((features / size).mT @ (features / size)), torch.linalg.cholesky(gram), sizes,
+        )  # fmt: skip
 
     def __call__(self, slope: Numbers) -> Numbers:
         A, linear = slope["A"], slope["linear"]
         r, m = self.C.shape
         x = torch.cat([
-            (A[:, :-1] * self.axis).sum(1), A[:, -1], (linear[:r] * self.C).sum(1),
+            A[:, -1], (A[:, :-1] * self.axis).sum(1), (linear[:r] * self.C).sum(1),
             ((self.axis @ linear[r:-1]) * self.C).sum(1), linear[-1],
             *(slope[name] for name in ("centre", "norm") if name in slope),
         ])  # fmt: skip
         x = torch.cholesky_solve((x / self.sizes)[:, None], self.factor)[:, 0] / self.sizes
-        along, offset, size, turned = (part[:, None] for part in x[: 4 * r].split(r))
+        offset, along, size, turned = (part[:, None] for part in x[: 4 * r].split(r))
         c, *rest = x[4 * r :].split([m, m, 2] if "norm" in slope else [m])
-        linear = torch.cat([size * self.C, (turned * self.axis).mT @ self.C, c[None]])
-        found = {"A": torch.cat([along * self.axis, offset], 1), "linear": linear}
-        return found | dict(zip(("centre", "norm"), rest, strict=False))
+        rows = self.rows @ torch.cat([A, linear[r:].mT])
+        linear = self.features @ linear + torch.cat([
+            size * self.C, (turned * self.axis).mT @ self.C + rows[r:, :-1].mT,
+            c[None] + rows[r:, -1:].mT,
+        ])  # fmt: skip
+        found = {"A": rows[:r] + torch.cat([along * self.axis, offset], 1), "linear": linear}
+        found |= dict(zip(("centre", "norm"), rest, strict=False))
+        return {name: found[name] for name in slope}
+
+
+def _joined(upper: list[list[Tensor]]) -> Tensor:
+    """A symmetric matrix, from the blocks of its upper half."""
+    return torch.cat([
+        torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
+        for i, row in enumerate(upper)
+    ])  # fmt: skip
 
 
 def _affine(n: Tensor) -> Tensor:
@@ -365,7 +360,7 @@ def fitted(
         fit = Fitted.started(units, n, y, radius, exact)
     fit = fuller = fit.descended(*_with_rare(fit, n, y, value, stream))
     for _ in range(_MISSED):
-        if fuller.left < _ARRIVED:
+        if fuller.left < _UNEXPLAINED:
             return fuller
         furthest = n[int(fuller.off(n, y).argmax())].to("cpu")
         unit = missed_unit(partial(fuller.shown, value), furthest, fit.activation)
@@ -374,7 +369,7 @@ def fitted(
         if not more.left < fuller.left:
             break
         fuller = more
-    return fuller if fuller.left < _ARRIVED else fit
+    return fuller if fuller.left < _UNEXPLAINED else fit
 
 
 def _reshaped(
@@ -404,19 +399,30 @@ def _reshaped(
 def _with_rare(
     fit: Fitted, n: Tensor, y: Tensor, value: Value, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """And points of the sphere where units that are rarely both on and off are either."""
-    units = fit.layer.units
+    """And points of the sphere where units that are rarely both on and off are either.
+
+    A row has e numbers, so each unit needs more than e such points; many units share them.
+    """
+    units, radius = fit.layer.units, fit.radius
     A, a = units.A.to("cpu"), units.a.to("cpu")
     length, e = A.norm(dim=1), A.shape[1]
-    rare = (a.abs() > _RARELY * length) & (a.abs() < _REACHED * fit.radius * length)
+    far = a.abs() / length
+    rare = (far > _RARELY) & (far < _REACHED * radius)
     if not rare.any():
         return n, y
-    A, a, length = (part[rare].repeat_interleave(_AROUND, 0) for part in (A, a, length))
-    random = torch.randn(len(A), e + 1, generator=stream, dtype=torch.float64)
-    along = ((_SPREAD * random[:, -1] - a) / length).clamp(-fit.radius, fit.radius)[:, None]
-    axis = A / length[:, None]
-    across = random[:, :-1] - (random[:, :-1] * axis).sum(1, keepdim=True) * axis
-    more = along * axis + (fit.radius**2 - along.square()).sqrt() * normalize(across, dim=1)
+    A, a, length = A[rare], a[rare], length[rare]
+    chance = min(1.0, _SHARED * radius**2 / float(far[rare].square().sum()))
+    count = math.ceil(_MORE * e / chance)
+    chosen = torch.rand(count, len(A), generator=stream, dtype=torch.float64) < chance
+    random = torch.randn(count, len(A) + e, generator=stream, dtype=torch.float64)
+    # Rows are nearly orthogonal: what the others of a point add to a·n only spreads it.
+    wanted = (_SPREAD * random[:, : len(A)] - a) / length
+    along = torch.where(chosen, wanted, 0.0) @ (A / length[:, None])
+    along = along * (_REACHED * radius / along.norm(dim=1, keepdim=True)).clamp(max=1)
+    axis, across = normalize(along, dim=1), random[:, len(A) :]
+    across = across - (across * axis).sum(1, keepdim=True) * axis
+    rest = (radius**2 - along.square().sum(1, keepdim=True)).sqrt()
+    more = along + rest * normalize(across, dim=1)
     return torch.cat([n, more.to(n)]), torch.cat([y, value(more).to(y)])
 
 
