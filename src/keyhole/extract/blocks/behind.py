@@ -21,7 +21,8 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 are known what is left of the equation is τŷ, of rank one, which shows ŷ.
                 ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
-                outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py)
+                outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py),
+                and units that are off at those points, by what is left (missed.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
     both ε      of the second norm among all numbers, with e and the size of E; of the first from
                 sums so short that n is shorter by a factor that they share
@@ -53,16 +54,16 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
-from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
+from keyhole.extract.blocks.normed_layer import Layer, fitted, signed
 from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
-from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.blocks.units import Units
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
-from keyhole.oracle.block import ACTIVATIONS, Block
+from keyhole.oracle.block import Block
 from keyhole.oracle.sub_layer import SubLayer
 
 _SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
@@ -75,13 +76,8 @@ _AROUND = 16  # points for each dimension that show the origin of answers
 _SAME = 1e-9  # by which lengths of answers may differ and be one
 _FADING = tuple(2.0**-n for n in range(1, 15))  # of √d: sums so short that the first ε shows
 _FADED = 0.9  # of its length, that n has left then
-_MORE = 1.5  # answers for each unknown of the fit
-_TURNS = 40
 _PRECISE = 1e-8  # of what attention adds
-_ROUGH = 1e-5
 _NEWTON = 16
-_STEPS = 10
-_ARRIVED = 1e-8
 _BATCH = 128
 _TOKENS = 12
 
@@ -222,217 +218,6 @@ def _origin(n: Tensor, y: Tensor) -> Tensor:
     shorter = (length.mean() / length).square()
     system = torch.cat([ones, shorter, 2 * y], 1)
     return least_squares(system, y.square().sum(1, keepdim=True))[2:, 0]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """`ŷ = √d·R/√(|R|² + d·ε₂)`, `R = n·L + C·f(n) + c`, `n = √d·h/√(|h|² + d·ε)`.
-
-    In coordinates (e). The direction of ŷ is enough where ε₂ is not known.
-    """
-
-    units: Units
-    L: Tensor
-    c: Tensor
-    epsilon: float = 0.0
-    epsilon_behind: float = 0.0
-
-    def normed(self, h: Tensor) -> Tensor:
-        """n."""
-        d = h.shape[-1] + 1
-        return math.sqrt(d) * h / (h.square().sum(-1, keepdim=True) + d * self.epsilon).sqrt()
-
-    def __call__(self, n: Tensor) -> Tensor:
-        """R."""
-        units = self.units
-        inside = ACTIVATIONS[units.activation](n @ units.A.mT + units.a)
-        return n @ self.L + inside @ units.C.mT + self.c
-
-    def slopes(self, n: Tensor, along: Tensor) -> Tensor:
-        """dR/dn (n, e, r) along columns (n, e, r)."""
-        units = self.units
-        slope = derivative(units.activation, 1)(n @ units.A.mT + units.a)
-        return self.L.mT @ along + units.C @ (slope[..., None] * (units.A @ along))
-
-    def to(self, device: torch.device) -> Layer:
-        made = Layer.of(self.numbers(device), self.units.activation)
-        return replace(made, epsilon=self.epsilon, epsilon_behind=self.epsilon_behind)
-
-    def undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
-        """u (n, r) for which `sums + u·basis` make `hats` (n, q, e), by Gauss–Newton steps; or NaN.
-
-        Several answers share one u, or it has few numbers: there must be more equations than
-        unknowns. Of one answer its sum does not follow: in real layers dR/dn is singular on a
-        surface that is not far from any point, and R takes most of its values more than once.
-        """
-        u = start.clone()
-        size = (self._made(sums, basis, u) - hats).square().sum((1, 2))
-        going = torch.arange(len(u), device=u.device)
-        for _ in range(_NEWTON):
-            if not len(going):
-                break
-            of, wanted, at, before = sums[going], hats[going], u[going], size[going]
-            J = self._slopes_of_made(of, basis, at)
-            factor = torch.linalg.cholesky_ex(J.mT @ J)[0]
-            share, left = torch.ones_like(at[:, :1]), before
-            rest = (self._made(of, basis, at) - wanted).flatten(1)
-            # Slopes are dear: they serve for several steps.
-            for _ in range(_STEPS):
-                step = torch.cholesky_solve(J.mT @ rest[..., None], factor)[..., 0]
-                tried = at - share * step
-                off = (self._made(of, basis, tried) - wanted).flatten(1)
-                better = (off.square().sum(1) < left)[:, None]
-                at, rest = torch.where(better, tried, at), torch.where(better, off, rest)
-                share = torch.where(better, (2 * share).clamp(max=1), share / 4)
-                left = rest.square().sum(1)
-            u[going], size[going] = at, left
-            near = left < _ARRIVED**2 * wanted.square().sum((1, 2))
-            going = going[(left < before / 4) & ~(near & (share[:, 0] < 1))]
-        right = size < _ROUGH**2 * hats.square().sum((1, 2))
-        return torch.where(right[:, None], u, math.nan)
-
-    def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
-        """What stands behind the second norm (n, q, e)."""
-        radius = math.sqrt(sums.shape[2] + 1)
-        return radius * normalize(self(self.normed(sums + (u @ basis)[:, None])), dim=2)
-
-    def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
-        """Likewise its derivative by u (n, q·e, r): of both norms and what is between."""
-        radius = math.sqrt(sums.shape[2] + 1)
-        h = sums + (u @ basis)[:, None]
-        hat = self.normed(h) / radius
-        length = h.norm(dim=2) / hat.norm(dim=2)
-        R = self(radius * hat)
-        turned = basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :]
-        slopes = self.slopes(radius * hat.flatten(0, 1), turned.flatten(0, 1))
-        slopes = slopes.unflatten(0, hat.shape[:2])
-        out, scale = normalize(R, dim=2)[..., None], radius**2 / (length * R.norm(dim=2))
-        return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(1, 2)
-
-    def numbers(self, device: torch.device) -> Numbers:
-        units = self.units
-        A = torch.cat([units.A, units.a[:, None]], 1)
-        linear = torch.cat([units.C.mT, self.L, self.c[None]])
-        return {"A": A.to(device), "linear": linear.to(device)}
-
-    @classmethod
-    def of(cls, numbers: Numbers, activation: str) -> Layer:
-        A, linear = numbers["A"], numbers["linear"]
-        none, width = A.new_zeros(0), len(A)
-        units = Units(
-            A[:, :-1].contiguous(), A[:, -1].contiguous(), none.reshape(0, A.shape[1] - 1), none,
-            linear[:width].mT.contiguous(), activation,
-        )  # fmt: skip
-        return cls(units, linear[width:-1], linear[-1])
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A layer that answers with `share·ŷ + centre`, and the relative error left."""
-
-    layer: Layer
-    centre: Tensor
-    share: float
-    left: float
-
-
-def fitted(
-    value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator,
-    exact: bool = False,
-) -> Fitted:  # fmt: skip
-    """All numbers of the layer, from those of the units, at as many points as they need.
-
-    Where ŷ are `exact`, of one length and without a centre, those stay as they are.
-    """
-    width, e = units.A.shape
-    unknowns = width * (e + 1) + (width + e + 2) * e + 2
-    count = math.ceil(_MORE * unknowns / (e - 1)) + _SPARE
-    n = radius * normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
-    y = value(n).to(device)
-    n = n.to(device)
-    affine = torch.cat([n, torch.ones_like(n[:, :1])], 1)
-    activation = ACTIVATIONS[units.activation]
-    # What is linear, and the lengths of answers, by turns: few, since both are a start only.
-    made = activation(
-        affine @ torch.cat([units.A, units.a[:, None]], 1).to(device).mT
-    ) @ units.C.mT.to(device)
-    Q, R = torch.linalg.qr(affine)
-    length = torch.ones_like(y[:, :1])
-    sums = made
-    for _ in range(_TURNS):
-        sums = made + Q @ (Q.mT @ (length * y - made))
-        length = (sums * y).sum(1, keepdim=True) / radius**2
-    linear = torch.linalg.solve_triangular(R, Q.mT @ (length * y - made), upper=True).to("cpu")
-    numbers = Layer(units, linear[:-1], linear[-1]).numbers(device)
-    # ε₂ in units of |R|², and the share less 1
-    size, none = sums.square().sum(1).mean(), torch.zeros_like(y[0])
-    still = {"norm": none[:2], "centre": none}
-    numbers |= {} if exact else still
-
-    def parts(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = still | numbers
-        features = torch.cat([activation(affine @ numbers["A"].mT), affine], 1)
-        R = features @ numbers["linear"]
-        return features, R, (R.square().sum(1, keepdim=True) + size * numbers["norm"][0]).sqrt()
-
-    def model(numbers: Numbers) -> Tensor:
-        _, R, length = parts(numbers)
-        numbers = still | numbers
-        return radius * (1 + numbers["norm"][1]) * R / length + numbers["centre"]
-
-    def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
-        features, R, length = parts(numbers)
-        scale = length / radius
-        slopes = derivative(units.activation, 1)(affine @ numbers["A"].mT) / scale
-        features, C = features / scale, numbers["linear"][:width]
-        hats = R / scale
-        beside = torch.stack([-size / 2 * hats / length.square(), hats]).flatten(1)
-        right = {
-            "A": inverse((C @ C.mT) * (slopes.mT @ slopes)),
-            "linear": inverse(features.mT @ features),
-            "norm": inverse(beside @ beside.mT),
-        }
-        return lambda slope: {
-            name: part / count if name == "centre" else right[name] @ part
-            for name, part in slope.items()
-        }
-
-    numbers, left = descend(model, numbers, y, preconditioner)
-    numbers = still | numbers
-    found, share = (float(part) for part in numbers["norm"])
-    layer = Layer.of(numbers, units.activation).to(torch.device("cpu"))
-    layer = replace(layer, epsilon_behind=max(0.0, found * float(size) / radius**2))
-    return Fitted(layer, numbers["centre"].to("cpu"), 1 + share, left)
-
-
-def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
-    """The layer with the signs of its units for which D is diagonal; and D (d), of mean square 1.
-
-    `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0, since φ(z) = φ(−z) + z: linear in D, t.
-    """
-    units = layer.units
-    A, C = units.A @ axes.mT, units.C.mT @ axes.mT  # (r, d)
-    L = axes @ layer.L @ axes.mT
-    d, r = L.shape[0], len(A)
-    centre = torch.eye(d, dtype=torch.float64) - 1 / d
-    gram = torch.cat([
-        torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1),
-        torch.cat([(-A * C).mT, centre.square()], 1),
-    ])  # fmt: skip
-    wanted = torch.cat([-((A @ L) * C).sum(1), L.diagonal()])
-    solved = torch.linalg.solve(gram, wanted)
-    turned, D = solved[:r] > 0.5, solved[r:]
-    off = (solved[:r] - turned.to(torch.float64)).abs().max()
-    if float(off) > 0.05:
-        raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
-    share = turned.to(torch.float64)
-    sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
-    # What D leaves of L stays: with it the layer answers as it was fitted to.
-    L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
-    c = layer.c + units.C @ (share * units.a)
-    units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
-    epsilon = layer.epsilon_behind / float(size) ** 2
-    return Layer(units, L / size, c / size, layer.epsilon, epsilon), D / size
 
 
 @dataclass(frozen=True)
@@ -643,7 +428,7 @@ def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> 
     found = fitted(value, units, radius, device, stream, second.exact)
     expect_fitted(found.left)
     second = second.moved(axes @ found.centre, found.share)
-    layer, D = signed(found.layer, axes)
+    layer, D = signed(found.layer.to(torch.device("cpu")), axes)
     made = Behind(ask, axes, second, first, layer, D, device)
     try:
         return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)

@@ -48,7 +48,8 @@ _SQUARED = 1e-8  # likewise of their squares' roots
 _CLIFF = 10.0
 _ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
-_LENGTHS = 10
+_GRID, _FINE_GRID = (10, 3.0, 37), (20, 9.0, 145)  # lengths; offsets up to, and how many
+_MISSED = 10.0  # of the median miss
 _SAMPLE = 40  # units that show s and φ
 _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
@@ -466,7 +467,7 @@ def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Te
     """
     best = math.inf, SMOOTH[0], s
     for activation in SMOOTH:
-        length, offset, _, miss = _shapes(numbers * s, along, [], activation)
+        length, offset, _, miss = _shapes_from(numbers * s, along, [], activation, *_GRID)
         chosen = miss.argsort()[:_SAMPLE]
         found, left = _together(
             numbers[chosen], along[chosen], (length[chosen], offset[chosen], s), activation
@@ -484,7 +485,8 @@ def _best_shapes(
     some = slice(0, _SAMPLE)
 
     def miss(activation: str) -> float:
-        found = _shapes(numbers[some], along[some], [g[some] for g in gate], activation)
+        gates = [g[some] for g in gate]
+        found = _shapes_from(numbers[some], along[some], gates, activation, *_GRID)
         return float(found[3].median())
 
     activation = min(SMOOTH, key=miss)
@@ -494,10 +496,27 @@ def _best_shapes(
 def _shapes(
     numbers: Tensor, along: Tensor, gate: list[Tensor], activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each unit's length, offset, linear numbers and relative miss: the best of some starts.
+    """Each unit's length, offset, linear numbers and relative miss; more starts where it misses."""
+    found = _shapes_from(numbers, along, gate, activation, *_GRID)
+    missed = (found[3] > _MISSED * found[3].median()).nonzero()[:, 0]
+    if len(missed):
+        again = _shapes_from(
+            numbers[missed], along[missed], [g[missed] for g in gate], activation, *_FINE_GRID
+        )
+        better = again[3] < found[3][missed]
+        for part, new in zip(found, again, strict=True):
+            part[missed[better]] = new[better]
+    return found
 
-    These are the best offsets of a grid for each of some lengths; then Levenberg–Marquardt, with
-    what is linear eliminated: a size, and with gates its products with τ and γ.
+
+def _shapes_from(
+    numbers: Tensor, along: Tensor, gate: list[Tensor], activation: str,
+    count: int, furthest: float, many: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The best of some starts: for each of `count` lengths the best of `many` offsets.
+
+    Then Levenberg–Marquardt, with what is linear eliminated: a size, and with gates its products
+    with τ and γ.
     """
     order = 1 if gate else 2
     f, df, ddf = (derivative(activation, order + n) for n in range(3))
@@ -542,11 +561,11 @@ def _shapes(
         J = J - shape @ torch.linalg.solve(gram, shape.mT @ J)
         return linear[..., 0], rest, rest.square().sum(1), J
 
-    lengths = torch.logspace(-1.2, 0.7, _LENGTHS).to(along)
+    lengths = torch.logspace(-1.2, 0.7, count).to(along)
     if gate:  # φ'' of the activations is even, φ' is not
         lengths = torch.cat([lengths, -lengths])
-    offsets = torch.linspace(-3, 3, 37).to(along)
-    every, many = torch.arange(r, device=along.device), len(offsets)
+    offsets = torch.linspace(-furthest, furthest, many).to(along)
+    every = torch.arange(r, device=along.device)
     costs = [
         look((each / scale).repeat(many), offsets.repeat_interleave(r), every.repeat(many))[2]
         for each in lengths
