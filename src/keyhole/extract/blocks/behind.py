@@ -409,23 +409,24 @@ def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> 
     def value(n: Tensor) -> Tensor:
         return undone(first.tokens(n @ axes.mT).unsqueeze(1)) @ axes
 
-    def found_units(centred: bool) -> tuple[Units, Tensor]:
+    def found_units(centred: bool) -> tuple[Units, Tensor, Tensor]:
         sphere = Sphere(value, d - 1, radius, centred=centred)
         return find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
 
     if kinked:
         units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
+        doubtful = torch.zeros(0, dtype=torch.long)
     elif second.exact or d >= WIDE:
-        units, centre = found_units(second.exact)
+        units, centre, doubtful = found_units(second.exact)
     else:
         n = radius * random_units(_AROUND * d, d - 1, stream)
         second = second.moved(axes @ _origin(n, value(n)))
         try:
-            units, centre = found_units(True)
+            units, centre, doubtful = found_units(True)
         except Unsuccessful:
-            units, centre = found_units(False)
+            units, centre, doubtful = found_units(False)
     second = second.moved(axes @ centre)
-    found = fitted(value, units, radius, device, stream, second.exact)
+    found = fitted(value, units, doubtful, radius, device, stream, second.exact)
     expect_fitted(found.left)
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer.to(torch.device("cpu")), axes)

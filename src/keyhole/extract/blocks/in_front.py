@@ -70,7 +70,7 @@ def read(ask: Value, axes: Tensor, device: torch.device, stream: torch.Generator
         return (rows @ axes.mT).abs().amax(0) > 1e-12
 
     sphere = Sphere(value, e, math.sqrt(d), touched)
-    units, _ = find_units(sphere, _scattered(axes, stream), device, stream)
+    units, *_ = find_units(sphere, _scattered(axes, stream), device, stream)
     fits = _Fits(ask, axes, len(units.A), units.activation, device, stream)
     return fits.all(fits.sums(*fits.far(units)))
 

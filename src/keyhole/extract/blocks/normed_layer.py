@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +47,9 @@ _ANGLES = torch.linspace(-0.4, 0.4, 161, dtype=torch.float64)
 _NEAR = 0.5  # of R, that a unit may add
 _OFFSETS = [z / 2 for z in range(-7, 5)]
 _SLOPES = [2.0 ** (n / 2) for n in range(15)]
-_STARTS = 6
+_COSINE = 3.0
+_STARTS = 24
+_ALIKE = 1e-4  # what a fit of one unit may leave
 _REFINED = 4
 
 
@@ -219,6 +222,11 @@ class Fitted:
         """By how much answers are (n)."""
         return (self._answers(_affine(n), self.numbers) - y).norm(dim=1)
 
+    def shown(self, value: Value, n: Tensor) -> tuple[Tensor, Tensor]:
+        """R as fitted, and ŷ as answers show it, of length 1."""
+        R = self.layer(n.to(self.size.device)).to("cpu")
+        return R, normalize(value(n) - self.centre, dim=1)
+
     def with_unit(self, a: Tensor, offset: Tensor, c: Tensor) -> Fitted:
         A, linear = self.numbers["A"], self.numbers["linear"]
         row = torch.cat([a, offset[None]])[None].to(A)
@@ -258,12 +266,13 @@ def _affine(n: Tensor) -> Tensor:
 
 
 def fitted(
-    value: Value, units: Units, radius: float, device: torch.device, stream: torch.Generator,
-    exact: bool = False,
+    value: Value, units: Units, doubtful: Tensor, radius: float, device: torch.device,
+    stream: torch.Generator, exact: bool = False,
 ) -> Fitted:  # fmt: skip
     """All numbers of the layer, from those of the units, at as many points as they need.
 
-    Where ŷ are `exact`, of one length and without a centre, those stay as they are.
+    Of some units (indices) lengths and offsets are in doubt. Where ŷ are `exact`, of one length and
+    without a centre, those stay as they are.
     """
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 2) * e + 2
@@ -271,7 +280,11 @@ def fitted(
     n = radius * normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
     y = value(n).to(device)
     n = n.to(device)
-    fit = tried = Fitted.started(units, n, y, radius, exact)
+    fit = Fitted.started(units, n, y, radius, exact)
+    if len(doubtful):
+        units = _reshaped(fit, units, doubtful, value, stream)
+        fit = Fitted.started(units, n, y, radius, exact)
+    tried = fit
     for _ in range(_MISSED + 1):
         rare = _where_rare(tried.layer.units, radius, stream)
         at, wanted = n, y
@@ -284,13 +297,33 @@ def fitted(
         if fit.left < _ARRIVED:
             break
 
-        def shown(n: Tensor, fit: Fitted = fit) -> tuple[Tensor, Tensor]:
-            R = fit.layer(n.to(device)).to("cpu")
-            return R, normalize(value(n) - fit.centre, dim=1)
-
         furthest = n[int(fit.off(n, y).argmax())].to("cpu")
-        tried = fit.with_unit(*missed_unit(shown, furthest, fit.activation))
+        tried = fit.with_unit(*missed_unit(partial(fit.shown, value), furthest, fit.activation))
     return fit
+
+
+def _reshaped(
+    fit: Fitted, units: Units, doubtful: Tensor, value: Value, stream: torch.Generator
+) -> Units:
+    """With lengths and offsets from answers on a great circle through each unit's own row.
+
+    What is linear was fitted with the unit as it was: it may be off by what is affine.
+    """
+    A, a, C = units.A.clone(), units.a.clone(), units.C.clone()
+    steps = torch.stack([torch.ones_like(_ANGLES), _ANGLES.sin(), _ANGLES.cos() - 1], 1)
+    for k in doubtful.tolist():
+        axis, c = normalize(A[k], dim=0), C[:, k]
+        up = torch.randn(len(axis), generator=stream, dtype=torch.float64)
+        up = normalize(up - (up @ axis) * axis, dim=0)
+        circle = fit.radius * (_ANGLES.cos()[:, None] * up + _ANGLES.sin()[:, None] * axis)
+        R, hats = fit.shown(value, circle)
+        R = R - ACTIVATIONS[fit.activation](circle @ A[k] + a[k])[:, None] * c
+        near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
+        offset, slope, size = _fit(
+            steps[near, :2], _amounts(R, hats, c)[near], fit.activation, affine=steps[near]
+        )
+        A[k], a[k], C[:, k] = slope / fit.radius * axis, offset, size * c
+    return replace(units, A=A, a=a, C=C)
 
 
 def _where_rare(units: Units, radius: float, stream: torch.Generator) -> Tensor:
@@ -359,13 +392,13 @@ def missed_unit(
     near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
     angles, R, hats = _ANGLES[near], R[near], hats[near]
     steps = torch.stack([torch.ones_like(angles), angles.sin(), angles.cos() - 1], 1)
-    x = _fit(steps, _amounts(R, hats, c), radius, activation, None)
+    x = _fit(steps, _amounts(R, hats, c), activation)
     for _ in range(_REFINED):
         made = x[3] * ACTIVATIONS[activation](steps @ x[:3])
         weighted = made[:, None] * hats
         square = made.square().sum() * torch.eye(len(c)).to(c) - weighted.mT @ weighted
         c = torch.linalg.solve(square, made @ _across(R, hats))
-        x = _fit(steps, _amounts(R, hats, c), radius, activation, x)
+        x = _fit(steps, _amounts(R, hats, c), activation, x)
     z, sine, cosine, share = x
     return (cosine * up + sine * towards) / radius, z - cosine, share * c
 
@@ -381,23 +414,38 @@ def _amounts(R: Tensor, hats: Tensor, c: Tensor) -> Tensor:
 
 
 def _fit(
-    steps: Tensor, wanted: Tensor, radius: float, activation: str, before: Tensor | None
-) -> Tensor:
-    """z, ν, μ and the size for which `size·φ(z + ν·sin θ + μ·(cos θ − 1))` are the amounts."""
+    steps: Tensor, wanted: Tensor, activation: str, before: Tensor | None = None,
+    affine: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x and a size for which `size·φ(steps·x)` (n) is wanted, or that and columns of `affine`.
+
+    The first column of steps is 1, the second a sine, and the third is small next to both.
+    """
     f, df, scale = ACTIVATIONS[activation], derivative(activation, 1), wanted.norm()
+    Q = torch.zeros_like(steps[:, :1]) if affine is None else torch.linalg.qr(affine)[0]
+
+    def across(columns: Tensor) -> Tensor:
+        return columns - Q @ (Q.mT @ columns)
 
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
-        z = steps @ x[:3]
-        made, slopes = f(z), x[3] * df(z)[:, None] * steps
-        return (x[3] * made - wanted) / scale, torch.cat([slopes, made[:, None]], 1) / scale
+        z = steps @ x[:-1]
+        made, slopes = f(z), x[-1] * df(z)[:, None] * steps
+        return across(x[-1] * made - wanted) / scale, (
+            across(torch.cat([slopes, made[:, None]], 1)) / scale
+        )
 
     def start(z: float, slope: float) -> Tensor:
-        x = torch.tensor([z, slope, radius / 8, 1.0], dtype=torch.float64)
-        made = f(steps @ x[:3])
-        x[3] = (made @ wanted) / (made @ made)
+        x = torch.tensor([z, slope, _COSINE, 1.0], dtype=torch.float64)[[*range(len(steps[0])), 3]]
+        made = across(f(steps @ x[:-1]))
+        x[-1] = (made @ wanted) / (made @ made)
         return x
 
-    starts = [start(z, slope) for z in _OFFSETS for slope in _SLOPES]
-    starts.sort(key=lambda x: float(model(x)[0].norm()))
-    tried = starts[:_STARTS] if before is None else [before]
-    return min((levenberg(model, x) for x in tried), key=lambda end: end[1])[0]
+    tried = [before] if before is not None else [start(z, s) for z in _OFFSETS for s in _SLOPES]
+    tried = sorted(tried, key=lambda x: float(model(x)[0].norm()))[:_STARTS]
+    best, least = tried[0], math.inf
+    for x in tried:
+        end, left = levenberg(model, x)
+        best, least = (end, left) if left < least else (best, least)
+        if least < _ALIKE:
+            break
+    return best

@@ -48,6 +48,7 @@ _SQUARED = 1e-8  # likewise of their squares' roots
 _CLIFF = 10.0
 _ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
+_STEADY = 0.07  # a·n/|a|, at base points: curvature is nearly the same at all, whatever |a|
 _GRID, _FINE_GRID = (10, 3.0, 37), (20, 9.0, 145)  # lengths; offsets up to, and how many
 _MISSED = 10.0  # of the median miss
 _SAMPLE = 40  # units that show s and φ
@@ -234,10 +235,11 @@ def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> i
 
 def find_units(
     sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
-) -> tuple[Units, Tensor]:
+) -> tuple[Units, Tensor, Tensor]:
     """A start for descent.py; C as seen next to the length of answers on average.
 
-    And the vector (m) that answers are ŷ with: lines along ŷ through the answers meet in it.
+    And the vector (m) that answers are ŷ with, in which lines along ŷ through the answers meet;
+    and which units' lengths and offsets are in doubt, since they hardly vary at the base points.
     """
     measured, outside = _curvature(sphere, axes, device)
     q = len(measured.U)
@@ -260,7 +262,8 @@ def find_units(
             Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
         )
     units = _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
-    return units, _meeting(measured)
+    varied = (measured.points @ normalize(units.A, dim=1).mT).std(0)
+    return units, _meeting(measured), (varied < _STEADY).nonzero()[:, 0]
 
 
 def _meeting(at: _Measured) -> Tensor:
