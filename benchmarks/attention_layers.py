@@ -19,7 +19,7 @@ from keyhole.extract import AttentionLayers, TransformerBlocks
 from keyhole.extract.blocks.canonical import compared as parts_of
 from keyhole.oracle import Blocks, Oracle, plant
 from keyhole.oracle.block import plant_block
-from planted import compared, taken
+from planted import by_kind, compared, taken
 from show import Row
 
 LEAST = 0.9  # of the seeds
@@ -73,15 +73,10 @@ class Float32:
 
 
 def run(quick: bool, seeds: int = 20, workers: int = 2, kinds: str = "") -> Iterator[Row]:
-    """`kinds` are those whose name contains it."""
-    chosen = [name for name in KINDS if kinds in name]
     if quick:
-        chosen, seeds, workers = chosen[:1], 1, 1
-    cases = [(name, seed) for name in chosen for seed in range(seeds)]
-    found = show.spread_out(measured, cases, workers)
-    for name in chosen:
+        seeds, workers, kinds = 1, 1, next(iter(KINDS))
+    for name, items in by_kind(measured, KINDS, kinds, seeds, workers):
         allowed = SINGLE if name.endswith(FLOAT32) else EXACT
-        items = [next(found) for _ in range(seeds)]
         yield taken(name, items, allowed, math.ceil(LEAST * seeds))
 
 

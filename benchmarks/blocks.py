@@ -15,7 +15,7 @@ import torch
 import show
 from keyhole.extract import TransformerBlock
 from keyhole.oracle.block import plant_block
-from planted import compared, taken
+from planted import by_kind, compared, taken
 from show import Row
 
 BITS = 2.0**-45  # of blocks without norms: ePrint 2026/1678 reads d = 8, 6 heads at 2⁻⁵¹
@@ -89,19 +89,10 @@ class PyTorch:
 
 
 def run(quick: bool, seeds: int = 10, workers: int = 2, kinds: str = "") -> Iterator[Row]:
-    """`kinds` are names, or parts of several, with semicolons between."""
-    chosen = {
-        name: each
-        for name, each in KINDS.items()
-        if any(part == name or (part not in KINDS and part in name) for part in kinds.split(";"))
-    }
-    names, least = list(chosen), LEAST if seeds == 10 else seeds
     if quick:
-        names, seeds, least = names[:1], 1, 0
-    cases = [(name, seed) for name in names for seed in range(seeds)]
-    found = show.spread_out(measured, cases, 1 if quick else workers)
-    for name in names:
-        items = [next(found) for _ in range(seeds)]
+        seeds, workers, kinds = 1, 1, next(iter(KINDS))
+    least = 0 if quick else LEAST if seeds == 10 else seeds
+    for name, items in by_kind(measured, KINDS, kinds, seeds, workers):
         yield taken(name, items, KINDS[name][1], least, TOLERANCE)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import plotly.graph_objects as go
+from plotly.colors import qualitative
 
 import show
 from keyhole import extract, oracle
@@ -49,10 +50,6 @@ def run(quick: bool) -> Iterator[Row]:
         )
 
 
-_COLOURS = (
-    "#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207",
-    "#0e7490", "#4d7c0f", "#b91c1c", "#4338ca", "#78716c", "#0f172a",
-)  # fmt: skip
 _SMALLEST = 1e-17  # an error of exactly zero has to stand somewhere on a logarithmic axis
 
 
@@ -60,7 +57,7 @@ def figure(results: dict[str, Extraction]) -> go.Figure:
     """Error on fresh queries against queries asked, with each attack's lower bound drawn in."""
     drawn = go.Figure()
     for number, (name, result) in enumerate(results.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = qualitative.Plotly[number % 10]
         drawn.add_scatter(
             x=[queries for queries, _ in result.trace],
             y=[max(error, _SMALLEST) for _, error in result.trace],

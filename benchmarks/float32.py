@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -100,10 +99,8 @@ def run(quick: bool, processes: int = 1) -> Iterator[Row]:
         for module in others
         if (result := extract.run(module)).status is Status.RECOVERED
     ]
-    yield Row(
-        f"{len(others)} of other kinds called recovered", str(len(claimed)), "0", not claimed,
-        "; ".join(claimed),
-    )  # fmt: skip
+    what = f"{len(others)} of other kinds called recovered"
+    yield show.exactly(what, len(claimed), 0, "; ".join(claimed))
 
 
 def attacked(module: Heads) -> dict[str, Any]:
@@ -115,13 +112,11 @@ def attacked(module: Heads) -> dict[str, Any]:
 
 def _row(what: str, modules: list[Heads], least: int, processes: int) -> Row:
     """How many are recovered to 16 times the module's own error."""
-    started = time.perf_counter()
-    rows = list(show.spread_out(attacked, modules, processes))
+    rows, seconds = show.timed(lambda: list(show.spread_out(attacked, modules, processes)))
     statuses = Counter(row["status"] for row in rows)
     ratios = [row["error"] / row["own"] for row in rows if row["status"] == Status.RECOVERED]
     good, worst = sum(ratio <= 16 for ratio in ratios), max(ratios, default=0.0)
     queries = sum(row["queries"] for row in rows)
-    seconds = time.perf_counter() - started
     met = good >= least and not statuses[str(Status.MISMATCH)]
     found = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
     return Row(

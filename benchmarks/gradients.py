@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -72,6 +73,10 @@ RULES = (
 )
 
 
+def of_sizes(sizes: Sequence[int]) -> list[Rules]:
+    return [Rules("", texts=size) for size in sizes]
+
+
 def batches_of(
     loaded: Loaded, examples: Sequence[Example], rules: Rules, count: int
 ) -> Iterator[tuple[Sequence[Example], Batch]]:
@@ -110,7 +115,7 @@ def run(
             loaded = subjects.tiny(family, head=f"AutoModelFor{head}")
             lines = subjects.random_lines(loaded, 8, 6, 6)
             examples = [Example("", number % 2, line) for number, line in enumerate(lines)]
-            yield from by_size(loaded, examples, [1, 2], 2)
+            yield from by_rules(loaded, examples, 2, of_sizes([1, 2]))
             yield from by_rules(loaded, examples, 1, RULES[:20:4])
         return
     examples = read_examples(data / "sst2" / f"{split}.tsv")
@@ -121,9 +126,9 @@ def run(
         whole, rules = prefix.removesuffix("-") or "encoder", f"{prefix}rules"
         if whole in parts or rules in parts:
             loaded = load()
-            yield from by_size(loaded, examples, sizes if whole in parts else [], batches)
-            if rules in parts:
-                yield from by_rules(loaded, examples, batches)
+            chosen = of_sizes(sizes) if whole in parts else []
+            chosen += RULES if rules in parts else ()
+            yield from by_rules(loaded, examples, batches, chosen)
 
 
 def classifier(encoder: Path | None, device: str) -> Loaded:
@@ -135,36 +140,20 @@ def classifier(encoder: Path | None, device: str) -> Loaded:
         return subjects.minilm(encoder, device, task="classification", new_head=2)
 
 
-def by_size(
-    loaded: Loaded, examples: Sequence[Example], sizes: Sequence[int], batches: int
-) -> Iterator[Row]:
-    for size in sizes:
-        what = f"{Path(loaded.name).name}, batch of {size}"
-        yield measure(what, loaded, examples, Rules("", texts=size), batches)
-
-
 def by_rules(
-    loaded: Loaded, examples: Sequence[Example], batches: int, which: Sequence[Rules] = RULES
+    loaded: Loaded, examples: Sequence[Example], batches: int, which: Sequence[Rules]
 ) -> Iterator[Row]:
     for rules in which:
-        size = f"batch of {rules.texts}, " if rules.widths is None else ""
-        what = f"{Path(loaded.name).name}, {size}{rules.name}"
+        size = f"batch of {rules.texts}" if rules.widths is None else ""
+        what = ", ".join(filter(None, [Path(loaded.name).name, size, rules.name]))
         yield measure(what, loaded, examples, rules, batches)
 
 
 def measure(
-    what: str,
-    loaded: Loaded,
-    examples: Sequence[Example],
-    rules: Rules,
-    batches: int,
+    what: str, loaded: Loaded, examples: Sequence[Example], rules: Rules, batches: int
 ) -> Row:
     """Some batches, read and compared with what they were made of."""
     count = batches if rules.texts < 32 else 1
-    exact = verified = false = total = 0
-    scores: list[tuple[float, float]] = []
-    tokens: list[int] = []
-    known: list[float] = []
     items: list[dict[str, Any]] = []
     started = time.perf_counter()
     for number, (_, batch) in enumerate(batches_of(loaded, examples, rules, count)):
@@ -173,31 +162,30 @@ def measure(
         )
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
         read = [tuple(text.ids) for text in recovery.texts]
-        exact += sum(text in read for text in batch.texts)
-        verified += recovery.verified
-        false += sum(
-            text.verified and tuple(text.ids) not in batch.texts for text in recovery.texts
-        )
-        scores += rouges(batch.texts, read, special(loaded))
-        tokens.append(sum(map(len, batch.texts)))
+        verified = [tuple(text.ids) for text in recovery.texts if text.verified]
         ids = {id_ for text in batch.texts for id_ in text}
-        known.append(len(ids & set(recovery.tokens)) / len(ids))
-        total += len(batch.texts)
         items.append({
-            "batch": number, "texts": len(batch.texts), "tokens": tokens[-1],
+            "batch": number, "texts": len(batch.texts), "tokens": sum(map(len, batch.texts)),
             "exact": sum(text in read for text in batch.texts), "verified": recovery.verified,
-            "rouge": scores[-len(batch.texts) :], "known": known[-1],
+            "false": sum(text not in batch.texts for text in verified),
+            "rouge": rouges(batch.texts, read, special(loaded)),
+            "known": len(ids & set(recovery.tokens)) / len(ids),
         })  # fmt: skip
-    first, second = (sum(score) / len(scores) for score in zip(*scores, strict=True))
     seconds = (time.perf_counter() - started) / count
+    scores = [score for item in items for score in item["rouge"]]
+    first, second = (mean(score) for score in zip(*scores, strict=True))
+    total, exact, verified, false = (
+        sum(item[name] for item in items) for name in ("texts", "exact", "verified", "false")
+    )
+    tokens = [item["tokens"] for item in items]
     row = Row(
         what,
         f"{exact} of {total} texts exact, {verified} verified, {false} falsely; ROUGE-1 "
         f"{first:.3f}, ROUGE-2 {second:.3f}",
         "none falsely",
         false == 0,
-        f"{min(tokens)}–{max(tokens)} tokens, {sum(known) / count:.0%} of them known; "
-        f"{seconds:.1f} s",
+        f"{min(tokens)}–{max(tokens)} tokens, {mean(item['known'] for item in items):.0%} of them "
+        f"known; {seconds:.1f} s",
     )
     return show.itemised(row, items)
 

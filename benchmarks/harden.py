@@ -59,7 +59,10 @@ def run(quick: bool, options: Options = RELEASED) -> Iterator[Row]:
 
 def best_of_grid(loaded: Loaded, task: Task, method: str, seed: int, options: Options) -> Run:
     """The model of the best epoch on dev is left in `loaded`."""
-    start, best, kept = copy.deepcopy(loaded.model.state_dict()), -1.0, start_of(task, method, seed)
+    settings = {"examples": len(task.train), "epochs": task.epochs, "batch": task.batch}
+    kept: Run = {"what": task.name, "method": method, "seed": seed, "settings": settings}
+    kept["attacks"] = {}
+    start, best = copy.deepcopy(loaded.model.state_dict()), -1.0
     batches = task.batches(loaded, options, task.dev)
     points = [(options.rate, options.warmup)] if options.rate else product(RATES, WARMUPS)
     state = start
@@ -76,11 +79,6 @@ def best_of_grid(loaded: Loaded, task: Task, method: str, seed: int, options: Op
     loaded.model.load_state_dict(state)
     loaded.model.requires_grad_(False)
     return kept
-
-
-def start_of(task: Task, method: str, seed: int) -> Run:
-    settings = {"examples": len(task.train), "epochs": task.epochs, "batch": task.batch}
-    return {"what": task.name, "method": method, "seed": seed, "settings": settings, "attacks": {}}
 
 
 def epochs(

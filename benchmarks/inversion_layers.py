@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import mean, median
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import planted
 import show
@@ -48,48 +48,28 @@ def stack_row(n: int, d: int, depth: int, residual: bool, seeds: range, seconds:
     limit = None if residual else seconds
     starts = 16 if residual else 128
     layer = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
-    kind, tally = "residual" if residual else "bare", Tally()
+    items: list[dict[str, Any]] = []
     for seed in seeds:
         stack, X = planted_stack(n, d, depth, residual, seed)
-        tally.add(stacks.Peel(layer, branches=4)(stack), X)
-    what = f"{depth} {kind} layer{'s' * (depth > 1)} {n}x{d}, peel"
-    return show.itemised(Row(what, str(tally), details=tally.growth()), tally.items)
-
-
-class Tally:
-    """How often something was found, and how often that was what had been planted."""
-
-    def __init__(self) -> None:
-        self.results: list[invert.Inversion] = []
-        self.errors: list[float] = []  # of the nearest solution
-        self.first = 0
-
-    def add(self, result: invert.Inversion, X: Tensor) -> None:
-        self.results.append(result)
+        result = stacks.Peel(layer, branches=4)(stack)
         errors = [relative(solution, X) for solution in result.solutions]
-        self.errors.append(min(errors, default=torch.inf))
-        self.first += bool(errors) and relative(result.X, X) <= SAME
-
-    def __str__(self) -> str:
-        solved = sum(len(result.solutions) > 0 for result in self.results)
-        hits = [error for error in self.errors if error <= SAME]
-        worst = f", error {max(hits):.0e}" if hits else ""
-        return (
-            f"{solved} of {len(self.results)} solved, planted among them {len(hits)}, "
-            f"least norm {self.first}{worst}, {mean(r.seconds for r in self.results):.1f} s"
-        )
-
-    @property
-    def items(self) -> list[dict[str, float]]:
-        return [
-            {"solutions": len(result.solutions), "nearest": error, "seconds": result.seconds}
-            for result, error in zip(self.results, self.errors, strict=True)
-        ]
-
-    def growth(self) -> str:
-        """The median of what was found: what errors in the output grow by, at most."""
-        known = [result.condition for result in self.results if result.condition is not None]
-        return f"condition {median(known):.0e}" if known else ""
+        items.append({
+            "solutions": len(errors), "nearest": min(errors, default=torch.inf),
+            "least norm": errors != [] and relative(result.X, X) <= SAME,
+            "condition": result.condition, "seconds": result.seconds,
+        })  # fmt: skip
+    solved, first = (
+        sum(bool(item[name]) for item in items) for name in ("solutions", "least norm")
+    )
+    hits = [item["nearest"] for item in items if item["nearest"] <= SAME]
+    known = [item["condition"] for item in items if item["condition"] is not None]
+    row = Row(
+        f"{depth} {'residual' if residual else 'bare'} layers {n}x{d}, peel",
+        f"{solved} of {len(items)} solved, planted among them {len(hits)}, least norm {first}, "
+        f"error {max(hits, default=0.0):.0e}, {mean(item['seconds'] for item in items):.1f} s",
+        details=f"condition {median(known or [torch.inf]):.0e}",
+    )
+    return show.itemised(row, items)
 
 
 if __name__ == "__main__":

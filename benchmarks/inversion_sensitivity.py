@@ -109,28 +109,24 @@ def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     )
 
 
-def points(quick: bool) -> Iterator[tuple[str, Point]]:
-    """Each quantity, by its name, at each of its values."""
+def run(quick: bool) -> Iterator[Row]:
     for name, values in quantities(quick).items():
         for value, make in values.items():
-            yield name, measure(value, make, 2 if quick else 20)
-
-
-def run(quick: bool) -> Iterator[Row]:
-    for name, point in points(quick):
-        yield Row(
-            f"{name} = {point.value:g}",
-            f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
-            details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
-            f"error {point.error:.1e}",
-        )
+            point = measure(value, make, 2 if quick else 20)
+            yield Row(
+                f"{name} = {point.value:g}",
+                f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
+                details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
+                f"error {point.error:.1e}",
+            )
 
 
 def table(quick: bool) -> dict[str, list[Point]]:
-    grouped: dict[str, list[Point]] = {}
-    for name, point in points(quick):
-        grouped.setdefault(name, []).append(point)
-    return grouped
+    problems = 2 if quick else 20
+    return {
+        name: [measure(value, make, problems) for value, make in values.items()]
+        for name, values in quantities(quick).items()
+    }
 
 
 def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:

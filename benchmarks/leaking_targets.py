@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,22 +93,6 @@ class Case:
     seed: int
 
 
-@dataclass(frozen=True)
-class End:
-    """How an extraction ended: in one word, its status and reason, and how far the model is off.
-
-    `error` and `own`, that of the answers, are relative to the largest answer.
-    """
-
-    outcome: str
-    status: str
-    reason: str
-    error: float | None
-    own: float | None
-    queries: int
-    seconds: float
-
-
 class Answering:
     """A target as its server answers; `exactly` is the function before rounding."""
 
@@ -135,7 +120,7 @@ def run(quick: bool, processes: int = 1, blurred: bool = False) -> Iterator[Row]
     total = Counter[str]()
     ends = show.spread_out(attacked, cases, processes)
     for kind, some in groupby(cases, lambda case: case.kind):
-        row, counts = _row(kind, {case: next(ends) for case in some})
+        row, counts = _row(kind, [next(ends) for _ in some])
         total += counts
         yield row
     for wrong in (MISMATCH, CLEAN, WRONG):
@@ -150,8 +135,11 @@ def run(quick: bool, processes: int = 1, blurred: bool = False) -> Iterator[Row]
     )
 
 
-def attacked(case: Case) -> End:
-    """The outcome of an extraction that knows nothing of the target, compared with the truth."""
+def attacked(case: Case) -> dict[str, Any]:
+    """The outcome of an extraction that knows nothing of the target, compared with the truth.
+
+    `error` is that of the model, `own` that of the answers, relative to the largest answer.
+    """
     target = Answering({**KINDS, **BLURRED}[case.kind](case.seed), case)
     result, seconds = show.timed(lambda: extract.Auto(seed=case.seed)(target))
     status, outcome = result.status, OUTCOMES[result.status]
@@ -163,7 +151,10 @@ def attacked(case: Case) -> End:
         error, own = errors(target, result.model)
         if outcome is Outcome.GIVEN_AWAY:
             shown = READ if error <= max(1e-6, ADMITTED * own) else WRONG
-    return End(shown, str(status), result.reason, error, own, result.queries, seconds)
+    return {
+        **vars(case), "outcome": shown, "status": str(status), "reason": result.reason,
+        "error": error, "own": own, "queries": result.queries, "seconds": seconds,
+    }  # fmt: skip
 
 
 def errors(target: Answering, model: Oracle) -> tuple[float, float]:
@@ -180,19 +171,17 @@ def errors(target: Answering, model: Oracle) -> tuple[float, float]:
     return float(worst) / largest, float(own) / largest
 
 
-def _row(what: str, ends: dict[Case, End]) -> tuple[Row, Counter[str]]:
-    counts = Counter(end.outcome for end in ends.values())
+def _row(what: str, items: list[dict[str, Any]]) -> tuple[Row, Counter[str]]:
+    counts = Counter(item["outcome"] for item in items)
     failed = [
-        f"{case.link}, {case.precision}: {end.outcome} ({end.status})"
-        for case, end in ends.items()
-        if end.outcome != READ
+        f"{item['link']}, {item['precision']}: {item['outcome']} ({item['status']})"
+        for item in items
+        if item["outcome"] != READ
     ]
-    queries = max(end.queries for end in ends.values())
-    seconds = max(end.seconds for end in ends.values())
+    queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
     measured = ", ".join(f"{counts[each]} {each}" for each in SHOWN if counts[each])
     details = f"{queries:,} queries and {seconds:.1f} s at most"
     row = Row(what, measured, details="; ".join([details, *failed]))
-    items = [{**vars(case), **vars(end)} for case, end in ends.items()]
     return show.itemised(row, items), counts
 
 

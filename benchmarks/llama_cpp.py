@@ -8,19 +8,14 @@ and values of all layers. `parts`:
   with what goes into every matrix rounded as ggml rounds it, and from its own without flash
   attention, which is what rounding in another order does to llama.cpp itself;
 - `last-layer`, only where it is named: the width of the model and rows of its output matrix from
-  the best `--top` log-probabilities with a bias, and what that takes in queries. `--servers` of
-  them, of one file, share the questions.
+  the best `--top` log-probabilities with a bias, and what that takes in queries.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -59,55 +54,29 @@ def run(
     parts: list[str] = ["apart"],  # noqa: B006
     texts: int = 10,
     top: list[int] = [20],  # noqa: B006
-    threads: int = 1,
-    servers: int = 1,
 ) -> Iterator[Row]:
     if quick:  # no server: our own rounding stands in for it
         loaded = subjects.tiny("llama")
         ids = [each.tolist() for each in subjects.tiny_texts(2, 8, framed=False)]
         given = [own(loaded, each, rounded=True) for each in ids]
-        yield row_of("random llama, its rounding against float32", given, plainly(loaded, given))
+        plain = [own(loaded, each) for each in ids]
+        yield row_of("random llama, its rounding against float32", given, plain)
         return
     for path in models:
         for count in top if "last-layer" in parts else ():
-            yield last_layer(path, count, threads, servers)
+            yield last_layer(path, count)
         if "apart" in parts:
             loaded = load_model(path)
-            lines = subjects.turns(data, "dev")
-            random.Random(0).shuffle(lines)
-            ids = [each.tolist() for each in subjects.encoded(loaded, lines[: 20 * texts])]
-            ids = [each for each in ids if 8 <= len(each) <= 40][:texts]
+            ids = [each.tolist() for each in subjects.short_turns(data, loaded, texts)]
             yield from apart(path, loaded, answers(path, loaded, ids))
 
 
-class Several:
-    """Servers of one file as one oracle: each answers its share of the questions."""
-
-    def __init__(self, servers: list[Completions]) -> None:
-        self.servers = servers
-        self.dim, self.vocabulary = servers[0].dim, servers[0].vocabulary
-        self.pool = ThreadPoolExecutor(len(servers))
-        self.asked, self.said, self.started = 0, 0.0, time.perf_counter()
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        shares = [rows for rows in sequences.tensor_split(len(self.servers)) if len(rows)]
-        answers = torch.cat(list(self.pool.map(lambda ask, x: ask(x), self.servers, shares)))
-        self.asked, seconds = self.asked + len(sequences), time.perf_counter() - self.started
-        if seconds > self.said + 10:
-            self.said = seconds
-            print(f"{self.asked:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
-        return answers
-
-
-def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(path, f"threads={threads}")) for _ in range(servers)]
-        oracle = Several([stack.enter_context(closing(Completions.at(url))) for url in urls])
+def last_layer(path: Path, top: int) -> Row:
+    with served(path) as url, closing(Completions.at(url)) as oracle:
         found, seconds = show.timed(lambda: OutputLayer(top=top)(oracle))
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries
-    layer = result.layer
     row = Row(
         f"{path.stem}, last layer from the best {top} with a bias",
         f"width {result.width}, {result.queries + checked:,} queries", f"width {truth}",
@@ -116,7 +85,8 @@ def last_layer(path: Path, top: int, threads: int, servers: int) -> Row:
     )  # fmt: skip
     return show.itemised(row, [{
         "top": top, "width": result.width, "queries": result.queries, "judge": checked,
-        "status": str(result.status), "seconds": seconds, "layer": layer and vars(layer),
+        "status": str(result.status), "seconds": seconds,
+        "layer": result.layer and vars(result.layer),
     }])  # fmt: skip
 
 
@@ -153,7 +123,7 @@ def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) ->
 
 def apart(path: Path, loaded: Loaded, given: list[Given]) -> Iterator[Row]:
     sides = {
-        "float32": plainly(loaded, given),
+        "float32": [own(loaded, each.ids) for each in given],
         "the same rounding": [own(loaded, each.ids, rounded=True) for each in given],
         "llama.cpp without flash attention": answers(
             path, loaded, [each.ids for each in given], "flash=0"
@@ -176,10 +146,6 @@ def row_of(what: str, given: list[Given], others: list[Given]) -> Row:
         details=f"values of layers {shown}; relative, mean of {len(given)} texts",
     )  # fmt: skip
     return show.itemised(row, [{"states": states, "values": list(layers.values())}])
-
-
-def plainly(loaded: Loaded, given: list[Given]) -> list[Given]:
-    return [own(loaded, each.ids) for each in given]
 
 
 @torch.no_grad()

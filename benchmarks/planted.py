@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,23 @@ def compared(target: Any, result: Extraction, seed: int, numbers: int) -> dict[s
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
             "queries": result.queries, "seconds": result.seconds,
             "bound": -(-target.unknowns // numbers)}  # fmt: skip
+
+
+def by_kind(
+    measured: Callable[[tuple[str, int]], dict[str, Any]], known: Collection[str], kinds: str,
+    seeds: int, workers: int,
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:  # fmt: skip
+    """What each seed of some kinds gives; `kinds` are names or parts of them, with semicolons."""
+    parts = kinds.split(";")
+    whole = [part for part in parts if part in known]
+    chosen = [
+        name for name in known
+        if name in whole or any(part in name for part in parts if part not in whole)
+    ]  # fmt: skip
+    cases = [(name, seed) for name in chosen for seed in range(seeds)]
+    found = show.spread_out(measured, cases, workers)
+    for name in chosen:
+        yield name, [next(found) for _ in range(seeds)]
 
 
 def taken(

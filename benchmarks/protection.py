@@ -118,17 +118,10 @@ def run(
         yield nobody_row(setting, "random directions", torch.randn(4, 32), SumSearch(passes=60))
         return
     loaded = subjects.minilm(encoder, device)
-    reviews, others = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
-    corpus = random.Random(0).sample(sorted({line.strip() for line in reviews}), lines)
+    reviews = set(read_texts(data / "sst2" / "train.tsv"))
+    corpus = random.Random(0).sample(sorted(reviews), lines)
     ((least, most),) = subjects.lengths(tokens)
-    known = set(corpus)
-    fresh = [
-        line
-        for line in dict.fromkeys(line.strip() for line in others)
-        if line not in known
-        and least <= len(loaded.tokenizer(line, add_special_tokens=False)["input_ids"]) <= most
-    ]
-    random.Random(0).shuffle(fresh)
+    fresh = subjects.sentences(data, loaded.tokenizer, least, most, set(corpus))
     search = SumSearch(passes=passes)
     setting = prepared(loaded, fresh[:texts], corpus, docs, search, most + 3)
     if "defences" in parts:

@@ -7,8 +7,8 @@
 
 `--models`: folders or .gguf files of causal
 models, `--texts` texts each, DREAM's turns joined to 32 tokens; from the first layer's cache, and
-those at a quarter and at half of the layers; `--kinds` takes some of the above. Without a model a
-random Llama is read.
+those at a quarter and at half of the layers; `--kinds` takes some of the above. `--quick` reads a
+random Llama.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 import show
 import subjects
 from keyhole.models import Loaded, anatomy, load_model
-from keyhole.recover import KeyValues, recover_texts
+from keyhole.recover import KeyValues
 from show import Row
 
 LENGTH = 32  # tokens: KIVI's groups of keys
@@ -38,28 +38,23 @@ def run(
     texts: int = 5,
     kinds: list[str] = list(KINDS),  # noqa: B006
 ) -> Iterator[Row]:
-    chosen = tuple(kinds)
-    if quick or not models:
-        loaded = subjects.tiny("llama")
-        chosen = ("fp8 e4m3", "fp8 e5m2", "KIVI 4") if quick else chosen
-        ids = subjects.tiny_texts(1 if quick else texts, LENGTH, framed=False)
-        yield from of_model("random llama", loaded, ids, chosen)
+    if quick:
+        ids = subjects.tiny_texts(1, LENGTH, framed=False)
+        yield from of_model("random llama", subjects.tiny("llama"), ids, kinds[:3])
+        return
     for name in models:
         loaded = load_model(name, device=device)
         words = subjects.encoded(loaded, subjects.turns(data, "dev"))
         ids = list(torch.cat(words)[: texts * LENGTH].view(texts, LENGTH))
-        yield from of_model(Path(name).name, loaded, ids, chosen)
+        yield from of_model(Path(name).name, loaded, ids, kinds)
 
 
-def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: tuple[str, ...]) -> Iterator[Row]:
+def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: list[str]) -> Iterator[Row]:
     layers = anatomy(loaded.model).layers
     for layer in sorted({0, layers // 4, layers // 2}):
         for kind in kinds:
             leaks = [leaked(loaded, text, kind, layer) for text in ids]
-            made = show.timed(lambda leaks=leaks: recover_texts(
-                loaded.model, loaded.tokenizer, leaks
-            ))  # fmt: skip
-            yield row(f"{name}, {kind}, kv:{layer} of {layers}", ids, *made)
+            yield row(f"{name}, {kind}, kv:{layer} of {layers}", *subjects.read(loaded, ids, leaks))
 
 
 @torch.no_grad()
@@ -93,15 +88,8 @@ def grouped(numbers: Tensor, bits: int) -> Tensor:
     return (((groups - least) / step).round() * step + least).flatten(-2)
 
 
-def row(what: str, ids: list[Tensor], found: Any, seconds: float) -> Row:
-    items = [
-        {"tokens": len(text), "exact": each.ids == text.tolist(), "verified": each.verified,
-         "right": sum(a == b for a, b in zip(each.ids, text.tolist(), strict=False)),
-         "status": str(each.status), "precision": each.precision}
-        for text, each in zip(ids, found, strict=True)
-    ]  # fmt: skip
-    exact = sum(item["exact"] and item["verified"] for item in items)
-    false = sum(item["verified"] and not item["exact"] for item in items)
+def row(what: str, items: list[dict[str, Any]], seconds: float) -> Row:
+    exact, false = subjects.claims(items)
     right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
     made = Row(
         what, f"{exact} of {len(items)} exact and verified, {false} falsely",

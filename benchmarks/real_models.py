@@ -4,18 +4,16 @@
 hidden states at a quarter, half and all of its layers, and from the caches of a causal one: turns
 of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right. Of an encoder
 and a decoder both are read: the decoder's text is what the model itself answers to the turn, behind
-the encoder's states of it. An encoder that reads no text (Whisper's)
-is given noise, and the turns are what the decoder is read from.
+the encoder's states of it.
 
 `--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
-in bfloat16 on a GPU, which says what size costs: random texts of `--length` tokens, `--together` of
-them at once, from half of the layers, from the last, and from the cache at half; tokens a second,
-and the most memory that was taken over what the weights take.
+in bfloat16 on a GPU, which says what size costs: a random text of `--length` tokens, from half of
+the layers, from the last, and from the cache at half; tokens a second, and the most memory that was
+taken over what the weights take.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,18 +24,15 @@ import torch
 
 import show
 import subjects
-from keyhole.core.errors import InputError
 from keyhole.models import Exposure, Loaded, anatomy, identity, load_model
 from keyhole.models.loading import task_of
 from keyhole.models.pairs import decoder_of, encoder_of, is_pair
-from keyhole.recover import recover_texts
 from show import Row
 from subjects import leak_of
 
 # Layers, width, width of the feed-forward layer, heads: SmolLM2, Qwen2.5-1.5B and Llama 2 7B.
 SHAPES = {0.1: (30, 576, 1536, 9), 1.5: (28, 1536, 8960, 12), 7.0: (32, 4096, 11008, 32)}
 VOCABULARY = 32_000
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run(
@@ -49,7 +44,6 @@ def run(
     texts: int = 50,
     sizes: list[float] = [],  # noqa: B006
     length: int = 100,
-    together: int = 1,
 ) -> Iterator[Row]:
     if quick:
         ids = subjects.tiny_texts(2, 6, framed=False)
@@ -58,14 +52,14 @@ def run(
     for name in models:
         loaded = opened(Path(name), device)
         if dtype:
-            loaded = replace(loaded, model=loaded.model.to(DTYPES[dtype]))
-        ids = turns_of(loaded, data, texts)
+            loaded = replace(loaded, model=loaded.model.to(getattr(torch, dtype)))
+        ids = subjects.short_turns(data, loaded, texts)
         if is_pair(loaded.model):
             yield from of_pair(Path(name).name, loaded, ids)
         else:
             yield from of_model(Path(name).name, loaded, ids)
     for size in sizes:
-        yield from of_size(size, device, length, together)
+        yield from of_size(size, device, length)
 
 
 def opened(name: Path, device: str) -> Loaded:
@@ -73,30 +67,13 @@ def opened(name: Path, device: str) -> Loaded:
     return load_model(name, device=device, task=task)
 
 
-def turns_of(loaded: Loaded, data: Path, count: int) -> list[torch.Tensor]:
-    lines = subjects.turns(data, "dev")
-    random.Random(0).shuffle(lines)
-    ids = subjects.encoded(loaded, lines[: 20 * count])
-    return [each for each in ids if 8 <= len(each) <= 40][:count]
-
-
 def of_pair(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row]:
-    """The encoder where it reads text, then the decoder behind its states."""
+    """The encoder, then the decoder behind its states."""
     model, decoder = loaded.model, replace(loaded, model=decoder_of(loaded.model))
-    try:
-        anatomy(model)
-    except InputError as error:
-        yield Row(f"{name}, its encoder", "skipped", "", True, str(error), promise=False)
-        stream = torch.Generator().manual_seed(0)
-        sounds = torch.randn(
-            1, model.config.num_mel_bins, 2 * model.config.max_source_positions, generator=stream
-        )
-        states = [encoder_of(model)(sounds).last_hidden_state[0]] * len(ids)
-    else:
-        yield from of_model(f"{name}, its encoder", loaded, ids)
-        with torch.no_grad():
-            states = [encoder_of(model)(input_ids=each[None]).last_hidden_state[0] for each in ids]
-            ids = [model.generate(each[None], num_beams=1, max_new_tokens=60)[0] for each in ids]
+    yield from of_model(f"{name}, its encoder", loaded, ids)
+    with torch.no_grad():
+        states = [encoder_of(model)(input_ids=each[None]).last_hidden_state[0] for each in ids]
+        ids = [model.generate(each[None], num_beams=1, max_new_tokens=60)[0] for each in ids]
     yield from of_model(f"{name}, its decoder", decoder, ids, states)
 
 
@@ -113,8 +90,7 @@ def of_model(
         wanted += [Exposure("kv", layer) for layer in sorted({half, parts.layers - 1})]
     for exposure in wanted:
         items, seconds = read(loaded, exposure, ids, states)
-        exact = sum(item["exact"] and item["verified"] for item in items)
-        false = sum(item["verified"] and not item["exact"] for item in items)
+        exact, false = subjects.claims(items)
         tokens = sum(item["tokens"] for item in items)
         row = Row(
             f"{name}, {str(weights).removeprefix('torch.')}, {exposure} of {parts.layers}",
@@ -136,32 +112,27 @@ def read(
         leak_of(loaded, text, exposure, encoder=given)
         for text, given in zip(ids, states or [None] * len(ids), strict=True)
     ]
-    found, seconds = show.timed(lambda: recover_texts(loaded.model, loaded.tokenizer, leaks))
-    return [
-        {"tokens": len(text), "exact": each.ids == text.tolist(), "verified": each.verified,
-         "status": str(each.status), "tested": each.tested}
-        for text, each in zip(ids, found, strict=True)
-    ], seconds  # fmt: skip
+    return subjects.read(loaded, ids, leaks)
 
 
-def of_size(size: float, device: str, length: int, together: int) -> Iterator[Row]:
+def of_size(size: float, device: str, length: int) -> Iterator[Row]:
     loaded = random_llama(size, device)
     weights = sum(each.numel() * each.itemsize for each in loaded.model.parameters())
     stream = torch.Generator().manual_seed(0)
     low = len(subjects.SPECIAL)
-    ids = list(torch.randint(low, VOCABULARY, (together, length), generator=stream))
+    ids = list(torch.randint(low, VOCABULARY, (1, length), generator=stream))
     layers = anatomy(loaded.model).layers
     for exposure in (Exposure("hidden", layers // 2), Exposure("hidden", layers),
                      Exposure("kv", layers // 2)):  # fmt: skip
         torch.cuda.reset_peak_memory_stats()
         items, seconds = read(loaded, exposure, ids)
-        exact = sum(item["exact"] and item["verified"] for item in items)
+        exact, _ = subjects.claims(items)
         ratio = torch.cuda.max_memory_allocated() / weights
         row = Row(
-            f"{size:g}B random, bfloat16, {exposure} of {layers}, {together} of {length} tokens",
-            f"{exact} of {together} exact and verified, {ratio:.2f} × the weights' memory",
-            "all, <= 1.3 ×", exact == together and ratio <= 1.3,
-            f"{together * length / seconds:,.1f} tokens a second, {seconds:.1f} s; weights "
+            f"{size:g}B random, bfloat16, {exposure} of {layers}, 1 of {length} tokens",
+            f"{exact} of 1 exact and verified, {ratio:.2f} × the weights' memory",
+            "all, <= 1.3 ×", exact == 1 and ratio <= 1.3,
+            f"{length / seconds:,.1f} tokens a second, {seconds:.1f} s; weights "
             f"{weights / 1e9:.2f} GB", promise=False,
         )  # fmt: skip
         yield show.itemised(row, items)

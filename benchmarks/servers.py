@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,8 +49,6 @@ p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
 for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
     if name == "slots":
         p.slot_save_path, p.swa_full = value, True
-    elif name == "threads":
-        p.cpuparams.n_threads = p.cpuparams_batch.n_threads = int(value)
     elif name == "flash":
         p.flash_attn_type = int(value)
     elif name == "draft":
@@ -130,7 +128,7 @@ def served(file: Path, *settings: str) -> Generator[str]:
 def serving(
     command: list[str], ready: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Generator[None]:
-    """A command that serves until the end of the block, from when `ready` answers."""
+    """A command that serves until the end of the block, once `ready` answers, in ten minutes."""
     log = folder / "log"
     # A session of its own: a server that starts processes ends with all of them.
     with (
@@ -140,23 +138,21 @@ def serving(
             env={**os.environ, **(environment or {})},
         ) as process,
     ):  # fmt: skip
+        end = time.monotonic() + 600
         try:
-            if not wait_for(ready, lambda: process.poll() is None):
-                raise SystemExit(f"the server did not start: {log.read_text()[-500:]}")
+            while not _answers(ready):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise SystemExit(f"the server did not start: {log.read_text()[-500:]}")
+                time.sleep(0.1)
             yield
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for(url: str, alive: Callable[[], bool]) -> bool:
-    """Whether the address answers within ten minutes, and before its server ends."""
-    end = time.monotonic() + 600
-    while alive() and time.monotonic() < end:
-        with suppress(httpx.TransportError):
-            if httpx.get(url).is_success:
-                return True
-        time.sleep(0.1)
+def _answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(url).is_success
     return False
 
 

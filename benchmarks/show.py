@@ -16,7 +16,6 @@ import inspect
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -82,11 +81,6 @@ def every(what: str, count: int, total: int, details: str = "") -> Row:
     return Row(what, f"{count} of {total}", "all", count == total, details)
 
 
-def ratio(what: str, measured: str, wanted: str, met: bool | None, details: str = "") -> Row:
-    """What depends on the machine: never a promise, and not judged where `met` is None."""
-    return Row(what, measured, "" if met is None else wanted, met, details, promise=False)
-
-
 def timed(function: Callable[[], T]) -> tuple[T, float]:
     """What a call gives, and its seconds."""
     started = time.perf_counter()
@@ -104,17 +98,6 @@ def spread_out(function: Callable[[Any], T], cases: Sequence[Any], workers: int)
         yield from pool.map(function, cases)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def least_seconds(*functions: Callable[[], object], runs: int) -> list[float]:
-    """The least seconds of each, measured in turn; the first round warms up."""
-    rounds = [[timed(function)[1] for function in functions] for _ in range(runs + 1)]
-    return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
-
-
-def peak_memory() -> float:
-    """Of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

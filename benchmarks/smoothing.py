@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import show
 import subjects
 import trained
-from keyhole.data import Example, encode, read_examples
+from keyhole.data import Example, encode
 from keyhole.disrupt.budget import budget
 from keyhole.disrupt.greedy import Greedy
 from keyhole.disrupt.masked_queries import Ordering, Search
@@ -48,9 +48,10 @@ JUDGES = 200  # fresh masks that vote after an attack
 SHARE = 0.01  # of all units: the most that is cut
 ALONE = 1e-6  # a unit that holds all of its row but so much is alone in it
 MAX_LENGTH = 128
-SIZES = {  # examples, epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
-    "demo": (67_349, 1, 64, 5e-4),
-    "minilm": (67_349, 4, 256, 1.5e-4),
+SIZES = {  # epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
+    "demo": (1, 64, 5e-4),
+    "minilm": (4, 256, 1.5e-4),
+    "tiny": (2, 16, 3e-3),
 }
 
 
@@ -226,21 +227,17 @@ def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> T
 
 @dataclass(frozen=True)
 class Options:
-    """Of the classifiers, and of what is done to each; None: as in SIZES.
+    """Of the classifiers, and of what is done to each.
 
     After so many `seconds` no further text of a row is attacked.
     """
 
-    model: Literal["demo", "minilm"] = "demo"
+    model: Literal["demo", "minilm", "tiny"] = "demo"
     texts: int = 872
     sampled: int = 200
     attacked: int = 20
     seconds: float = math.inf
     samples: int = 1000
-    examples: int | None = None
-    epochs: int | None = None
-    batch: int | None = None
-    rate: float | None = None
     masks_at_once: int = 512
     data: Path = subjects.DATA
     encoder: Path | None = None
@@ -249,33 +246,28 @@ class Options:
 
     def fresh(self) -> Loaded:
         torch.manual_seed(self.seed)
+        if self.model == "tiny":
+            return subjects.tiny("bert", head="AutoModelForSequenceClassification")
         if self.model == "minilm":
             return subjects.minilm(self.encoder, self.device, task="classification", new_head=2)
         return load_model(FOLDER, task="classification", device=self.device)
 
 
-def examples(options: Options, quick: bool) -> tuple[list[Example], list[Example]]:
-    parts = (options.data / "sst2" / f"{part}.tsv" for part in ("train", "dev"))
-    train, dev = (
-        ([subjects.with_a_word(number) for number in range(*ends)] for ends in ((96,), (96, 100)))
-        if quick
-        else (read_examples(part) for part in parts)
-    )
+def examples(options: Options) -> tuple[list[Example], list[Example]]:
+    texts = [subjects.with_a_word(number) for number in range(100)]
+    train, dev = texts[:96], texts[96:]
+    if options.model != "tiny":
+        train, dev = trained.Options(data=options.data).sst2()
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     return [train[number] for number in order], dev
 
 
-def classifier(
-    options: Options, quick: bool, keep: float, train: Sequence[Example]
-) -> tuple[Loaded, Training]:
-    count, *usual = SIZES[options.model]
-    given = (options.epochs, options.batch, options.rate)
-    epochs, batch, rate = (own or other for own, other in zip(given, usual, strict=True))
-    head = "AutoModelForSequenceClassification"
-    loaded = subjects.tiny("bert", head=head) if quick else options.fresh()
+def classifier(options: Options, keep: float, train: Sequence[Example]) -> tuple[Loaded, Training]:
+    epochs, batch, rate = SIZES[options.model]
+    loaded = options.fresh()
     Mean(loaded.model.base_model)
     training = trained.fit(
-        loaded, train[: options.examples or count], f"sattend:rate={1 - keep:.9g}:emptied=true",
+        loaded, train, f"sattend:rate={1 - keep:.9g}:emptied=true",
         options.device, epochs=epochs, batch=batch, rate=rate, seed=options.seed, pool=32,
         max_length=MAX_LENGTH,
     )  # fmt: skip
@@ -332,9 +324,7 @@ def run(
 ) -> Iterator[Row]:
     if quick:
         keeps = [1.0, 0.1, 0.0]
-        options = replace(
-            options, attacked=1, samples=60, epochs=2, batch=16, rate=3e-3, device="cpu"
-        )
+        options = replace(options, model="tiny", attacked=1, samples=60, device="cpu")
     runs = trained.joined(join)
     yield from (Row(run=each, **each["line"]) for each in runs)
     for keep in keeps:
@@ -348,8 +338,8 @@ def run(
         ]  # fmt: skip
         if not ways:
             continue
-        train, dev = examples(options, quick)
-        loaded, training = classifier(options, quick, keep, train)
+        train, dev = examples(options)
+        loaded, training = classifier(options, keep, train)
         trained.log(f"{what}: {training.summary()}")
         for way in ways:
             count = options.texts if way.exact else options.sampled

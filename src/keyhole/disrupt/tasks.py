@@ -79,20 +79,23 @@ class Question:
             1 - m, 1, device=self.labels.device
         )
         wanted, place = positions.unique(return_inverse=True)
-        # The vocabulary is large: only the positions that somebody reads.
+        # The vocabulary is large: logits are computed at the positions needed alone.
         options = _options(model, {"use_cache": False, "logits_to_keep": wanted})
         logits = model(**self.inputs, **options).logits
         index = place if "logits_to_keep" in options else positions
         return logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
     def margin(self, logits: Tensor, aim: int = 0) -> Tensor:
-        """Positive: answered as before (or not yet as wanted). Against the aim-th best other."""
+        """Positive where the answer is not flipped; `aim` compares with that other class, by rank.
+
+        0 is the best of the others.
+        """
         wanted = self.labels if self.target is None else self.target
         valid = wanted != IGNORED
         index = wanted.clamp(min=0).unsqueeze(-1)
         chosen = logits.gather(-1, index).squeeze(-1)
         others = logits.scatter(-1, index, _BELOW)
-        # Beyond the last class the aim is the first again.
+        # Ranks beyond the last class begin anew.
         aim = aim % max(1, logits.shape[-1] - 1) if self.target is None else 0
         other = others.topk(aim + 1, -1).values[..., aim] if aim else others.amax(-1)
         if self.target is None:

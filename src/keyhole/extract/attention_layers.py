@@ -24,12 +24,12 @@ The stages, whose scores of about 1 show the scale of the weights:
     x_i W̃_h δ_0 and δ_0 Ṽ_h      the answers to N points x_i are a matrix of rank H, σ(Xg_h)·u_h:
                                  a small network, fitted from random starts
     W̃_h, Ṽ_h                     the same for d other δ near δ_0, from where they are
-    layers                       all ways to deal H heads to layers, the one that answers alike
+    layers                       of all assignments of heads to layers the one that answers alike
     all numbers                  by least squares on sequences of ordinary tokens
 
-Limits. H < d heads in all, since the rank shows their number. Dealing them to two layers takes 2^H
-trials, to more layers more. No biases, norms, positions or feed-forward layers. ε costs half of the
-digits of an answer, which float32 can spare and bfloat16 cannot.
+Limits. H < d heads in all, since the rank shows their number. Assigning them to two layers takes
+2^H trials, to more layers more. No biases, norms, positions or feed-forward layers. ε costs half of
+the digits of an answer: those of float32 suffice, those of bfloat16 do not.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _FAR = 2.0**11  # 1/ε at most: ε² is what it leaves out, and errors of answer
 _COPIES = (32, 64, 128, 256)  # m, with a causal mask
 _SAME = 1e-9
 _SCALES = 40
-_BENT = (0.06, 0.2)  # how far from linear the answers are
-_CLEAR = 30.0  # between singular values that count and those that do not
+_BENT = (0.06, 0.2)  # how far from linear the answers should be, to fit a network to them
+_CLEAR = 30.0  # the ratio of singular values at which the rank ends
 _LONGER = (1.0, 0.7, 1.4, 0.5)  # tokens, where heads were not found: x and δ are drawn again
 _STARTS = 16
-_NEAR = (0.25, 0.06, 0.015)  # of δ_0, for other δ: nearer ones where heads are lost on the way
-_FITTED = 1e-6  # what may be left of far answers
-_TOGETHER = 0.01  # likewise, before all numbers are fitted
-_LEFT = 30.0  # likewise, of what is beyond their rank
-_CLOSE = 1e-4  # and of ordinary ones, before all numbers are fitted
-_COARSE = 1e-5  # answers that are off by less are rounded
-_MOST = 5000  # ways to deal heads that are tried
+_NEAR = (0.25, 0.06, 0.015)  # the distance of other δ from δ_0; smaller where the fit loses heads
+_FITTED = 1e-6  # the relative residual of a network that fits the answers for one δ, or …
+_LEFT = 30.0  # … this many times the part of the answers beyond rank H, if that is more
+_TOGETHER = 0.01  # the relative residual for a δ that W̃ and Ṽ were not fitted to
+_CLOSE = 1e-4  # the relative residual of ordinary answers at which no more layers are tried
+_COARSE = 1e-5  # a deviation from linearity up to which answers are taken to be rounded
+_MOST = 5000  # assignments of heads to layers that are tried
 _PROBES = 8
 _MORE = 1.5  # answers for each unknown
 _TOKENS = 4
@@ -85,7 +85,7 @@ class AttentionLayers(Method):
         stream = torch.Generator().manual_seed(self.seed)
         far = _Far.open(oracle, stream)
         W, V, length = _heads(far, stream)
-        model = _polished(far, _dealt(far, W, V, length, stream), length, stream)
+        model = _polished(far, _assigned(far, W, V, length, stream), length, stream)
         numbers = model.unknowns if far.every_token else far.dim
         words = " and ".join(str(size) for size in model.sizes)
         remark = f"{len(model.sizes)} layers of {words} heads"
@@ -108,9 +108,9 @@ class _Far:
 
     @classmethod
     def open(cls, oracle: Oracle, stream: torch.Generator) -> _Far:
-        """P from single tokens; and the mask.
+        """P from single tokens, and whether the mask is causal.
 
-        If it is causal the first token sees itself alone, and two that change places are seen.
+        Then the first token attends to itself alone, and exchanging the first two shows.
         """
         d = oracle.dim
         basis = random_orthogonal(d, stream)
@@ -162,7 +162,7 @@ class _Far:
 
 
 def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d); how long tokens of scores 1 are."""
+    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of their tokens."""
     d = far.dim
     for longer in _LONGER:
         x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
@@ -175,7 +175,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
     else:
         raise _unread("no network of as many heads as there seem to be explains the answers")
     g, u = found
-    if not far.causal:  # tanh(−z)·(−u) is the same: of all signs, those that add up
+    if not far.causal:  # tanh(−z)·(−u) is the same: the signs for which Σ_h u_h = δP − δ
         whole = first @ far.P - first
         signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
         best = signs[(signs @ u - whole).norm(dim=1).argmin(), :, None]
@@ -193,7 +193,7 @@ def _followed(
 ) -> tuple[Tensor, Tensor] | None:
     """W̃ and Ṽ from a δ whose g and u are known, and orthogonal steps away from it.
 
-    Two heads may have changed places on the way: what all steps together say is tried on the sum.
+    A fit may have exchanged two heads: W̃ and Ṽ are checked on the sum of all steps.
     """
     first, g, u = known
     W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
@@ -210,7 +210,7 @@ def _followed(
 
 
 def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
-    """Of x and δ, at which scores are neither small, where f is linear, nor large."""
+    """The length of x and δ at which f is neither linear nor saturated."""
     length = 1.0
     for _ in range(_SCALES):
         points = length * torch.cat([0 * x[:1], x / 2, x])
@@ -222,7 +222,7 @@ def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
             length *= 1.25 if bend > 0.01 else 2
         else:
             return length
-    raise Unsuccessful(Status.SATURATED, "attention does not bend at any scale that was tried")
+    raise Unsuccessful(Status.SATURATED, "answers are linear or saturated at every scale tried")
 
 
 Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
@@ -250,7 +250,7 @@ def find_network(
 
 
 def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """g and u by least squares from g on, in the H directions of the answers; is little left?"""
+    """g and u by least squares, starting from g, in the row space of the answers; do they fit?"""
     heads, d = g.shape
     _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
     frame, size = frame[:heads], float(sizes.norm())
@@ -272,10 +272,10 @@ def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Ten
     return g.view(heads, d), size * u.view(heads, heads) @ frame, left <= allowed
 
 
-def _dealt(
+def _assigned(
     far: _Far, W: Tensor, V: Tensor, length: float, stream: torch.Generator
 ) -> planted.AttentionLayers:
-    """The heads in those layers that answer ordinary questions best."""
+    """The heads in layers: the assignment that answers sequences of ordinary tokens best."""
     tokens = _ordinary(_PROBES, far.dim, length, stream)
     wanted = last(far.oracle, tokens)
     best, least = None, math.inf
@@ -289,7 +289,7 @@ def _dealt(
                 if off < least:
                     best, least = model, off
     if best is None:
-        raise _unread("no way to deal the heads to layers gives finite answers")
+        raise _unread("no assignment of the heads to layers gives finite answers")
     return best
 
 
@@ -315,7 +315,7 @@ def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.Atten
 def _polished(
     far: _Far, model: planted.AttentionLayers, length: float, stream: torch.Generator
 ) -> planted.AttentionLayers:
-    """All numbers at once, from ordinary tokens: far ones lost half of the digits."""
+    """All numbers fitted at once to answers for ordinary tokens, which have all digits."""
     if model.unknowns > _UNKNOWNS:
         return model
     numbers, scores = model.dim, _TOKENS - 1  # of an answer, and of each head in it

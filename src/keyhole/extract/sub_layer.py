@@ -14,22 +14,24 @@ What can be known. The same function has many parameters:
 - a norm's gain is part of Q, K and V; 1/√k is part of Q; the order of heads is free.
 A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
 
-    open_surroundings      norm, ε, residual, b                     a few queries
-    Σ_h M_h = Σ_h V_h O_h  from single tokens                       d + 1
-    read_vectors           what each head writes                    5/4·k·(H + 12) and a few dozen
-    strengthened           points with large scores, if a norm keeps those of others small: d
-    read_factors           scores of all heads from one answer
-                           keys from 9/8·k/s or more x              2·d/s and more
-                           queries at d + 1 points                  2(d + 1), 3(d + 1)
+A head's *gate* is its weight on the first token of `[x + δ ; x]`: the logistic function of a score,
+different for every head. Answers for one δ and many x are the gates times δM_h, so that a fit
+separates the heads. The first δ at which it does is the *anchor*. The stages, in queries:
+
+    open_surroundings      norm, ε, residual connection, b              a few
+    read_total             Σ_h M_h = Σ_h V_h O_h, from single tokens    d + 1
+    find_anchor, read_vectors   the row space of each M_h               5/4·k·(H + 12), some dozens
+    strengthened           x with larger scores, where a norm bounds tokens   d
+    read_factors           scores of all heads from one answer: keys from 9/8·k/s or more x,
+                           queries at d + 1 points                      2·d/s and more; 3(d + 1)
 
 with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over
-the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, 3.6 times. Heads are told
-apart without a far field, because behind a norm there is none: tokens are bounded, and no gate
-opens all the way.
+the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, 3.6 times. Tokens so long that all
+gates are 0 or 1, which separate heads elsewhere (heads/far_field.py), do not exist behind a norm.
 
 Limits. The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of
-their size: the solves in a row cost six to eight digits. Behind a LayerNorm, as a BERT block has
-it, every answer lost its mean and its length; such a target is refused.
+their size: the solves in a row cost six to eight digits. A LayerNorm behind the sub-layer, as BERT
+has it, removes the mean and the length of every answer; such a target is refused.
 """
 
 from __future__ import annotations
@@ -62,15 +64,15 @@ from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
 _AXES = 6  # of the subspace that points come from
-_OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
+_OPEN = (0.75, 0.92)  # the range of |tanh(z/2)| = |2·gate − 1| that is aimed at, on average
 _SCALES = 16
 _PAIRS = 3
-_SHORTER = -1 / 8  # the power of `reach` that tokens are shorter by, where it cannot be had
+_SHORTER = -1 / 8  # with positions all tokens are reach^this times as long, x no longer than δ
 _FAINT = 0.5  # scores below this, on average, cost too many digits
-_BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
-_WIDEST = 0.95  # of the radius, for one
-_INWARDS = 0.45  # of the length of asking tokens, for differences that lead to shorter ones
-_SCORES = 0.7  # where logarithms of weights lose least
+_BOUND = 0.67  # of the norm's radius: the sum of two such orthogonal tokens is inside
+_WIDEST = 0.95  # of the radius, for one token
+_INWARDS = 0.45  # the length of δ over that of the last token, where the latter is prescribed
+_SCORES = 0.7  # the size of scores at which logarithms of weights lose least
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,9 @@ class AttentionSubLayer(Method):
 def read_attention(
     view: Surroundings, stream: torch.Generator, total: Tensor | None = None, reach: float = 1.0
 ) -> SubLayer:
-    """Everything, where the surroundings are known; `total` is Σ_h M_h if that is, too.
+    """The sub-layer, once norm, residual and b are known; `total` is Σ_h M_h, where it is known.
 
-    Without a norm, points may be `reach` times longer than differences and keys: scores are
-    products of the two.
+    Without a norm x may be `reach` times longer than δ and keys, which makes scores larger.
     """
     d = view.dim
     length = min(math.sqrt(d), _BOUND * view.radius)
@@ -132,7 +133,7 @@ def read_attention(
 def _fitting_length(
     view: Surroundings, total: Tensor, length: float, reach: float, stream: torch.Generator
 ) -> float:
-    """Of δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    """The length of δ at which most gates of `[x + δ ; x]` are neither near ½ nor 0 or 1."""
     length /= math.sqrt(reach)
     most = _BOUND * view.radius
     for _ in range(_SCALES):
@@ -154,7 +155,7 @@ def _fitting_length(
 
 
 def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
-    """Does a key answer otherwise one place further in front?"""
+    """Does an answer change if a key moves by one position?"""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
     x = x if view.asking is None else x * view.asking / length
     near, further = view.answer(
@@ -244,7 +245,7 @@ class _Rows:
 def read_factors(
     reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
 ) -> Factors:
-    """With keys of one length, and x of `reach` times that, or of the length that answers."""
+    """With keys of norm `length` and x of `reach` times that, or of the prescribed norm."""
     (d, k), positions = reader.values.shape[1:], reader.positions
     longer = reader.view.asking or reach * length
     keys = length * random_orthogonal(d, stream)
@@ -394,8 +395,8 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 # first block has condition 4e4), the values of half as many tokens do not.
 
 _FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
-_ALONE = 0.997  # of x's own weight beside 0: others' are too small to be seen next to it
-_AGAIN = 8
+_ALONE = 0.997  # a weight of x in [0 ; x] above this: other weights are too small to measure
+_AGAIN = 8  # rounds in which points are replaced
 
 
 @dataclass(frozen=True)
@@ -409,15 +410,15 @@ class Reader:
     positions: bool
 
     @property
-    def beside(self) -> bool:
-        """Do keys stand beside x, as x + w?"""
+    def added(self) -> bool:
+        """Are keys sent as x + w? Without a norm and positions that works for any x."""
         return self.view.epsilon is None and not self.positions
 
     @property
     def keys(self) -> int:
         """How many keys a sequence should hold at most."""
         heads, k, m = self.outputs.shape
-        return max(1, math.floor(_FULL * min(k, m / heads)) - (not self.beside))
+        return max(1, math.floor(_FULL * min(k, m / heads)) - (not self.added))
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
@@ -426,12 +427,12 @@ class Reader:
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z (len(xs), H, p), with so many zero tokens between the keys and x.
+        """z (len(xs), H, p), with `gap` zero tokens between the keys and x.
 
-        Of keys that stand beside x, next to the weight of x and its copies between.
+        Where keys are added to x, scores are relative to that of x with itself.
         """
         (p, d), heads = keys.shape, len(self.outputs)
-        if self.beside:
+        if self.added:
             tokens = torch.cat([keys, keys.new_zeros(1 + gap, d)]) + xs[:, None]
             written = self._written(keys).transpose(0, 1).flatten(0, 1)
             if self.view.within is None:
@@ -456,9 +457,9 @@ class Reader:
         return _logarithms(weights, rest / (1 + gap))
 
     def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
-        """The points; where they have one length, others for those that a head sees nearly alone.
+        """The points; where their norm is prescribed, without those that saturate a head.
 
-        One query for each, `[0 ; x]`.
+        One query for each, `[0 ; x]`: a point with a weight above `_ALONE` is replaced.
         """
         length, points, new = self.view.asking, points.clone(), torch.arange(len(points))
         for _ in range(_AGAIN):
@@ -476,9 +477,9 @@ class Reader:
         return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
-        """The same for one key, where a head tells one weight apart but not two: x with 0, then w.
+        """The same for one key, where an answer determines one weight of a head but not two.
 
-        Of two tokens `a_h` is σ of a difference of scores: s_h beside 0, z_h − s_h beside x.
+        `[0 ; x]` gives the logistic function of s_h, `[w ; x]` that of z_h − s_h.
         """
         own, other = self._written(xs), self._written(key)
         pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
@@ -497,7 +498,7 @@ class Reader:
 
 
 def _logarithms(weights: Tensor, rest: Tensor) -> Tensor:
-    """Of weights over that of a token whose score is 0."""
+    """Scores: logarithms of weights over `rest`, the weight of a token whose score is 0."""
     if not bool((weights > 0).all() & (rest > 0).all()):
         raise Unsuccessful(
             Status.MISMATCH, "the answers leave the range that attention weights allow"

@@ -160,7 +160,7 @@ def _last(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
-    """`Σ_h M_h` (d×m), and a residual that is not separated yet: one query for each row."""
+    """`Σ_h M_h` (d×m), plus 1 if there is a residual connection: one query for each row."""
     d = view.dim
     rows = view.answer(length * torch.eye(d, dtype=torch.float64).unsqueeze(1)) / length
     x = torch.randn(d, generator=stream, dtype=torch.float64)
@@ -266,7 +266,7 @@ class Anchor:
 
 
 def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = None) -> Anchor:
-    """The heads at one difference, from random starts; another difference where some hide."""
+    """The heads at one difference, from random starts; at another one, if not all are found."""
     axes = 3 if probe.positions else len(probe.subspace)
     heads = 0
     for _ in range(_ATTEMPTS):
@@ -363,7 +363,7 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     for each, far, Y in zip(theta, outside, rows, strict=True):
         settled = _nearest if probe.positions else _matched
         values = settled(anchor, each, far * ARRIVED / probe.arrived, Y)
-        if values is not None:  # else a gate got lost, or two became one
+        if values is not None:  # else a gate was not found, or two solutions are the same
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
 
@@ -386,7 +386,7 @@ def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Te
 
 
 def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
-    """Values where heads have no mark: all solutions, put in the order of the anchor's values."""
+    """Values where κ does not identify heads: all solutions, in the order of the anchor's."""
     solutions = distinct(theta[outside < ARRIVED])
     if len(solutions) != len(anchor.values):
         return None

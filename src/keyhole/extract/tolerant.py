@@ -8,23 +8,23 @@ accuracy ε for τ polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smal
 
 tolerant_as_published.py has the theorem as it stands. Departures:
 
-- The error is not the theorem's worst case. Each answer gives an interval for one form; intervals
-  go through the quotient, the logit and the linear solve, so `guarantee` follows from the answers
-  themselves. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤ B) and `margin` (η) make
-  intervals narrower; without them nothing else changes. Rounding is added to first order.
-- Amplification. What matters is τ/|vᵀδ|: δ is made t times longer and x t times shorter. The logit
-  stays, the error of α falls by t. So rounding protects only together with a bound on the length
-  of tokens; `max_norm` states one, and t is the largest that it allows. Without it t = τ/ε, where
-  the oracle's own arithmetic (`precision`, ε) takes over. v is read at the same lengths.
-- Probes lean towards v (bilinear.py), and each is sent alone as well: vᵀδ is then known to τ/‖δ‖
-  instead of the √d times that the entries of v would give. d² + 2d queries, and a few for scale.
-- `repeats` measures everything again with other probes: intervals are intersected, and since other
-  questions meet other errors this helps even if the oracle repeats its errors. Estimates are
+- The error is not the theorem's worst case. Each answer gives an interval for one bilinear form
+  δᵀWx, and intervals are computed with throughout (quotient, logit, linear solve), so `guarantee`
+  follows from the answers themselves. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤
+  B) and `margin` (η) make intervals narrower. Rounding is added to first order.
+- Amplification. The error of α is τ/|vᵀδ|, so δ is made t times longer and x t times shorter: the
+  logit stays the same, the error of α falls by t. So rounding protects only together with a bound
+  on the norm of tokens; `max_norm` states one, and t is the largest that it allows. Without it
+  t = τ/ε, beyond which rounding by the oracle (`precision`, ε) exceeds τ. v is read with t as well.
+- Probes have a large component along v (bilinear.py), and each is sent alone as well: vᵀδ is then
+  known to τ/‖δ‖, √d times better than from the entries of v. d² + 2d queries, and a few for scale.
+- `repeats` measures everything again with other probes, and intersects the intervals. This helps
+  also where the oracle makes the same error whenever it is asked the same. Estimates are
   averaged, or up to 1,200 unknowns (`refine`) fitted to all answers by least squares, which is
   for random errors; either way the result is moved into the proved intervals.
-- What is assumed is tested: the judge has every question asked twice more, in other words (the same
-  sequence two and three times over, which is the same to a head). Answers more than 2τ apart cannot
-  both be within τ, and nothing is proved.
+- What is assumed is tested: the judge asks every query twice more, with the sequence repeated two
+  and three times, to which a head gives the same answer. If answers are more than 2τ apart, one of
+  them is not within τ, and nothing is called proved.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Tolerant(Method):
         return f"every answer is within ±{self.tolerance:g} of one head{more}"
 
     def reach(self, signal: float = 1.0) -> float:
-        """How long tokens are made: further out, an answer's own rounding exceeds ±τ."""
+        """The norm of tokens that are sent: of longer ones the rounding of an answer exceeds ±τ."""
         ample = max(1.0, self.tolerance / (self.precision * signal))
         return ample if self.max_norm is None else min(ample, _WITHIN * self.max_norm)
 
@@ -117,7 +117,7 @@ class Tolerant(Method):
                 yield state.step()
                 raise
             state.add(forms, probes)
-            # A fit to all answers is worth a look now and then, not after every round.
+            # A fit to all answers is slow: one after rounds 1, 2, 4, … and after the last.
             if (number + 1).bit_count() == 1 or number + 1 == self.repeats:
                 yield state.step()
 
@@ -183,7 +183,7 @@ class _State:
         self._known = middle.numel()
 
     def partly(self, forms: Forms, probes: ProbeBasis) -> None:
-        """What the complete columns say, if there is nothing better; no guarantee follows."""
+        """An estimate from the complete columns, if there is none yet; it has no guarantee."""
         if self._estimates:
             return
         columns = forms.interval.finite.all(0)

@@ -1,10 +1,10 @@
-"""What tokens answer to chosen keys: the measurement behind every extraction from vectors.
+"""Attention weights from answers that are vectors, with chosen keys: scores and values of heads.
 
 With `f` as in attention.py and c = the number of zero tokens and queries, the sequence
 
     [Tδ_1 ; … ; Tδ_p ; 0 ; … ; 0 ; εx_1 ; … ; εx_k],    T = s·R,  ε = s/R,  R huge
 
-makes token x_i answer, to rounding,
+gives token x_i the answer, up to rounding,
 
     o_i / T = Σ_h Σ_j a_hj · V_hᵀδ_j,   a_hj = e^{z_hj} / (c + Σ_j e^{z_hj}),
                                         z_hj = s²·x_iᵀ W_h δ_j.
@@ -16,8 +16,8 @@ next to each other as the values `V_hᵀδ_j` are independent: their weights fol
 and their forms by `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. Where only the last token answers, k = 1
 and each query is a sequence of its own; where every token does, k queries cost one sequence.
 
-Long keys make long answers, so noise or rounding of a fixed size drowns in them: the
-amplification of tolerant.py, for nothing.
+Long keys make long answers, next to which noise or rounding of a fixed size is small: the
+amplification of tolerant.py, without further queries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALIKE = 1e-9  # rows that differ by less, relative to the largest, are the same
 
 @dataclass(frozen=True)
 class VectorOracle:
-    """An oracle that answers with vectors, and which of its tokens answer and see what."""
+    """An oracle that answers with vectors, of every token or the last, with its kind of mask."""
 
     oracle: Oracle
     outputs: int
@@ -99,7 +99,7 @@ class VectorOracle:
 
 
 def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
-    """Which tokens answer and what they see, and `Σ_h V_h` (d×m).
+    """Whether every token answers, whether the mask is causal, and `Σ_h V_h` (d×m).
 
     A zero token's scores are all zero, so it answers with the mean of what it sees, whatever W
     is. `[0 ; e_1 ; 0 ; e_2 ; … ; 0]` then tells everything: causal zero tokens answer with running
@@ -133,7 +133,7 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
 
 
 def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
-    """z and what rounding may have done to it, both (…, k, H, p).
+    """The scores z and bounds on their rounding errors, both (…, k, H, p).
 
     `answers` is (…, k, m) as from `VectorOracle.respond`, `values` (H, p, m) holds the `V_hᵀδ_j`.
     """
@@ -142,7 +142,7 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
     weights = (answers @ inverse).unflatten(-1, (heads, p))
     size = torch.linalg.vector_norm(answers, dim=-1)[..., None, None]
     spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
-    # Short queries have values too, 1/R² of the keys' and up to the ladder's length times that.
+    # The queries' own values, 1/R² of a key's each, are in the answers too; this allows for many.
     leak = _LEAK * torch.linalg.vector_norm(values, dim=-1).max()
     noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
     rest = 1 - weights.sum(-1, keepdim=True)
@@ -155,8 +155,8 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
 
 # The values of several heads, separated in the far field.
 #
-# The far field again (heads/far_field.py); vector answers make it algebra instead of a search. One
-# key δ and a query x (see above), both far out: every gate is 0 or 1, so
+# As in heads/far_field.py; with vector answers it is algebra instead of a search. The *gate* of a
+# head is its weight on a single key δ. With δ and the query x very long every gate is 0 or 1, so
 #
 #     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
 #
@@ -168,15 +168,15 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
 #    with independent patterns (one of them is `Σ_h V_h`, known already) are solved for all V_h.
 #    Whether a gate flipped on the way shows in the value at δ₀, which step 1 knows.
 #
-# Heads with equal W_h act as one and come out merged (Proposition 7.1). So do here heads with W_2 =
-# c·W_1, which cross at the same places: for c < 0 step 2 says so, for c > 0 the gate is not
-# logistic and the result fails the judge. A head with W_h = 0 never crosses: it is what the others
-# leave of `Σ_h V_h`.
+# Heads with equal W_h are found as one (Proposition 7.1). So are here heads with W_2 = c·W_1, whose
+# gates change at the same x: for c < 0 step 2 notices, for c > 0 the gate is not logistic and the
+# judge rejects the result. The gate of a *constant* head, W_h = 0, never changes: its value is what
+# the others leave of `Σ_h V_h`.
 
 _ROUNDS = 4  # of more x, until their sign patterns tell the heads apart
 _MOST = 16
 _FAR = 2.0**60
-_ZEROS = 15  # references, so that a head with W = 0 does not look like half a gate
+_ZEROS = 15  # zero tokens, so that a constant head has a weight far from ½
 _RESOLUTION = 1e-10  # singular values of D below this, relative to the largest, are rounding
 _EXACT = 1e-6  # how far from ±1 a sign may be computed
 _STEPS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-15)  # away from δ₀ in step 3, until no gate flips
@@ -188,7 +188,7 @@ class _Gates:
 
     open: Tensor  # (pairs, H) of 0 and 1
     values: Tensor  # (H, m): V_hᵀδ₀
-    still: bool  # is there a head without crossings as well?
+    constant: bool  # is there a head with W = 0 as well?
 
 
 def separate_values(
@@ -196,14 +196,14 @@ def separate_values(
 ) -> Tensor:
     """`V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
 
-    So many pairs of x and −x are asked at a time; the nearer two heads, the more it takes.
+    `pairs` of x and −x are asked at a time; the more alike two heads are, the more are needed.
     """
     key = random_units(1, vectors.dim, stream)[0]
     # Where every token answers, queries next to each other cost nothing.
     pairs = 256 if vectors.every_token else pairs
     xs, gates = _at_one_key(vectors, key @ total, key, stream, pairs)
     V = _solve_maps(_LinearMaps(vectors, total, ProbeBasis.draw(key, stream), gates), xs)
-    return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.still else V
+    return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.constant else V
 
 
 def _far_field(vectors: VectorOracle, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,13 +218,13 @@ def _at_one_key(
     """Steps 1 and 2, with as many x as it takes until just H vectors of signs fit."""
     xs = torch.empty(0, vectors.dim, dtype=torch.float64)
     D = torch.empty(0, vectors.outputs, dtype=torch.float64)
-    crossing = torch.empty_like(D)
+    totals = torch.empty_like(D)
     heads, signs = 0, xs
     for _ in range(_ROUNDS):
         more = random_units(pairs, vectors.dim, stream)
         apart, total = _pairs(vectors, whole, key, more)
         xs = torch.cat([xs, more])
-        D, crossing = torch.cat([D, apart]), torch.cat([crossing, total])
+        D, totals = torch.cat([D, apart]), torch.cat([totals, total])
         left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
         heads = int((sizes > _RESOLUTION * sizes[0]).sum())
         if heads > _MOST:
@@ -238,38 +238,41 @@ def _at_one_key(
             f"the far field has rank {heads}, but {signs.shape[1]} gates fit: heads outnumber the "
             f"dimensions, the outputs or {_MOST}, or their values depend on each other",
         )
-    return xs, _orient(signs, least_squares(signs, D), crossing.mean(0), whole)
+    return xs, _orient(signs, least_squares(signs, D), totals.mean(0), whole)
 
 
 def _pairs(vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-    """`o(x) − o(−x)` and `o(x) + o(−x)` for each x, over heads that cross."""
+    """`o(x) − o(−x)` and `o(x) + o(−x)` for each x, without a constant head."""
     answers, flat = _far_field(vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1))
     answers, flat = answers[0].unflatten(0, (-1, 2)), flat.unflatten(0, (-1, 2))
     if not bool(answers.any() | whole.any()):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE, "V = 0: every answer is zero, whatever W may be"
         )
-    # A head of score 0 adds `flat` of its value, which is what crossing heads leave of the whole.
+    # A constant head has the weight `flat`, and the value that the others leave of the whole.
     twice = flat.sum(1, keepdim=True)
-    crossing = (answers.sum(1) - twice * whole) / (1 - twice)
-    still = whole - crossing.mean(0)
-    return answers[:, 0] - answers[:, 1] - (flat[:, :1] - flat[:, 1:]) * still, crossing
+    total = (answers.sum(1) - twice * whole) / (1 - twice)
+    constant = whole - total.mean(0)
+    return answers[:, 0] - answers[:, 1] - (flat[:, :1] - flat[:, 1:]) * constant, total
 
 
-def _orient(signs: Tensor, U: Tensor, crossing: Tensor, whole: Tensor) -> _Gates:
-    """Step 2: signs and values up to a common sign, settled by the sum of the values."""
+def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
+    """Step 2: the sign of each pair of s_h and value, by the sum `total` of the values.
+
+    `whole` is that sum with the value of a constant head, if there is one.
+    """
     size = torch.maximum(U.abs().max(), whole.abs().max())
-    rows = least_squares(U.mT, crossing.unsqueeze(1))[:, 0]
-    odd = (rows.abs() - 1).abs().max() + (rows @ U - crossing).abs().max() / size
+    rows = least_squares(U.mT, total.unsqueeze(1))[:, 0]
+    odd = (rows.abs() - 1).abs().max() + (rows @ U - total).abs().max() / size
     if not bool(odd < _EXACT):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            "the far field does not add up: two heads may cross at the same places in opposite "
-            "directions, which two tokens cannot tell",
+            "the answers to long tokens do not add up: two heads may have opposite scores, which "
+            "two tokens cannot tell",
         )
-    still = bool((crossing - whole).abs().max() > _EXACT * size)
+    constant = bool((total - whole).abs().max() > _EXACT * size)
     rows = rows.sign()
-    return _Gates((signs * rows + 1) / 2, rows.unsqueeze(1) * U, still)
+    return _Gates((signs * rows + 1) / 2, rows.unsqueeze(1) * U, constant)
 
 
 def _sign_vectors(basis: Tensor) -> Tensor:
@@ -285,7 +288,7 @@ def _sign_vectors(basis: Tensor) -> Tensor:
 
 
 def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
-    """Up to so many rows that stick out most, one by one, of those chosen and of `before`."""
+    """Up to `count` rows, each the furthest from the span of `before` and those chosen so far."""
     chosen: list[int] = []
     rows = rows - rows @ torch.linalg.pinv(before) @ before if len(before) else rows
     for _ in range(min(count, len(rows))):
@@ -299,11 +302,11 @@ def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
 
 
 def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
-    """All V_h of crossing heads, from linear maps at enough x, nearer to δ₀ if gates flip."""
+    """V_h of all heads but a constant one: linear maps at enough x, nearer δ₀ if gates flip."""
     gates = around.gates
     heads = gates.open.shape[1]
     ones = torch.ones(1, heads, dtype=torch.float64)
-    known = ones[:0] if gates.still else ones
+    known = ones[:0] if gates.constant else ones
     maps, weights = around.total.unsqueeze(0)[: len(known)], known
     for step in _STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
@@ -324,9 +327,9 @@ def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _LinearMaps:
-    """Around δ₀ every x sees a linear map, `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`.
+    """Around δ₀ every x has a linear map of δ, `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`.
 
-    The sums run over all heads and over those that cross; w is the weight of a still one.
+    w is the weight of a constant head, which the sum on the left has and that on the right has not.
     """
 
     vectors: VectorOracle

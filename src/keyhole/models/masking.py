@@ -18,8 +18,8 @@ in some models, repeated in others, and ALBERT calls one module many times.
   query contributes nothing.
 - The softmax is in float32 for half-precision scores and in the scores' own precision otherwise.
   Some eager functions round float64 to float32 there, or stay in half precision.
-- Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) take the setting without a word
-  and ignore it. Their first forward pass raises, because nothing came by.
+- Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) accept the setting and
+  ignore it. Their first forward pass raises, because no call reached this function.
 - One rewrite a model at a time. Several models may be rewritten inside each other or in threads;
   one model in two threads is refused. A copy of a model that is being rewritten is not rewritten.
 - Gradient checkpointing runs layers again in the backward pass; they get the site they had.
@@ -42,7 +42,11 @@ from keyhole.core.errors import InputError
 from keyhole.models.hooks import configurations, hooks
 from keyhole.models.loading import transformers
 
+NAME = "keyhole"  # of the implementation; must hold none of "eager", "sdpa", "flash", "paged"
 _CLOSED = 50.0  # e⁻⁵⁰ is nothing next to 1; Swin masks with −100, the others with the minimum
+_CROSS = ("cross", "encoder_attn", "encdec")  # in names of cross-attention modules
+_ACTIVE: dict[nn.Module, Watch] = {}  # modules of models whose attention is rewritten now
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -70,10 +74,6 @@ def sites_of(model: nn.Module, **inputs: Any) -> list[tuple[Site, torch.Size]]:
     with rewriting(model, Untouched()) as sites, torch.no_grad():
         model(**inputs)
     return sites.calls
-
-
-_ACTIVE: dict[nn.Module, Watch] = {}
-_LOCK = threading.Lock()
 
 
 def _register() -> None:
@@ -228,7 +228,7 @@ class Untouched:
 
 @dataclass
 class Sites:
-    """What came by: the calls of the last forward pass, and how many passes there were."""
+    """The attention calls of the last forward pass, and how many passes there were."""
 
     calls: list[tuple[Site, torch.Size]] = field(default_factory=list[tuple[Site, torch.Size]])
     forwards: int = 0
@@ -236,11 +236,9 @@ class Sites:
 
 # Forward passes of a model under a rewrite: which call of attention is which.
 #
-# Hooks on the model and the models inside it open and close a pass: whoever is called first opens
-# it. They come off, and the configurations get back what they held, whatever happens.
-
-NAME = "keyhole"  # of the implementation; must hold none of "eager", "sdpa", "flash", "paged"
-_CROSS = ("cross", "encoder_attn", "encdec")
+# Hooks on the model and the models inside it open and close a pass: the one that is called first
+# opens it, be it the model, its base model or its encoder. They are removed, and the configurations
+# restored, whatever happens.
 
 
 class Watch:
@@ -261,7 +259,6 @@ class Watch:
 
     @contextmanager
     def hooks(self) -> Generator[None]:
-        # Whoever is called first opens the pass: the model, or its base model, or its encoder.
         library = transformers()
         parts = [m for m in self.names if m is self.model or isinstance(m, library.PreTrainedModel)]
         with hooks(
@@ -271,7 +268,7 @@ class Watch:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth += 1  # first of all: `_leave` comes in any case
+        self._depth += 1  # before anything can raise: `_leave` is called in any case
         if self._depth > 1:
             if self._thread != threading.get_ident():
                 raise InputError("two threads use the model at once: give each its own copy")
@@ -311,7 +308,7 @@ class Watch:
         return site
 
     def _again(self, module: nn.Module) -> Site:
-        """The site of a call in the backward pass: unknown where one module has many."""
+        """The site of a call in the backward pass: ambiguous if the module was called often."""
         if self._counts.get(module) != 1:
             raise InputError(
                 f"{self.names[module]} was called outside of the model's forward pass (gradient "

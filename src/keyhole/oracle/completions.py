@@ -56,11 +56,10 @@ _ENTRY = re.compile(
 
 
 class Completions:
-    """The next token's log-probabilities of a server's model; its questions are token_questions.py.
+    """The next token's log-probabilities of a server's model; token_questions.py encodes queries.
 
-    `vocabulary` is how many tokens the server says it has, the most that vLLM takes, or what the
-    first whole answer shows; `width` what llama.cpp says of its model unasked, which no attack
-    relies on.
+    `vocabulary` is the number of tokens: as the server states it, as vLLM's refusals show it, or as
+    many as the first whole answer has. `width` is what llama.cpp states; no attack relies on it.
     """
 
     dim = DIM
@@ -72,7 +71,7 @@ class Completions:
         vocabulary: int | None = None, width: int | None = None,
         options: EndpointOptions | None = None, most: int = MANY,
     ) -> None:  # fmt: skip
-        """`most` is what is asked for at a time: not all kinds of servers survive more."""
+        """`most` is how many log-probabilities are asked for at a time: more crash some servers."""
         expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
@@ -125,10 +124,10 @@ class Completions:
         return self._raised(prompt.tolist(), pairs)
 
     def _whole(self, prompt: list[int]) -> Tensor:
-        """One for each token; none where the next token is half a character, or an end.
+        """The log-probability of every token; ABSENT where llama.cpp gives none.
 
-        llama.cpp says nothing then. Once a token is known of which it speaks, that one is sampled
-        always: its log-probabilities are those before the bias.
+        It gives none if the token that it samples is part of a character, or ends the text. So a
+        bias has it sample a token that worked before: log-probabilities are those before the bias.
         """
         request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
@@ -150,7 +149,7 @@ class Completions:
         return torch.from_numpy(vector).clamp(min=ABSENT)
 
     def _sampled(self, prompt: list[int], token: int) -> Tensor:
-        """A token's log-probability as it comes with the token itself, which a bias had sampled."""
+        """The log-probability of one token, which a bias has the server sample."""
         request = {**self._request(prompt, 1), "temperature": 0}
         answer = self._ask(request | self._bias([(token, _FORCED)]))
         value = ABSENT
@@ -159,7 +158,7 @@ class Completions:
         return torch.tensor([value], dtype=torch.float64)
 
     def _raised(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
-        """Logarithms of what raised tokens share the probability in, less their biases."""
+        """Log-probabilities of the tokens that biases raise, among each other, less the biases."""
         answer = self._ask({
             **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],

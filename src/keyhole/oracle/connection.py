@@ -1,4 +1,4 @@
-"""Addresses as people write them, who may ask there, and the connection that options ask for.
+"""Addresses as people write them, and the connection to one that options describe.
 
 `http://user:password@host/…` is an address and a secret in one. `parted` takes them apart: what
 stands in identities, ledgers, findings and error messages is the address alone.
@@ -27,9 +27,9 @@ def connected(
     key: bool = True,
     headers: Mapping[str, str] | None = None,
 ) -> Http:
-    """A connection to `url`; without `key` no secret is sent but what stands in `url` itself.
+    """A connection to `url`; without `key` no secret is sent but those in `url` and `headers`.
 
-    `headers` are values that come before those of the environment.
+    `headers` take precedence over the environment.
     """
     limits = limits or Limits()
     if options.timeout is not None:
@@ -42,7 +42,7 @@ def connected(
     more = password | dict(headers or {})
     values = options.secrets() if key else {}
     if authorizes(more):
-        values.pop("Authorization", None)  # the environment's key is for who says nothing
+        values.pop("Authorization", None)  # the environment's key is a default
     values |= more
     return Http(
         public, limits, retries=retries, headers=values, rate=options.rate, trust=_trust(options)

@@ -27,7 +27,10 @@ _NAMED = 3  # characters or words without a token that a note names
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A text as a tokenizer takes it: `ids` of at most so many tokens, and what is lost in them."""
+    """A text and its tokens: `ids` up to the maximum length, `notes` on what they lose.
+
+    `made` is what decoding all of its tokens gives.
+    """
 
     text: str
     ids: list[int]
@@ -36,7 +39,7 @@ class Original:
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
-        """What goes into the model of `text`, which is cut off after `max_length` tokens."""
+        """The text as the model gets it, cut off after `max_length` tokens."""
         text, given = opening(text, max_length), len(text)
         ids = list(tokenizer(text, truncation=True, max_length=max_length)["input_ids"])
         whole = list(tokenizer(text, verbose=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""What is known of a text once it was read: marks, the judge's verdict, and the result.
+"""The result of reading a text: a mark for each token, the judge's verdict, the recovery.
 
 An attack proposes; its judge runs the model on the proposal and compares with what leaked. There is
 a judge for rows of positions (layers/judge.py), one for a mixed cache (layers/mixed.py), one for a
@@ -20,7 +20,7 @@ ODDS = 10.0  # their logarithm against an alternative: e¹⁰ : 1 for a likely t
 
 
 class Mark(StrEnum):
-    """How far one token is to be believed.
+    """How certain one token is.
 
     Verified: running the model on the text reproduces the whole leak, and would not with another
     token there, within the leak's precision. Likely: every other token tried there fits worse, by
@@ -87,17 +87,17 @@ class Recovery(Result):
 class TextRecovery(Recovery):
     """A text that explains a leak, or how far the search came.
 
-    `verified` is the judge's: every token is, by running the model on `ids`. A text is recovered if
-    its characters came back as well: one with unknown tokens, or as long as the model takes, may
-    have had more to it, and is inexact. `residual` is the root mean square of the difference
-    relative to the leak's standard deviation, `precision` the size of the leak's own error in the
-    same unit, as stated or estimated, and `similarity` the cosine of a text's own vector with the
-    leaked one, where one vector leaked. `passes` counts forward–backward passes plus `forwards`,
-    those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
-    the forward passes that were spent once for the model and layer, on no text in particular,
-    `tested` the tokens that a left-to-right search tried. `seconds` passed since the text before
-    this one came, or since the start. `pieces` are the tokens as they are written: one for each
-    mark, joined they are the text.
+    `verified` is the judge's: running the model on `ids` verified every token. A text is recovered
+    if its characters came back as well: one with unknown tokens, or of the model's maximum length,
+    may be part of a longer one, and is inexact. `residual` is the root mean square of the
+    difference relative to the leak's standard deviation, `precision` the size of the leak's own
+    error in the same unit, as stated or estimated, and `similarity` the cosine of a text's own
+    vector with the leaked one, where one vector leaked. `passes` counts forward–backward passes
+    plus `forwards`, those without a backward one, of this text; `judging` of them are the judge's.
+    `fitting` counts the forward passes that were spent once for the model and layer, on no text in
+    particular, `tested` the tokens that a left-to-right search tried. `seconds` is the time since
+    the previous text was read, or since the start. `pieces` are the tokens as they are written: one
+    for each mark, joined they are the text.
     """
 
     status: Status

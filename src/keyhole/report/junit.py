@@ -1,8 +1,8 @@
 """An audit as JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
 
-One test case for each check: a failure where something was given away, an error where nobody knows,
-skipped where nothing was tried or a policy ignores it. Where a policy decided, a test case fails if
-and only if the policy says so: a pipeline's table of tests and its exit code must agree.
+One test case for each check: a failure where something was given away, an error where it could not
+be checked, skipped where nothing was tried or a policy ignores it. Where a policy decided, a test
+case fails if and only if the policy says so: the table of tests and the exit code must agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keyhole.report import words
 
 @dataclass(frozen=True)
 class Case:
-    """One check: how it ended (`end` is a tag, or empty), and in which words."""
+    """One check: `end` is the tag of its outcome, empty for a pass; the rest is what is shown."""
 
     classname: str
     name: str

@@ -11,9 +11,8 @@ pass leaves at the perturbation, so an ascent of K steps costs K passes, not 2K.
 attack's masks have two, the clean one and the other, so that one graph is held at a time.
 
 `batch` holds what the model takes, (b, n) or (b, choices, n), and may hold `special_tokens_mask`,
-which is not given to the model. Randomness comes from `stream`; dropout too, because passes that
-are compared must drop the same units: else a perturbation of radius zero would not be the plain
-model.
+which is not given to the model. All randomness comes from `stream`, that of dropout too: passes
+that are compared must drop the same units, or a perturbation of radius zero would change answers.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ def draw(stream: torch.Generator) -> int:
 
 
 def local(stream: torch.Generator, device: torch.device) -> torch.Generator:
-    """A stream on another device that `stream` determines: large draws are made where they go."""
+    """A generator on the device where large draws are needed, seeded by `stream`."""
     return torch.Generator(device).manual_seed(draw(stream))
 
 
 @contextmanager
 def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
-    """Dropout draws from `seed`; the process's own streams go on afterwards as if nothing were."""
+    """Dropout draws from `seed`; afterwards the process's own generators are restored."""
     device = next(model.parameters()).device
     streams = [torch.default_generator]
     if device.type == "cuda":
@@ -166,7 +165,7 @@ def spared(batch: Batch) -> Tensor | None:
 
 
 def positive(**values: float) -> None:
-    """Refuse negative and missing numbers, with their names."""
+    """Refuse numbers that are negative or not finite, by their names."""
     for name, value in values.items():
         expect_number(name, value, least=0)
 

@@ -4,7 +4,7 @@ Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper a
 Hessian definite and moves the minimiser away from the input (its Definition 4.6), the damping
 `μ = α·‖r‖²·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
 and the limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error bound).
-α shrinks after a step that came true and grows after one that did not.
+α shrinks after a step that lowers the loss and grows after one that does not.
 
 It works on `Y = BV⁻¹` and in the row space of Y (reduce.py).
 """
@@ -52,7 +52,7 @@ class LevenbergMarquardt(Solver):
     def descend(
         self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
     ) -> tuple[Tensor, Tensor]:
-        """Every row of X to where its own search ends, and the losses there; nobody judges."""
+        """Every row of X at the end of its own search, and the losses there, not judged."""
         deadline = torch.inf if self.seconds is None else time.perf_counter() + self.seconds
         state = self.begin(equations, X)
         rows = torch.arange(len(X), device=X.device)
@@ -70,7 +70,7 @@ class LevenbergMarquardt(Solver):
 
 
 def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """JᵀJ and Jᵀr: by their structure where that pays, as plain products of a small J."""
+    """JᵀJ and Jᵀr: by their structure where J is large, else as plain products."""
     if isinstance(equations, Equations) and X[0].numel() >= _LARGE:
         slope = equations.linearised(X).backward(r).flatten(1).unsqueeze(-1)
         return gauss_newton_of(equations, X), slope
@@ -80,12 +80,12 @@ def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, 
 
 # Damping that adapts: what Levenberg–Marquardt and Newton–CG do around a proposed step.
 #
-# A step that lowers the loss is taken and α shrinks; any other is not, and α grows until the start
-# gives up. The methods differ only in how they find the step for a given α.
+# A step that lowers the loss is taken and α shrinks; any other is not, and α grows up to a limit.
+# The methods differ only in how they find the step for a given α.
 
-LEAST = 1e-16
-_GAVE_UP = 1e12
-_NOTHING = 1e-15  # relative to X: a step that rounding swallows
+LEAST = 1e-16  # α is no smaller
+_LARGEST = 1e12  # α at which a start is given up
+_NOTHING = 1e-15  # relative to X: a step below rounding
 
 
 def damped_start(equations: Smooth, X: Tensor, damping: float) -> State:
@@ -96,7 +96,7 @@ def damped_start(equations: Smooth, X: Tensor, damping: float) -> State:
 
 
 def damped_step(equations: Smooth, state: State, p: Tensor, solved: Tensor | None = None) -> State:
-    """Take the step p where it came true; `solved` is False in rows whose system could not be."""
+    """Take the step p where it lowers the loss; `solved` is False where p was not computed."""
     X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
     ahead = X + p
     r_ahead = equations.residuals(ahead)
@@ -109,6 +109,6 @@ def damped_step(equations: Smooth, state: State, p: Tensor, solved: Tensor | Non
     return State(
         torch.where(wide, ahead, X),
         torch.where(better, loss, state.loss),
-        (alpha > _GAVE_UP) | (tiny & ~better),
+        (alpha > _LARGEST) | (tiny & ~better),
         {"r": torch.where(wide, r_ahead, r), "alpha": alpha},
     )
