@@ -1,21 +1,29 @@
 """Texts from embeddings with an encoder that one may only ask: exact reads, and queries a text.
 
-The attacker sends texts and gets their vectors, as from an embeddings server, and has the stored
-vectors, the tokenizer and a corpus, but not the weights. Every text that is sent counts as one
-query, also those that the corpus and single words are counted with; an answer that was had before
-costs nothing. The same search as ever (recover/embeddings/sum_search.py) stops after `--passes` for
-a text. Nothing is verified here: the judge needs gradients. A text that gives the vector back
-within 1e-6 and is another is counted as wrong. The encoder is MiniLM, or another `--encoder`.
+An embeddings server (OpenAI's form, `POST /v1/embeddings`) runs on this machine; the attacker has
+its address, the stored vectors, the tokenizer and a corpus, but not the weights. Every text that is
+sent counts as one query, also those that the corpus and single words are counted with; an answer
+that was had before costs nothing. The same search as ever (recover/embeddings/sum_search.py) stops
+after `--passes` for a text. Nothing is verified here: the judge needs gradients. A text that gives
+the vector back within 1e-6 and is another is counted as wrong.
+
+The server is MiniLM (or another `--encoder`) behind http.server, or llama.cpp for a .gguf file.
 Zero2Text (Kim et al., 2026) reports 2,180 queries a text. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import httpx
 import torch
 from torch import Tensor
 
@@ -27,9 +35,10 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sum_search import SumSearch
+from servers import served
 from show import Row
 
-AT_ONCE = 256  # texts that are asked for together
+AT_ONCE = 256  # texts in one request
 
 
 def run(
@@ -44,27 +53,39 @@ def run(
     if quick:
         loaded = subjects.tiny("bert", words=96)
         lines = subjects.random_lines(loaded, 90, 1, 2)
-        yield measured("random bert", loaded, lines[4:], lines[:3], 300, 2)
+        with answering(loaded) as url:
+            yield measured("random bert", url, loaded.tokenizer, lines[4:], lines[:3], 300, 2)
         return
     loaded = subjects.minilm(encoder, device)
     name = Path(loaded.name).parent.name if encoder is None else encoder.stem
     ((least, most),) = subjects.lengths(tokens)
     words = loaded.tokenizer
-    secrets = subjects.sentences(data, words, least, most)
+    secrets = [
+        line
+        for line in dict.fromkeys(line.strip() for line in read_texts(data / "sst2" / "dev.tsv"))
+        if least <= len(words(line, add_special_tokens=False)["input_ids"]) <= most
+    ]
+    random.Random(0).shuffle(secrets)
     corpora = {
         "the corpus that ships": read_texts(SHIPPED),
         "5,000 lines of the same domain": read_texts(data / "sst2" / "train.tsv")[:5_000],
     }
-    for corpus, lines in corpora.items():
-        some = [line for line in secrets if line not in set(lines)][:texts]
-        yield measured(f"{name}, {corpus}", loaded, lines, some, passes, most + 3)
+    opened = served(encoder, "pooling=MEAN") if _is_gguf(encoder) else answering(loaded)
+    with opened as url:
+        for corpus, lines in corpora.items():
+            some = [line for line in secrets if line not in set(lines)][:texts]
+            yield measured(f"{name}, {corpus}", url, words, lines, some, passes, most + 3)
+
+
+def _is_gguf(encoder: Path | None) -> bool:
+    return encoder is not None and encoder.suffix == ".gguf"
 
 
 def measured(
-    name: str, loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], passes: int,
+    name: str, url: str, tokenizer: Any, corpus: Sequence[str], secrets: Sequence[str], passes: int,
     max_length: int,
 ) -> Row:  # fmt: skip
-    tokenizer, encoder = loaded.tokenizer, Queried(loaded)
+    encoder = Queried(url, tokenizer)
     lines = [ids for ids in tokenizer(list(corpus), add_special_tokens=False)["input_ids"] if ids]
     truths = tokenizer(list(secrets), add_special_tokens=False)["input_ids"]
     goals = encoder.ask(secrets)  # what is in the store: no query of the attacker's
@@ -93,21 +114,20 @@ def measured(
 
 
 class Queried(Encoder):
-    """An encoder that may only be asked: its own weights are random, its vectors another's.
+    """An encoder whose vectors come from a server; in place of its weights stand random ones.
 
     `known` has what was answered: as many entries as there were queries.
     """
 
-    def __init__(self, asked: Loaded) -> None:
+    def __init__(self, url: str, tokenizer: Any) -> None:
         import transformers
 
-        tokenizer = asked.tokenizer
         config = transformers.BertConfig(
             vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
             intermediate_size=8,
         )  # fmt: skip
         super().__init__(Target.of(transformers.BertModel(config).eval(), tokenizer))
-        self.asked = Encoder(Target.of(asked.model, tokenizer), Exposure("pooled"))
+        self.client, self.url = httpx.Client(timeout=300), f"{url}/v1/embeddings"
         self.known: dict[str, Tensor] = {}
 
     def values(self, texts: Texts, fast: bool = False) -> Tensor:  # noqa: ARG002
@@ -119,10 +139,42 @@ class Queried(Encoder):
         fresh = list(dict.fromkeys(text for text in texts if text not in self.known))
         for start in range(0, len(fresh), AT_ONCE):
             some = fresh[start : start + AT_ONCE]
-            ids = self.target.tokenizer(some, add_special_tokens=False)["input_ids"]
-            texts_of = Texts.of(ids, max(1, *map(len, ids)), self.asked.device)
-            self.known |= zip(some, self.asked.vectors(texts_of).cpu(), strict=True)
+            answer = self.client.post(self.url, json={"model": "default", "input": some})
+            for entry in answer.raise_for_status().json()["data"]:
+                self.known[some[entry["index"]]] = torch.tensor(entry["embedding"])
         return torch.stack([self.known[text] for text in texts])
+
+
+@contextmanager
+def answering(loaded: Loaded) -> Generator[str]:
+    """The encoder behind OpenAI's form of embeddings, on a port of this machine."""
+    encoder = Encoder(Target.of(loaded.model, loaded.tokenizer), Exposure("pooled"))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
+            ids = loaded.tokenizer(asked, add_special_tokens=False)["input_ids"]
+            texts = Texts.of(ids, max(1, *map(len, ids)), encoder.device)
+            rows = encoder.vectors(texts).tolist()
+            data = [{"index": number, "embedding": row} for number, row in enumerate(rows)]
+            body = json.dumps({"data": data}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Silent."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 if __name__ == "__main__":
