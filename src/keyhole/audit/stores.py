@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part
 from keyhole.audit.texts import aligned, reading_alone, shortest, special_ids, tokens_read
-from keyhole.core import Estimate, Finding, Readings, Skip, Status
+from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Reading
@@ -32,7 +32,6 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded, identity
 from keyhole.recover import Pooled, TextRecovery
-from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
@@ -51,7 +50,6 @@ from keyhole.recover.embeddings.pooling import (
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.originals import Original
 from keyhole.recover.protection import (
     NEAREST,
@@ -113,7 +111,7 @@ class StoreTarget(Part):
     pooling: Pooling
     max_length: int
     rounding: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    method: Attack = field(default_factory=CountedReader)
+    method: CountedReader = field(default_factory=CountedReader)
     note: str = ""
     others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
     observed = True
@@ -151,19 +149,18 @@ class StoreTarget(Part):
 
     @property
     def facts(self) -> StoreFacts:
-        read_with = self.method.note if isinstance(self.method, CountedReader) else ""
         return StoreFacts(
-            self.count, self.pooling.reason, self.note, read_with, sample=len(self.rows)
+            self.count, self.pooling.reason, self.note, self.method.note, sample=len(self.rows)
         )
 
     @property
     def settings(self) -> dict[str, Any]:
-        method, values = self.method, self.vectors.double().contiguous()
+        values = self.vectors.double().contiguous()
         return {
             "weights": identity(self.loaded.model),
             "pooling": str(self.pooling),
             "max_length": self.max_length,
-            "method": method.settings if isinstance(method, CountedReader) else repr(method),
+            "method": self.method.settings,
             "texts": len(self.rows),
             "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
             "device": next(self.loaded.model.parameters()).device.type,
@@ -196,8 +193,7 @@ class StoreTarget(Part):
     def _work(self, start: int, end: int) -> float:
         """About how many tokens are run to read these texts, the first with the counting."""
         attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
-        search = self.method.search if isinstance(self.method, CountedReader) else SumSearch()
-        passes = search.passes or _PASSES[attacked.parts.device.type]
+        passes = self.method.search.passes or _PASSES[attacked.parts.device.type]
         lengths = [_USUAL if text is None else len(text) // _CHARACTERS for text in self.texts]
         # A short text is read early, and all runs are spent on one that is not; 3 special tokens.
         tokens = sum(min(1.0, length / _USUAL) * (length + 3) for length in lengths[start:end])
@@ -292,7 +288,7 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
     return replace(method, search=replace(method.search, passes=passes))
 
 
-_Ready = Callable[[Track], Attack]
+_Ready = Callable[[Track], CountedReader]
 
 
 def _read_with(part: StoreTarget, attack: _Ready, track: Track) -> Checked:
@@ -300,19 +296,14 @@ def _read_with(part: StoreTarget, attack: _Ready, track: Track) -> Checked:
 
 
 def _ready_once(target: StoreTarget) -> _Ready:
-    """The attack, whose corpus, if it has one, is counted where the first check asks for it."""
-    made: list[Attack] = []
+    """The attack, whose corpus is counted where the first check asks for it."""
+    made: list[CountedReader] = []
 
-    def attack(track: Track) -> Attack:
-        method = target.method
-        if not isinstance(method, CountedReader):
-            return method
+    def attack(track: Track) -> CountedReader:
         if not made:
-            attacked, how = (
-                Attacked.of(target.loaded.model, target.loaded.tokenizer),
-                target.pooling,
-            )
-            made.append(method.ready(replace(attacked, track=track), how.exposure, how.prefix))
+            attacked = Attacked.of(target.loaded.model, target.loaded.tokenizer)
+            way, prefix = target.pooling.exposure, target.pooling.prefix
+            made.append(target.method.ready(replace(attacked, track=track), way, prefix))
         return made[0]
 
     return attack
@@ -478,8 +469,6 @@ def _behind(
     target: StoreTarget, exposure: Exposure, defence: Defence, attack: _Ready, track: Track
 ) -> Checked:
     method, part = attack(track), target.some(slice(0, _BEHIND))
-    if not isinstance(method, CountedReader):
-        return Checked(skips=(Skip(exposure, "none", "it is read with counts of a corpus"),))
     started = time.perf_counter()
     way, vectors = part.pooling.exposure, part.vectors.float()
     ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, way)
