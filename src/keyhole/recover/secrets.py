@@ -21,8 +21,6 @@ Whoever uses the server as well has texts that he knows, X, and their leaks Y. W
   what the pairs span: with r of the singular values above rounding, the r numbers y W_r are f U_r,
   exactly, for every other vector as well, and of the rest of f nothing but the length is known. So
   m pairs give m numbers of every stored vector, as if it had been cut to m dimensions.
-- A general linear map keeps nothing that is not in the span of the known vectors: Y = X M has one
-  solution from k pairs on, and Y⁺ X then undoes it.
 - With tokens mixed as well (S P X M) rows are no pairs. KV-Cloak's M has so few unknowns that the
   span of a block gives it away (layers/mixed.py).
 - A permutation of numbers is known from one known row, if no number is there twice: columns that
@@ -186,12 +184,6 @@ def undo_rotation(known: Tensor, stored: Tensor) -> Alignment:
     u, s, wt = torch.linalg.svd(known.double().T @ stored.double())
     rank = int((s > _ROUNDING * s[0]).sum())
     return Alignment(wt[:rank].T, u[:, :rank])
-
-
-def undo_linear(known: Tensor, stored: Tensor) -> Tensor:
-    """The matrix (d, d) that stored vectors are multiplied by to undo a linear map."""
-    _expect_pairs(known, stored)
-    return torch.linalg.lstsq(stored.double(), known.double(), driver="gelsd").solution
 
 
 def _expect_pairs(known: Tensor, stored: Tensor) -> None:
