@@ -19,6 +19,7 @@ from keyhole.extract.blocks.canonical import canonical_block, compared, differen
 from keyhole.extract.blocks.copies import COPIES, Apart, told_apart
 from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
+from keyhole.extract.blocks.normed_layer import Layer, fitted
 from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
@@ -221,7 +222,7 @@ def test_units_of_a_wide_layer_show_where_tokens_do_not_touch_answers(gated):
         return torch.cat([(rows != 0).any(0), torch.zeros(24, dtype=torch.bool)])
 
     sphere = Sphere(value, 24, math.sqrt(24), touched)
-    units, _ = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
+    units, *_ = find_units(sphere, torch.eye(24).double(), torch.device("cpu"), stream)
     assert (units.activation, len(units.G)) == (activation, 6 * gated)
     off = torch.stack([torch.cdist(target.A, sign * units.A) for sign in (1, 1 if gated else -1)])
     assert float(off.amin((0, 2)).max()) < 1e-5
@@ -261,11 +262,36 @@ def test_units_show_where_answers_have_an_origin_that_is_not_known():
 
     stream = torch.Generator().manual_seed(0)
     sphere = Sphere(value, 11, math.sqrt(12), centred=False)
-    units, centre = find_units(sphere, torch.eye(11).double(), torch.device("cpu"), stream)
+    units, centre, _ = find_units(sphere, torch.eye(11).double(), torch.device("cpu"), stream)
     assert torch.allclose(centre, origin, rtol=0, atol=1e-4)
     rows = target.A @ axes[:, 1:]
     off = torch.stack([torch.cdist(rows, sign * units.A) for sign in (1, -1)])
     assert float(off.amin((0, 2)).max()) < 1e-2
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_a_layer_between_norms_is_fitted_from_units_of_wrong_lengths(rare):
+    """One in doubt; with `rare`, another one is off nearly everywhere."""
+    target = plant_block(16, heads=1, head_dim=2, width=8, norm="behind", epsilon=0.0, seed=1)
+    axes = torch.linalg.qr(torch.cat([torch.ones(16, 1), torch.eye(16)[:, 1:]], 1).double())[0]
+    lift, radius = axes[:, 1:], 4.0
+    A, a, C = target.A @ lift, target.a.clone(), lift.mT @ target.C
+    if rare:
+        a[1] = -2.8 * A[1].norm()
+    none = torch.zeros(0, dtype=torch.float64)
+    true = Units(A, a, none.reshape(0, 15), none, C, "gelu")
+    layer = Layer(true, lift.mT @ torch.diag(target.D) @ lift, target.c @ lift)
+    scale = torch.where(torch.arange(8) == 0, 2.4, 1.0).to(a)
+    start = replace(true, A=A * scale[:, None], a=a + scale - 1, C=C / scale**2)
+
+    def value(n):
+        return radius * normalize(layer(n), dim=1)
+
+    stream = torch.Generator().manual_seed(0)
+    cpu, doubtful = torch.device("cpu"), torch.tensor([0])
+    found = fitted(value, start, doubtful, radius, cpu, stream, exact=True).layer.units
+    off = torch.stack([(A[:, None] - sign * found.A).norm(dim=2) for sign in (1, -1)])
+    assert float(off.amin((0, 2)).max()) < 1e-10
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -21,8 +21,8 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 are known what is left of the equation is τŷ, of rank one, which shows ŷ.
                 ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
-                outside U from mixed ones (linear, beside σ_w); then all numbers (descent.py),
-                and units that are off at those points, by what is left (missed.py)
+                outside U from mixed ones (linear, beside σ_w); then all numbers
+                (normed_layer.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
     both ε      of the second norm among all numbers, with e and the size of E; of the first from
                 sums so short that n is shorter by a factor that they share

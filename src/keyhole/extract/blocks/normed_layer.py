@@ -1,21 +1,20 @@
 """The layer between two norms, R(n) = n·L + C·f(n) + c with n on a sphere, fitted as a whole.
 
-descent.py starts from what curvature shows of the units (sphere.py). A unit that is off nearly
-everywhere, `|α| ≫ |a|`, hardly shows at random points: some are drawn where it is not. And around
-the points whose curvature is read it may not show at all: so does 1 of MPNet's 3,072, with
-α/|a| = −4.8. Yet of thousands of random points it is on at a few, where the fit is off most. The
-sum there is `R(n) + c·φ(a·n + α)`, R known, and the answer shows its direction ŷ:
+descent.py starts from what curvature shows of the units (sphere.py), and real units ask for three
+things more (ours):
 
-    (1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c·φ(a·n + α)
-
-c is the left side at the point p that is off most. The slope there, on the sphere, is along a; and
-on the great circle through p towards it `a·n + α = z + μ(cos θ − 1) + ν sin θ`, a small fit (ours).
+    doubtful    a unit whose row is across the plane of the base points has the same curvature at
+                all of them, whatever its length. It is read on the great circle through its own
+                row: the answer shows the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`, R known but
+                for what is affine, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n + α_k)`
+    rare        a unit that is off nearly everywhere, |α| ≫ |a|, does not show its row at random
+                points: more are drawn, at which many such units are on at once
+    slow        conjugate gradients, where parts of a unit do nearly the same: `_Preconditioner`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +24,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
-from keyhole.extract.blocks.sphere import Value, differences
+from keyhole.extract.blocks.sphere import Value
 from keyhole.extract.blocks.units import Units, derivative
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.oracle.block import ACTIVATIONS
@@ -38,21 +37,16 @@ _REACHED = 0.8  # of the radius times |a|: beyond, a unit is never both
 _SPREAD = 1.0  # of `a·n + α` at such points
 _SHARED = 0.5  # of the square of the radius, for units that are on at one point
 _RIDGE = 1e-13
-_MISSED = 4  # units that curvature does not show, at most
-_UNEXPLAINED = 1e-7  # what a fit leaves without one
 _ROUGH = 1e-5
 _NEWTON = 16
 _STEPS = 10
 _ARRIVED = 1e-8
-_ANGLE = 0.01
 _ANGLES = torch.linspace(-0.4, 0.4, 161, dtype=torch.float64)
 _NEAR = 0.5  # of R, that a unit may add
 _OFFSETS = [z / 2 for z in range(-7, 5)]
 _SLOPES = [2.0 ** (n / 2) for n in range(15)]
-_COSINE = 3.0
 _STARTS = 24
 _ALIKE = 1e-4  # what a fit of one unit may leave
-_REFINED = 4
 
 
 @dataclass(frozen=True)
@@ -220,21 +214,10 @@ class Fitted:
         hats = self.radius * R / length
         return (1 + numbers["norm"][1]) * hats + numbers["centre"] if "norm" in numbers else hats
 
-    def off(self, n: Tensor, y: Tensor) -> Tensor:
-        """By how much answers are (n)."""
-        return (self._answers(_affine(n), self.numbers) - y).norm(dim=1)
-
     def shown(self, value: Value, n: Tensor) -> tuple[Tensor, Tensor]:
         """R as fitted, and ŷ as answers show it, of length 1."""
         R = self.layer(n.to(self.size.device)).to("cpu")
         return R, normalize(value(n) - self.centre, dim=1)
-
-    def with_unit(self, a: Tensor, offset: Tensor, c: Tensor) -> Fitted:
-        A, linear = self.numbers["A"], self.numbers["linear"]
-        row = torch.cat([a, offset[None]])[None].to(A)
-        grown = {"A": torch.cat([A, row]), "linear": torch.cat(
-            [linear[: len(A)], c[None].to(A), linear[len(A) :]])}  # fmt: skip
-        return replace(self, numbers=self.numbers | grown)
 
     def descended(self, n: Tensor, y: Tensor) -> Fitted:
         affine = _affine(n)
@@ -358,18 +341,7 @@ def fitted(
     if len(doubtful):
         units = _reshaped(fit, units, doubtful, value, stream)
         fit = Fitted.started(units, n, y, radius, exact)
-    fit = fuller = fit.descended(*_with_rare(fit, n, y, value, stream))
-    for _ in range(_MISSED):
-        if fuller.left < _UNEXPLAINED:
-            return fuller
-        furthest = n[int(fuller.off(n, y).argmax())].to("cpu")
-        unit = missed_unit(partial(fuller.shown, value), furthest, fit.activation)
-        more = fuller.with_unit(*unit)
-        more = more.descended(*_with_rare(more, n, y, value, stream))
-        if not more.left < fuller.left:
-            break
-        fuller = more
-    return fuller if fuller.left < _UNEXPLAINED else fit
+    return fit.descended(*_with_rare(fit, n, y, value, stream))
 
 
 def _reshaped(
@@ -380,7 +352,7 @@ def _reshaped(
     What is linear was fitted with the unit as it was: it may be off by what is affine.
     """
     A, a, C = units.A.clone(), units.a.clone(), units.C.clone()
-    steps = torch.stack([torch.ones_like(_ANGLES), _ANGLES.sin(), _ANGLES.cos() - 1], 1)
+    affine = torch.stack([torch.ones_like(_ANGLES), _ANGLES.sin(), _ANGLES.cos()], 1)
     for k in doubtful.tolist():
         axis, c = normalize(A[k], dim=0), C[:, k]
         up = torch.randn(len(axis), generator=stream, dtype=torch.float64)
@@ -390,7 +362,7 @@ def _reshaped(
         R = R - ACTIVATIONS[fit.activation](circle @ A[k] + a[k])[:, None] * c
         near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
         offset, slope, size = _fit(
-            steps[near, :2], _amounts(R, hats, c)[near], fit.activation, affine=steps[near]
+            affine[near, 1], _amounts(R, hats, c)[near], fit.activation, affine[near]
         )
         A[k], a[k], C[:, k] = slope / fit.radius * axis, offset, size * c
     return replace(units, A=A, a=a, C=C)
@@ -456,38 +428,6 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
     return Layer(units, L / size, c / size, layer.epsilon, epsilon), D / size
 
 
-def missed_unit(
-    shown: Callable[[Tensor], tuple[Tensor, Tensor]], p: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """a (e), α and c (m). `shown` takes points (n, e) to R and ŷ (n, m), the latter of length 1."""
-    radius, e = float(p.norm()), len(p)
-    basis = torch.linalg.qr(torch.cat([p[:, None], torch.eye(e).to(p)], 1))[0].mT
-    up, tangents = p / radius, basis[1:]
-    c = normalize(_across(*shown(p[None]))[0], dim=0)
-
-    def path(t: float) -> Tensor:
-        return radius * (math.cos(_ANGLE * t) * up + math.sin(_ANGLE * t) * tangents)
-
-    def amount(n: Tensor) -> Tensor:
-        return _amounts(*shown(n), c)[:, None]
-
-    towards = normalize(differences(amount, path, amount(p[None]))[0][:, 0] @ tangents, dim=0)
-    circle = radius * (_ANGLES.cos()[:, None] * up + _ANGLES.sin()[:, None] * towards)
-    R, hats = shown(circle)
-    near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
-    angles, R, hats = _ANGLES[near], R[near], hats[near]
-    steps = torch.stack([torch.ones_like(angles), angles.sin(), angles.cos() - 1], 1)
-    x = _fit(steps, _amounts(R, hats, c), activation)
-    for _ in range(_REFINED):
-        made = x[3] * ACTIVATIONS[activation](steps @ x[:3])
-        weighted = made[:, None] * hats
-        square = made.square().sum() * torch.eye(len(c)).to(c) - weighted.mT @ weighted
-        c = torch.linalg.solve(square, made @ _across(R, hats))
-        x = _fit(steps, _amounts(R, hats, c), activation, x)
-    z, sine, cosine, share = x
-    return (cosine * up + sine * towards) / radius, z - cosine, share * c
-
-
 def _across(R: Tensor, hats: Tensor) -> Tensor:
     return (R * hats).sum(1, keepdim=True) * hats - R
 
@@ -498,34 +438,29 @@ def _amounts(R: Tensor, hats: Tensor, c: Tensor) -> Tensor:
     return (_across(R, hats) * own).sum(1) / own.square().sum(1)
 
 
-def _fit(
-    steps: Tensor, wanted: Tensor, activation: str, before: Tensor | None = None,
-    affine: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x and a size for which `size·φ(steps·x)` (n) is wanted, or that and columns of `affine`.
+def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tensor:
+    """Offset, slope and size for which `size·φ(offset + slope·sine)` is wanted (n).
 
-    The first column of steps is 1, the second a sine, and the third is small next to both.
+    But for columns of `affine`. The best of some starts, by Levenberg and Marquardt.
     """
     f, df, scale = ACTIVATIONS[activation], derivative(activation, 1), wanted.norm()
-    Q = torch.zeros_like(steps[:, :1]) if affine is None else torch.linalg.qr(affine)[0]
+    steps = torch.stack([torch.ones_like(sines), sines], 1)
+    Q = torch.linalg.qr(affine)[0]
 
     def across(columns: Tensor) -> Tensor:
         return columns - Q @ (Q.mT @ columns)
 
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
-        z = steps @ x[:-1]
-        made, slopes = f(z), x[-1] * df(z)[:, None] * steps
-        return across(x[-1] * made - wanted) / scale, (
-            across(torch.cat([slopes, made[:, None]], 1)) / scale
-        )
+        z = steps @ x[:2]
+        made, slopes = f(z), x[2] * df(z)[:, None] * steps
+        off = across(x[2] * made - wanted)
+        return off / scale, across(torch.cat([slopes, made[:, None]], 1)) / scale
 
-    def start(z: float, slope: float) -> Tensor:
-        x = torch.tensor([z, slope, _COSINE, 1.0], dtype=torch.float64)[[*range(len(steps[0])), 3]]
-        made = across(f(steps @ x[:-1]))
-        x[-1] = (made @ wanted) / (made @ made)
-        return x
+    def start(offset: float, slope: float) -> Tensor:
+        made = across(f(offset + slope * sines))
+        return torch.tensor([offset, slope, float((made @ wanted) / (made @ made))]).to(made)
 
-    tried = [before] if before is not None else [start(z, s) for z in _OFFSETS for s in _SLOPES]
+    tried = [start(offset, slope) for offset in _OFFSETS for slope in _SLOPES]
     tried = sorted(tried, key=lambda x: float(model(x)[0].norm()))[:_STARTS]
     best, least = tried[0], math.inf
     for x in tried:
