@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from hostile import Server, answer
@@ -14,7 +15,7 @@ from hostile import Server, answer
 import tiny_gguf
 from keyhole.core.errors import InputError
 from keyhole.oracle import ask
-from keyhole.oracle.completions import OPENAI, Completions
+from keyhole.oracle.completions import OPENAI, Completions, cut_out
 from keyhole.oracle.http import Http
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
 
@@ -81,9 +82,24 @@ def written(values, text):
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
-def test_entries_come_in_any_order():
-    values = [(2, -0.5), (0, -1.5), (1, -2.5)]
-    assert answered(written(values, '\\"'), question(PROMPT)) == [-1.5, -2.5, -0.5]
+@pytest.mark.parametrize("text", [
+    "a", '"', "\\", '\\"', '{"id":7,"token":"x","bytes":[1],"logprob":-3.5}', "\u00e9\u2028", "{",
+])  # fmt: skip
+def test_entries_cut_out_are_those_that_a_parser_reads(text):
+    """Whatever a token's text is: nobody vouches for it."""
+    draw = np.random.default_rng(0)
+    values = list(zip(range(1500), (-draw.exponential(10, 1500)).tolist(), strict=True))
+    draw.shuffle(values)
+    body = written(values, text)
+    entries = json.loads(body)["completion_probabilities"][0]["top_logprobs"]
+    ids, numbers = cut_out(bytearray(body))
+    assert ids.tolist() == [entry["id"] for entry in entries]
+    assert numbers.tolist() == [entry["logprob"] for entry in entries]
+    few = written([(2, -0.5), (0, -1.5), (1, -2.5)], text)
+    assert cut_out(bytearray(few)) is None  # left to the parser
+    by_id = [value for _, value in sorted(values)]
+    for content, expected in ((body, by_id), (few, [-1.5, -2.5, -0.5])):
+        assert answered(content, question(PROMPT)) == expected
 
 
 def answered(content, asked, **settings):

@@ -10,6 +10,9 @@ raise one without it: it is sampled, and its log-probability comes along as it w
 that know no such option as well. A server that names no probabilities still shows which of the
 raised tokens it samples. vLLM needs no bias: it gives the log-probabilities of any 128
 tokens that `logprob_token_ids` names, whatever its cap on `logprobs` is.
+
+An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
+third of the time that a parser takes; one in another order of fields goes to the parser.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -45,6 +49,10 @@ from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 COMPLETION, OPENAI = "/completion", "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
 _FORCED = 1000.0  # a bias that no logit withstands
+# Quotes inside of a token's text are escaped, so no text can look like the beginning of an entry.
+_ENTRY = re.compile(
+    rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
+)
 
 
 class Completions:
@@ -124,10 +132,7 @@ class Completions:
         request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
             request |= self._bias([(self._whole_token, _FORCED)])
-        answer, given = self._ask(request), dict[int, float]()
-        with suppress(KeyError, IndexError, TypeError, ValueError):
-            given = {int(token): value for token, value in logprobs_of(answer).items()}
-        ids, values = np.array(list(given), dtype=np.int64), np.array(list(given.values()))
+        ids, values = _entries(self._ask(request))
         size = self.vocabulary or len(ids)
         if not len(ids) and self.vocabulary:
             return torch.full((size,), ABSENT, dtype=torch.float64)
@@ -201,7 +206,30 @@ class Completions:
         return {"logit_bias": {str(token): bias for token, bias in pairs}}
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        return self._http.ask("POST", f"{self.url}{self.route}", request)
+        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=cut_out)
+
+
+Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
+
+
+def cut_out(body: bytearray) -> Entries | None:
+    """The entries of a long answer of llama.cpp; of a short one, or one of another form, None."""
+    found = _ENTRY.findall(body)
+    if len(found) < 1000:
+        return None
+    ids = np.array([token for token, _ in found]).astype(np.int64)
+    return ids, np.array([value for _, value in found]).astype(np.float64)
+
+
+def _entries(answer: Any) -> Entries:
+    """Ids and log-probabilities of an answer that was cut out or parsed; none where none came."""
+    if isinstance(answer, tuple):
+        return answer
+    pairs: list[tuple[int, float]] = []
+    with suppress(KeyError, IndexError, TypeError, ValueError):
+        pairs = [(int(token), value) for token, value in logprobs_of(answer).items()]
+    ids = np.array([token for token, _ in pairs], dtype=np.int64)
+    return ids, np.array([value for _, value in pairs], dtype=np.float64)
 
 
 def _named(answer: Any) -> Any:

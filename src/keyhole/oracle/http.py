@@ -42,6 +42,7 @@ _PIECE = 2**14  # bytes that are unpacked at once
 _WRITTEN = 2**16  # bytes that are written at once
 _SECRET = 8  # letters at least; a shorter word may stand in any answer
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError)
+Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
 
 T = TypeVar("T")
 
@@ -134,12 +135,16 @@ class Http:
         url: str,
         content: dict[str, Any] | None = None,
         read: Callable[[object], T] = lambda data: cast("T", data),
+        cut: Cut | None = None,
     ) -> T:
         """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
 
-        `read` may raise Garbled, so that it is asked again on another connection.
+        `read` may raise Garbled, so that it is asked again on another connection. `cut` may take
+        what it needs out of the body; where it gives None, all of it is parsed.
         """
-        return self._tried(verb, url, content, lambda reply, end: self._read(reply, url, end, read))
+        return self._tried(
+            verb, url, content, lambda reply, end: self._read(reply, url, end, read, cut)
+        )
 
     def expect_ready(self, url: str) -> None:
         """Wait until `url` says that it is ready, where the server has such a route."""
@@ -241,8 +246,9 @@ class Http:
         )
 
     def _read(
-        self, reply: httpcore.Response, url: str, end: float, read: Callable[[object], T]
-    ) -> T:
+        self, reply: httpcore.Response, url: str, end: float, read: Callable[[object], T],
+        cut: Cut | None,
+    ) -> T:  # fmt: skip
         if not 200 <= reply.status < 300:
             raise self._refusal(reply, url)
         alone = False
@@ -254,7 +260,9 @@ class Http:
                     alone = self._one_large.acquire(timeout=max(0.0, end - time.monotonic()))
                     if not alone:
                         raise self._too_slow(url)
-            return read(_parsed(self._hidden(body), url, self.limits))
+            body = self._hidden(body)
+            taken = None if cut is None else cut(body)
+            return read(_parsed(body, url, self.limits) if taken is None else taken)
         finally:
             if alone:
                 self._one_large.release()

@@ -32,17 +32,18 @@ from keyhole.oracle.block import ACTIVATIONS
 _MORE = 1.5  # answers for each unknown of the fit
 _SPARE = 16
 _TURNS = 40
-_RARELY = 2.5  # of |a|, an offset with which a unit is rarely both on and off
-_REACHED = 0.8  # of the radius times |a|: beyond, a unit is never both
+_RARELY = 2.5  # of |a|, an offset with which a unit is nearly always off, or on
+_REACHED = 0.8  # of the radius times |a|: with a larger offset it is so everywhere
 _SPREAD = 1.0  # of `a·n + α` at such points
 _SHARED = 0.5  # of the square of the radius, for units that are on at one point
-_RIDGE = 1e-12
+_RIDGE = 1e-12  # of ones: a ReLU unit's length and the size of its column are one number
 _ROUGH = 1e-5
 _NEWTON = 16
 _STEPS = 10
 _ARRIVED = 1e-8
 _ANGLES = torch.linspace(-0.4, 0.4, 161, dtype=torch.float64)
 _NEAR = 0.5  # of R, that a unit may add
+_FEWEST = 16  # angles at which it adds no more
 _OFFSETS = [z / 2 for z in range(-7, 5)]
 _SLOPES = [2.0 ** (n / 2) for n in range(15)]
 _STARTS = 24
@@ -170,7 +171,7 @@ class Fitted:
         cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
     ) -> Fitted:  # fmt: skip
         """What is linear, and the lengths of answers, by turns: few, since both are a start."""
-        affine = torch.cat([n, torch.ones_like(n[:, :1])], 1)
+        affine = _affine(n)
         A = torch.cat([units.A, units.a[:, None]], 1).to(n.device)
         made = ACTIVATIONS[units.activation](affine @ A.mT) @ units.C.mT.to(n.device)
         Q, R = torch.linalg.qr(affine)
@@ -361,6 +362,8 @@ def _reshaped(
         R, hats = fit.shown(value, circle)
         R = R - ACTIVATIONS[fit.activation](circle @ A[k] + a[k])[:, None] * c
         near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
+        if int(near.sum()) < _FEWEST:
+            continue
         offset, slope, size = _fit(
             affine[near, 1], _amounts(R, hats, c)[near], fit.activation, affine[near]
         )
@@ -371,7 +374,7 @@ def _reshaped(
 def _with_rare(
     fit: Fitted, n: Tensor, y: Tensor, value: Value, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """And points of the sphere where units that are rarely both on and off are either.
+    """n and y, and more points: where units that are nearly always off, or on, are about to change.
 
     A row has e numbers, so each unit needs more than e such points; many units share them.
     """
@@ -429,19 +432,20 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
 
 
 def _across(R: Tensor, hats: Tensor) -> Tensor:
+    """−R without its part along the answers (n, m)."""
     return (R * hats).sum(1, keepdim=True) * hats - R
 
 
 def _amounts(R: Tensor, hats: Tensor, c: Tensor) -> Tensor:
-    """Of c (n) in the sums."""
+    """How much of c the sums have besides R (n)."""
     own = c - (hats @ c)[:, None] * hats
     return (_across(R, hats) * own).sum(1) / own.square().sum(1)
 
 
 def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tensor:
-    """Offset, slope and size for which `size·φ(offset + slope·sine)` is wanted (n).
+    """Offset, slope and size: `size·φ(offset + slope·sine)` is wanted (n) but for affine columns.
 
-    But for columns of `affine`. The best of some starts, by Levenberg and Marquardt.
+    The best of some starts, by Levenberg–Marquardt.
     """
     f, df, scale = ACTIVATIONS[activation], derivative(activation, 1), wanted.norm()
     steps = torch.stack([torch.ones_like(sines), sines], 1)
