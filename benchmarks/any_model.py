@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 import show
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy
-from keyhole.recover.run import recover_text
+from keyhole.recover import recover_text
 from keyhole.recover.simulate import leak_of
 from show import Row
 

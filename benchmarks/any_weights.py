@@ -24,7 +24,6 @@ import subjects
 from keyhole.core import Status
 from keyhole.models import Exposure, Loaded, anatomy
 from show import Row
-from subjects import leak_of
 
 PARTS = ["causal", "vocabulary", "half"]
 FAMILIES = ("llama", "gpt2")
@@ -46,7 +45,7 @@ def run(
         ids = subjects.tiny_texts(texts, length, False, vocabulary)
         items: list[dict[str, Any]] = []
         for exposure in exposures(loaded):
-            found, _ = subjects.read(loaded, ids, [leak_of(loaded, text, exposure) for text in ids])
+            found, _ = subjects.read_back(loaded, ids, exposure)
             items += [{"exposure": str(exposure), **item} for item in found]
         told += items
         yield row(f"{what}, scale {scale}, {depth} layers", items)

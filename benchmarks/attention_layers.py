@@ -16,7 +16,7 @@ from torch import Tensor
 
 import show
 from keyhole.extract import AttentionLayers, TransformerBlocks
-from keyhole.extract.blocks.canonical import compared as parts_of
+from keyhole.extract.canonical import compared as parts_of
 from keyhole.oracle import Blocks, Oracle, plant
 from keyhole.oracle.block import plant_block
 from planted import by_kind, compared, taken

@@ -14,7 +14,6 @@ Zero2Text (Kim et al., 2026) reports 2,180 queries a text. `--quick` takes a ran
 from __future__ import annotations
 
 import json
-import random
 import statistics
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,12 +59,7 @@ def run(
     name = Path(loaded.name).parent.name if encoder is None else encoder.stem
     ((least, most),) = subjects.lengths(tokens)
     words = loaded.tokenizer
-    secrets = [
-        line
-        for line in dict.fromkeys(line.strip() for line in read_texts(data / "sst2" / "dev.tsv"))
-        if least <= len(words(line, add_special_tokens=False)["input_ids"]) <= most
-    ]
-    random.Random(0).shuffle(secrets)
+    secrets = subjects.sentences(data, words, least, most)
     corpora = {
         "the corpus that ships": read_texts(SHIPPED),
         "5,000 lines of the same domain": read_texts(data / "sst2" / "train.tsv")[:5_000],

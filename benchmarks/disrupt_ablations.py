@@ -11,12 +11,11 @@ may run one by one. `make pictures` draws the curve. `--quick` takes two of the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import show
 import subjects
@@ -27,9 +26,6 @@ from keyhole.disrupt.batches import Batches
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import EXAMPLES, FOLDER
 from show import Row
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 SHARES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05]
 RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient magnitude"
@@ -135,12 +131,12 @@ def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]
 def measure(
     loaded: Loaded, examples: Sequence[Example], name: str, share: float, method: HackAttend
 ) -> Measured:
-    started = time.perf_counter()
-    found = Batches(loaded.model, loaded.tokenizer, examples, batch_size=16).attack(method)
+    batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size=16)
+    found, seconds = show.timed(lambda: batches.attack(method))
     worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
     return Measured(
         Path(loaded.name).name, name, share, len(found.attacked), found.flips, found.share, worst,
-        found.queries, time.perf_counter() - started, found.control.change,
+        found.queries, seconds, found.control.change,
         {outcome.id: outcome.masked * outcome.flipped for outcome in found.attacked},
     )  # fmt: skip
 
@@ -164,34 +160,6 @@ def row(points: Sequence[Measured], name: str, share: float) -> Row:
     if len(chosen) < len(models):
         details = f"{len(chosen)} of {len(models)} models; {details}"
     return Row(f"{name}, {share:.1%}", trained.spread(rates), details=details)
-
-
-def figure(points: Sequence[Measured]) -> go.Figure:
-    """Flips against the share, both on the page as people say them: in percent."""
-    import plotly.graph_objects as go
-
-    models = len({point.model for point in points})
-    picture = go.Figure()
-    for name in CURVES:
-        shares = sorted({point.share for point in points if point.attack == name})
-        values = [of(points, name, share)[1] for share in shares]
-        picture.add_scatter(
-            name=name, mode="lines+markers", x=[100 * share for share in shares],
-            y=[100 * mean(value) for value in values],
-            error_y={
-                "type": "data", "symmetric": False, "visible": models > 1,
-                "array": [100 * (max(value) - mean(value)) for value in values],
-                "arrayminus": [100 * (mean(value) - min(value)) for value in values],
-            },
-        )  # fmt: skip
-    picture.update_layout(
-        template="plotly_white", width=1100, height=460,
-        margin={"l": 70, "r": 20, "t": 30, "b": 60}, legend={"x": 0.01, "y": 0.99},
-        xaxis={"title": "share of each head's units that may be cut, %", "type": "log",
-               "tickvals": [100 * share for share in SHARES]},
-        yaxis={"title": "right answers flipped, %", "rangemode": "tozero"},
-    )  # fmt: skip
-    return picture
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Error on fresh queries against queries asked, for each method, next to the lower bound.
 
-`make docs` draws it: docs/error-against-queries.png.
+`make pictures` draws it: docs/error-against-queries.png.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import plotly.graph_objects as go
-from plotly.colors import qualitative
 
 import show
 from keyhole import extract, oracle
@@ -48,32 +45,6 @@ def run(quick: bool) -> Iterator[Row]:
             details=f"{result.status}; lower bound {result.lower_bound:,}; "
             + " ".join(f"{queries}:{error:.0e}" for queries, error in result.trace),
         )
-
-
-_SMALLEST = 1e-17  # an error of exactly zero has to stand somewhere on a logarithmic axis
-
-
-def figure(results: dict[str, Extraction]) -> go.Figure:
-    """Error on fresh queries against queries asked, with each attack's lower bound drawn in."""
-    drawn = go.Figure()
-    for number, (name, result) in enumerate(results.items()):
-        colour = qualitative.Plotly[number % 10]
-        drawn.add_scatter(
-            x=[queries for queries, _ in result.trace],
-            y=[max(error, _SMALLEST) for _, error in result.trace],
-            name=name, mode="lines+markers", line={"color": colour, "width": 2},
-            marker={"size": 8, "symbol": number},
-        )  # fmt: skip
-        if result.lower_bound is not None:
-            drawn.add_vline(x=result.lower_bound, line={"color": colour, "dash": "dot", "width": 1})
-    drawn.update_layout(
-        template="simple_white", height=520, margin={"l": 70, "r": 20, "t": 20, "b": 60},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "y": -0.2},
-        xaxis={"title": "queries asked (dotted: the lower bound)", "type": "log", "dtick": 1},
-        yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
-    )  # fmt: skip
-    return drawn
 
 
 if __name__ == "__main__":

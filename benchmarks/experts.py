@@ -119,20 +119,18 @@ def rows(name: str, model: Any, ids: Tensor, chosen: int, most: int) -> Iterator
                     model, choices_of(logits, chosen)[0], probabilities=shares, most=most
                 )
             )
-            true = text.tolist()
+            secret = text.tolist()
             items.append({
-                "tokens": len(true), "exact": read.ids == true, "verified": read.verified,
-                "right": sum(a == b for a, b in zip(read.ids, true, strict=False)),
+                "tokens": len(secret), "exact": read.ids == secret, "verified": read.verified,
+                "right": sum(map(int.__eq__, read.ids, secret)),
                 "certain": read.certain, "left": read.left, "seconds": round(seconds, 2),
             })  # fmt: skip
-        tokens = sum(item["tokens"] for item in items)
-        right = sum(item["right"] for item in items)
-        verified = sum(item["verified"] for item in items)
-        false = sum(item["verified"] and not item["exact"] for item in items)
+        tokens, right = (sum(item[each] for item in items) for each in ("tokens", "right"))
+        true, false = subjects.claims(items)
         row = Row(
             f"{what}, choices{more}",
-            f"{right / tokens:.1%} of {tokens} tokens, {verified} of {len(items)} texts verified, "
-            f"{false} falsely",
+            f"{right / tokens:.1%} of {tokens} tokens, {true + false} of {len(items)} texts "
+            f"verified, {false} falsely",
             "0 falsely", not false,
             f"{sum(item['certain'] for item in items)} tokens certain; "
             f"{sum(item['seconds'] for item in items) / len(items):.1f} s a text",

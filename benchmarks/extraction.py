@@ -6,7 +6,7 @@ length, to the largest answer. `--parts` takes some:
     published    arXiv 2608.03294, as its abstract tells it, and ours on the same targets
     bound        queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of any rank, next to the bound
                  that docs/mathematics.md proves
-    floor        queries for d = 8 … 768 next to the unknowns; `make docs` draws it:
+    floor        queries for d = 8 … 768 next to the unknowns; `make pictures` draws it:
                  docs/queries-against-unknowns.png
     one-layer    Transformers of one layer
     last-layer   output matrices of 2,048 tokens behind an RMSNorm, from all log-probabilities, the
@@ -17,14 +17,11 @@ The full run takes minutes, most of them the oracle's own.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -140,42 +137,6 @@ def floor(quick: bool) -> Iterator[Row]:
             details = f"{how}; {unknowns:,} unknowns, one attempt at most {item['bound']:,}, "
             row = Row(what, measured, details=f"{details}published {item['published']:,}")
             yield show.itemised(row, [item])
-
-
-def read(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """What `floor` measured, from its record."""
-    data = json.loads(files[0].read_text("utf-8"))
-    return [item for run in data["runs"] for item in run["items"]]
-
-
-def figure(items: list[dict[str, Any]]) -> go.Figure:
-    """Queries over unknowns against the width: asked, expected, proved, and as published."""
-    drawn = go.Figure()
-    full, low = (
-        [item for item in items if (item["rank"] is None) is each] for each in (True, False)
-    )
-    for name, some, count, style in (
-        ("arXiv 2608.03294", full, "published", {"color": "#78716c", "dash": "dash"}),
-        ("proved bound of an attempt", full, "bound", {"color": "#1d4ed8", "dash": "dot"}),
-        ("expected, full rank", full, "expected", {"color": "#c2410c"}),
-        ("asked, full rank", full, "queries", {"color": "#c2410c"}),
-        ("asked, rank d/H", low, "queries", {"color": "#047857"}),
-    ):  # fmt: skip
-        known = [item for item in some if item.get(count)]
-        drawn.add_scatter(
-            x=[item["d"] for item in known], y=[item[count] / item["unknowns"] for item in known],
-            name=name, mode="markers" if name.startswith("asked, full") else "lines+markers",
-            line={**style, "width": 2}, marker={"size": 8, "color": style["color"]},
-        )  # fmt: skip
-    drawn.add_hline(y=1, line={"color": "#0f172a", "width": 1})
-    drawn.update_layout(
-        template="simple_white", height=460, margin={"l": 70, "r": 20, "t": 20, "b": 60},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "y": -0.2},
-        xaxis={"title": "d (the line at 1: one answer for each unknown)", "type": "log"},
-        yaxis={"title": "queries over unknowns", "type": "log"},
-    )  # fmt: skip
-    return drawn
 
 
 def one_layer(quick: bool) -> Iterator[Row]:

@@ -18,13 +18,12 @@ from itertools import product
 import torch
 
 import show
-import subjects
 import trained
 from keyhole.data import encode
 from keyhole.harden import Training
 from keyhole.models import Loaded
 from show import Row
-from trained import Options, Run, Task
+from trained import Options, Run, Task, Tiny
 
 TOKENS = "sattend-token:"
 RATES, WARMUPS = (2e-5, 3e-5, 1e-5), (0.06, 0.1)  # run_sattend.py and its sweep
@@ -43,16 +42,13 @@ def run(quick: bool, options: Options = RELEASED) -> Iterator[Row]:
     if wrong := [each for each in options.methods if not each.startswith(("plain", TOKENS))]:
         raise SystemExit(f"--methods: plain and {TOKENS}RATE alone, not {', '.join(wrong)}")
     if quick:
-        options = replace(
-            options, methods=["plain", f"{TOKENS}0.2"], seeds=[0], epochs=1, batch=16, rate=3e-3,
-            right=2, share=0.03, device="cpu", attacks=["random", "as-released"],
+        options = Tiny(
+            methods=["plain", f"{TOKENS}0.2"], examples=40, epochs=1, batch=16, rate=3e-3, dev=8,
+            right=2, share=0.03, attacks=["random", "as-released"],
         )  # fmt: skip
-    texts = [subjects.with_a_word(number) for number in range(48)] if quick else []
-    train, dev = (texts[:40], texts[40:]) if quick else options.sst2()
-    task = Task("sst2, as released", train, dev, 4, 32, RATES[0]).given(options)
+    task = Task("sst2, as released", *options.sst2(), 4, 32, RATES[0]).given(options)
     for method, seed in options.trainings:
-        head = "AutoModelForSequenceClassification"
-        loaded = subjects.tiny("bert", head=head) if quick else options.minilm(seed)
+        loaded = options.fresh(seed)
         known = best_of_grid(loaded, task, method, seed, options)
         yield trained.attack(loaded, task, known, options)
 

@@ -3,7 +3,7 @@
 Success, iterations and conditioning as functions of the number of tokens n, the dimension d, the
 scale and symmetry of W, the rank of V, and noise in B. One quantity moves at a time around n = 6,
 d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. 32 starts a problem.
-`figure` draws the table.
+`make pictures` draws it: docs/inversion-sensitivity.png.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from keyhole.core import Status
 from keyhole.invert import LevenbergMarquardt, Problem, plant
 from planted import normals
 from show import Row, relative
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 STARTS = 32
 Pair = tuple[Problem, Tensor]
@@ -109,62 +105,20 @@ def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     )
 
 
-def run(quick: bool) -> Iterator[Row]:
+def points(quick: bool) -> Iterator[tuple[str, Point]]:
     for name, values in quantities(quick).items():
         for value, make in values.items():
-            point = measure(value, make, 2 if quick else 20)
-            yield Row(
-                f"{name} = {point.value:g}",
-                f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
-                details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
-                f"error {point.error:.1e}",
-            )
+            yield name, measure(value, make, 2 if quick else 20)
 
 
-def table(quick: bool) -> dict[str, list[Point]]:
-    problems = 2 if quick else 20
-    return {
-        name: [measure(value, make, problems) for value, make in values.items()]
-        for name, values in quantities(quick).items()
-    }
-
-
-def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
-    """One panel a quantity: shares on the left axis, the condition on the right."""
-    import plotly.subplots
-
-    names, rows = list(points_by_name), (len(points_by_name) + 1) // 2
-    panels = plotly.subplots.make_subplots(
-        rows=rows, cols=2, subplot_titles=names, vertical_spacing=0.12,
-        specs=[[{"secondary_y": True}] * 2 for _ in range(rows)],
-    )  # fmt: skip
-    curves = {
-        "solved": ("an exact solution", {"color": "#1d4ed8"}),
-        "planted": ("the input, to 1e-5", {"color": "#047857"}),
-        "condition": ("condition (right)", {"color": "#c2410c", "dash": "dot"}),
-    }
-    for number, (name, measured) in enumerate(points_by_name.items()):
-        place = {"row": number // 2 + 1, "col": number % 2 + 1}
-        for field, (label, line) in curves.items():
-            values = [getattr(point, field) for point in measured]
-            panels.add_scatter(
-                x=[point.value for point in measured],
-                y=[value if math.isfinite(value) else None for value in values],
-                name=label, mode="lines+markers", line=line, showlegend=number == 0,
-                secondary_y=field == "condition", **place,
-            )  # fmt: skip
-        if "scale" in name or "noise" in name:
-            spacing = 3 if "noise" in name else 1
-            panels.update_xaxes(type="log", dtick=spacing, exponentformat="power", **place)
-        panels.update_yaxes(range=[-0.05, 1.05], tickformat=".0%", secondary_y=False, **place)
-        panels.update_yaxes(
-            type="log", exponentformat="power", range=[2, 5.2], dtick=1, secondary_y=True, **place
+def run(quick: bool) -> Iterator[Row]:
+    for name, point in points(quick):
+        yield Row(
+            f"{name} = {point.value:g}",
+            f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
+            details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
+            f"error {point.error:.1e}",
         )
-    panels.update_layout(
-        template="simple_white", height=330 * rows, width=1080,
-        legend={"orientation": "h", "y": -0.05}, margin={"t": 40, "b": 40},
-    )  # fmt: skip
-    return panels
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import show
 import subjects
 from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded, load_model
-from keyhole.recover import Pooled, TextRecovery, recover_texts
+from keyhole.recover import Pooled, TextRecovery, protection, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
@@ -44,21 +44,7 @@ from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.layers.unordered import assigned
-from keyhole.recover.protection import (
-    Change,
-    Defence,
-    gaussian_noise,
-    metric_noise,
-    no_defence,
-    private_noise,
-    product_quantisation,
-    projection,
-    reading,
-    retrieval,
-    rotation,
-    rounding,
-    truncation,
-)
+from keyhole.recover.protection import Change, Defence
 from keyhole.recover.secrets import Alignment, undo_rotation
 from keyhole.recover.simulate import ROUNDINGS
 from show import Row
@@ -113,7 +99,10 @@ def run(
         loaded = subjects.tiny("bert", words=96)
         words = subjects.random_lines(loaded, 160, 2, 4)
         setting = prepared(loaded, words[:2], words[2:], 60, SumSearch(passes=300), 5)
-        yield from defended(setting, [no_defence(), rounding("int4"), projection(16, 32)])
+        yield from defended(
+            setting,
+            [protection.no_defence(), protection.rounding("int4"), protection.projection(16, 32)],
+        )
         yield from near_rows(setting, 2)
         yield nobody_row(setting, "random directions", torch.randn(4, 32), SumSearch(passes=60))
         return
@@ -160,20 +149,22 @@ def embedded(target: Target, lines: Sequence[str]) -> Tensor:
 def own_defences(docs: Tensor) -> list[Defence]:
     d = docs.shape[1]
     return [
-        no_defence(),
-        *(gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
-        private_noise(PRIVATE),
-        *(metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
-        *(rounding(precision) for precision in ("int8", "int4", "binary")),
-        *(product_quantisation(d // size, docs) for size in (4, 8, 16)),
-        *(rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
-        *(projection(d // part, d) for part in (2, 4, 8)),
-        *(truncation(d // part, d) for part in (2, 4, 8)),
+        protection.no_defence(),
+        *(protection.gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
+        protection.private_noise(PRIVATE),
+        *(protection.metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
+        *(protection.rounding(precision) for precision in ("int8", "int4", "binary")),
+        *(protection.product_quantisation(d // size, docs) for size in (4, 8, 16)),
+        *(protection.rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
+        *(protection.projection(d // part, d) for part in (2, 4, 8)),
+        *(protection.truncation(d // part, d) for part in (2, 4, 8)),
     ]
 
 
 def defended(setting: Setting, defences: Sequence[Defence]) -> Iterator[Row]:
-    read = reading(setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY)
+    read = protection.reading(
+        setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY
+    )
     for defence, recoveries in read:
         yield row_of(setting, defence, recoveries)
 
@@ -188,7 +179,7 @@ def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery
         subjects.f1(*([id_ for id_ in ids if id_ not in special] for ids in (made.ids, secret)))
         for made, secret in pairs
     )
-    found = retrieval(defence, setting.docs, setting.queries)
+    found = protection.retrieval(defence, setting.docs, setting.queries)
     what = f"{setting.name}, {defence.name}, {defence.strength}"
     passes = statistics.mean(made.passes for made, _ in pairs)
     row = Row(

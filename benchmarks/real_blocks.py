@@ -29,8 +29,8 @@ from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
 from keyhole.extract.block import REACHES, behind_norms
 from keyhole.extract.blocks.behind import Behind, read
-from keyhole.extract.blocks.canonical import canonical_block, compared
 from keyhole.extract.blocks.view import View, last
+from keyhole.extract.canonical import canonical_block, compared
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
 from keyhole.oracle.block import Block, plant_block
@@ -39,6 +39,8 @@ from keyhole.oracle.sub_layer import SubLayer
 from show import Row
 
 TOLERANCE = 1e-6
+SUBJECTS = {"minilm": ("MiniLM-L6", 3), "mpnet": ("all-mpnet-base-v2", 3),
+            "smollm2": ("SmolLM2-135M", 0)}  # fmt: skip
 
 
 def run(
@@ -54,28 +56,34 @@ def run(
         yield from measure("planted, a bias of positions, d = 12", planted, "cpu", seed)
         planted = plant_block(10, heads=2, head_dim=4, groups=1, width=5, activation="silu",
                               gated=True, rotary=True, biases=False)  # fmt: skip
-        yield from measure_in_front("planted, norms in front, d = 10", planted, "cpu", seed)
-    elif subject in ("minilm", "mpnet"):
-        layer = 3 if layer is None else layer
-        name = "MiniLM-L6" if subject == "minilm" else "all-mpnet-base-v2"
-        loaded = subjects.minilm(encoder, "cpu")
-        yield from measure(f"{name}, block {layer}", block(loaded.model, layer), device, seed)
-    else:
-        layer = layer or 0
-        target = block(subjects.smollm2(model, "cpu").model, layer)
-        yield from measure_in_front(f"SmolLM2-135M, block {layer}", target, device, seed)
+        yield from measure("planted, norms in front, d = 10", planted, "cpu", seed)
+        return
+    name, usual = SUBJECTS[subject]
+    layer = usual if layer is None else layer
+    opened, where = {"smollm2": (subjects.smollm2, model)}.get(subject, (subjects.minilm, encoder))
+    target = block(opened(where, "cpu").model, layer)
+    yield from measure(f"{name}, block {layer}", target, device, seed)
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
-    counted, stream = Counted(Computed.on(device, target)), torch.Generator().manual_seed(seed)
+    """Everything but attention, then the heads."""
+    behind, stream = target.norm == "behind", torch.Generator().manual_seed(seed)
+    counted = Counted(Computed.on(device, target) if behind else target)
     asked = Reporting(counted, time.perf_counter())
-    try:
-        found = read(partial(last, asked), target.dim, torch.device(device), stream)
-    except Unsuccessful as end:
-        yield failed(f"{label}, all but attention", end, counted)
-        return
     what = f"{label}, all but attention"
-    yield but_attention(what, found, counted.queries, target, asked.seconds)
+    try:
+        if behind:
+            found = read(partial(last, asked), target.dim, torch.device(device), stream)
+            errors, units = off_behind(found, canonical_block(target))
+        else:
+            view = View.open(asked, stream)
+            found = behind_norms(view, torch.device(device), stream)
+            errors, units = off_in_front(view, found, target)
+    except Unsuccessful as end:
+        yield failed(what, end, counted)
+        return
+    about = f"{units} of {len(target.A)} units, {asked.seconds:.0f} s"
+    yield row(what, errors, counted.queries, target, about)
     yield from whole(label, target, found, asked, stream, seed)
 
 
@@ -117,8 +125,9 @@ def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> S
     raise end
 
 
-def but_attention(what: str, found: Behind, queries: int, target: Block, seconds: float) -> Row:
-    true, units, lift = canonical_block(target), found.layer.units, found.axes
+def off_behind(found: Behind, true: Block) -> tuple[dict[str, float], int]:
+    """How far each part but attention is off, and how many units are found."""
+    units, lift = found.layer.units, found.axes
     total = torch.einsum("hdk,hkm->dm", true.V, true.O)
     rows = (units.A @ lift.mT, units.a, (lift @ units.C).mT)
     near = torch.cdist(true.A, rows[0]).argmin(1)
@@ -129,24 +138,13 @@ def but_attention(what: str, found: Behind, queries: int, target: Block, seconds
         "D": off(found.D, true.D), "A": off(A, true.A), "a": off(a, true.a),
         "C": off(C, true.C.mT), "c": off(lift @ found.layer.c, true.c),
     }  # fmt: skip
-    units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
-    return row(what, errors, queries, target, units_of)
+    return errors, len(near.unique())
 
 
-def measure_in_front(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
+def off_in_front(view: View, undone: Any, target: Block) -> tuple[dict[str, float], int]:
     """Likewise where norms are in front."""
-    counted, stream = Counted(target), torch.Generator().manual_seed(seed)
-    asked = Reporting(counted, time.perf_counter())
-    what = f"{label}, all but attention"
-    try:
-        view = View.open(asked, stream)
-        undone = behind_norms(view, torch.device(device), stream)
-    except Unsuccessful as end:
-        yield failed(what, end, counted)
-        return
     # Attention that is not read yet: any will do to compare the rest.
-    found = canonical_block(undone.block(target.sub_layer))
-    true, seconds = canonical_block(target), asked.seconds
+    found, true = canonical_block(undone.block(target.sub_layer)), canonical_block(target)
     near = torch.cdist(true.A, found.A).argmin(1)
     total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
         len(true.O) // len(true.V), 0), true.O)  # fmt: skip
@@ -163,9 +161,7 @@ def measure_in_front(label: str, target: Block, device: str, seed: int) -> Itera
     epsilons = ((undone.epsilon, target.epsilon), (undone.network.epsilon, target.epsilon_behind))
     for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
         errors[name] = abs(ours / theirs - 1)
-    units_of = f"{len(near.unique())} of {len(true.A)} units, {seconds:.0f} s"
-    yield row(what, errors, counted.queries, target, units_of)
-    yield from whole(label, target, undone, asked, stream, seed)
+    return errors, len(near.unique())
 
 
 @dataclass(frozen=True)

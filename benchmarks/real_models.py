@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,6 @@ from keyhole.models import Exposure, Loaded, anatomy, identity, load_model
 from keyhole.models.loading import task_of
 from keyhole.models.pairs import decoder_of, encoder_of, is_pair
 from show import Row
-from subjects import leak_of
 
 # Layers, width, width of the feed-forward layer, heads: SmolLM2, Qwen2.5-1.5B and Llama 2 7B.
 SHAPES = {0.1: (30, 576, 1536, 9), 1.5: (28, 1536, 8960, 12), 7.0: (32, 4096, 11008, 32)}
@@ -89,7 +87,7 @@ def of_model(
     if parts.causal:
         wanted += [Exposure("kv", layer) for layer in sorted({half, parts.layers - 1})]
     for exposure in wanted:
-        items, seconds = read(loaded, exposure, ids, states)
+        items, seconds = subjects.read_back(loaded, ids, exposure, encoder=states)
         exact, false = subjects.claims(items)
         tokens = sum(item["tokens"] for item in items)
         row = Row(
@@ -102,19 +100,6 @@ def of_model(
         yield show.itemised(row, items)
 
 
-def read(
-    loaded: Loaded,
-    exposure: Exposure,
-    ids: list[torch.Tensor],
-    states: list[torch.Tensor] | None = None,
-) -> tuple[list[dict[str, Any]], float]:
-    leaks = [
-        leak_of(loaded, text, exposure, encoder=given)
-        for text, given in zip(ids, states or [None] * len(ids), strict=True)
-    ]
-    return subjects.read(loaded, ids, leaks)
-
-
 def of_size(size: float, device: str, length: int) -> Iterator[Row]:
     loaded = random_llama(size, device)
     weights = sum(each.numel() * each.itemsize for each in loaded.model.parameters())
@@ -125,7 +110,7 @@ def of_size(size: float, device: str, length: int) -> Iterator[Row]:
     for exposure in (Exposure("hidden", layers // 2), Exposure("hidden", layers),
                      Exposure("kv", layers // 2)):  # fmt: skip
         torch.cuda.reset_peak_memory_stats()
-        items, seconds = read(loaded, exposure, ids)
+        items, seconds = subjects.read_back(loaded, ids, exposure)
         exact, _ = subjects.claims(items)
         ratio = torch.cuda.max_memory_allocated() / weights
         row = Row(

@@ -129,11 +129,11 @@ class SmoothedQueries:
     def _asked(self, count: int) -> Question:
         return self.question.part(torch.zeros(count, dtype=torch.long, device=self.kept.device))
 
-    def slopes(self, cut: Tensor, indices: Tensor, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+    def slopes(self, cut: Tensor, indices: Tensor, loss: str) -> tuple[Tensor, Tensor]:
         """Mean probabilities and summed gradients (1, units) of the label's surprise."""
         del indices, loss
         weights, gradients, _ = self.differentiated(cut[0])
-        return weights, gradients, weights[:, 0]
+        return weights, gradients
 
     def differentiated(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean a, ∂/∂a of −log of the label's mean probability, and the effect of each removal."""
@@ -244,20 +244,20 @@ class Options:
     device: str = subjects.DEVICE
     seed: int = 0
 
+    @property
+    def source(self) -> trained.Options:
+        kind = trained.Tiny if self.model == "tiny" else trained.Options
+        return kind(data=self.data, encoder=self.encoder, device=self.device)
+
     def fresh(self) -> Loaded:
+        if self.model != "demo":
+            return self.source.fresh(self.seed)
         torch.manual_seed(self.seed)
-        if self.model == "tiny":
-            return subjects.tiny("bert", head="AutoModelForSequenceClassification")
-        if self.model == "minilm":
-            return subjects.minilm(self.encoder, self.device, task="classification", new_head=2)
         return load_model(FOLDER, task="classification", device=self.device)
 
 
 def examples(options: Options) -> tuple[list[Example], list[Example]]:
-    texts = [subjects.with_a_word(number) for number in range(100)]
-    train, dev = texts[:96], texts[96:]
-    if options.model != "tiny":
-        train, dev = trained.Options(data=options.data).sst2()
+    train, dev = options.source.sst2()
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     return [train[number] for number in order], dev
 
@@ -324,7 +324,9 @@ def run(
 ) -> Iterator[Row]:
     if quick:
         keeps = [1.0, 0.1, 0.0]
-        options = replace(options, model="tiny", attacked=1, samples=60, device="cpu")
+        options = replace(
+            options, model="tiny", texts=4, sampled=4, attacked=1, samples=60, device="cpu"
+        )
     runs = trained.joined(join)
     yield from (Row(run=each, **each["line"]) for each in runs)
     for keep in keeps:

@@ -72,6 +72,19 @@ def read(
     return items, seconds
 
 
+def read_back(
+    loaded: Loaded, ids: Sequence[Tensor], exposure: Exposure, change: Change | None = None,
+    encoder: Sequence[Tensor | None] | None = None,
+) -> tuple[list[dict[str, Any]], float]:  # fmt: skip
+    """The same of texts whose leaks are made here; `encoder` are states that a decoder reads."""
+    given = encoder or [None] * len(ids)
+    leaks = [
+        leak_of(loaded, text, exposure, change, states)
+        for text, states in zip(ids, given, strict=True)
+    ]
+    return read(loaded, ids, leaks)
+
+
 def claims(items: Sequence[dict[str, Any]]) -> tuple[int, int]:
     """How many texts are called verified rightly, and how many falsely."""
     verified = [item["exact"] for item in items if item["verified"]]
@@ -154,14 +167,13 @@ def lengths(text: str) -> list[tuple[int, int]]:
 def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]:
     """Texts of a tiny model's own words."""
     draw = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in SPECIAL]
+    words = sorted(set(loaded.tokenizer.get_vocab()) - set(SPECIAL))  # which has no order
     return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
 
 
 def f1(answer: Sequence[object], secret: Sequence[object]) -> float:
     """How many tokens two texts share, wherever they stand."""
-    shared = (Counter(answer) & Counter(secret)).total()
-    return 2 * shared / max(1, len(answer) + len(secret))
+    return rouge(secret, answer, 1)
 
 
 def scores(answer: str, secret: str) -> dict[str, float]:
@@ -182,10 +194,7 @@ def bleu(answer: Sequence[object], secret: Sequence[object]) -> float:
     """
     logs, none = list[float](), 0
     for size in range(1, min(4, len(answer)) + 1):
-        given, wanted = (
-            Counter(zip(*(tokens[start:] for start in range(size)), strict=False))
-            for tokens in (answer, secret)
-        )
+        given, wanted = (_runs(tokens, size) for tokens in (answer, secret))
         shared = (given & wanted).total()
         none += not shared
         logs.append(math.log((shared or 0.5**none) / given.total()))
@@ -206,13 +215,14 @@ def rouge_l(answer: Sequence[object], secret: Sequence[object]) -> float:
     return 2 * row[-1] / max(1, len(answer) + len(secret))
 
 
-def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
+def rouge(secret: Sequence[object], answer: Sequence[object], size: int) -> float:
     """ROUGE-N (Lin, 2004): the F1 of runs of so many tokens that two texts share."""
-    wanted, given = (
-        Counter(zip(*(ids[start:] for start in range(size)), strict=False))
-        for ids in (secret, answer)
-    )
+    wanted, given = (_runs(tokens, size) for tokens in (secret, answer))
     return 2 * (wanted & given).total() / max(1, wanted.total() + given.total())
+
+
+def _runs(tokens: Sequence[object], size: int) -> Counter[tuple[object, ...]]:
+    return Counter(zip(*(tokens[start:] for start in range(size)), strict=False))
 
 
 def _read(path: Path) -> str:
@@ -263,19 +273,19 @@ def tiny(
         config = transformers.BertConfig(**shape)
     elif family == "llama":
         config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
-    else:
-        names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
-                 "num_attention_heads": "n_head", "intermediate_size": "n_inner",
-                 "max_position_embeddings": "n_positions"}  # fmt: skip
-        config = transformers.GPT2Config(
-            **{names.get(name, name): value for name, value in shape.items()}, **ends
-        )
+    else:  # which has other names for these, but knows all of them except one
+        config = transformers.GPT2Config(**shape, **ends, n_inner=shape["intermediate_size"])
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
-    names = [*SPECIAL, *(f"w{number}" for number in range(words))]
+    names = [*SPECIAL, *map(word, range(words))]
     return Loaded(model, word_tokenizer(names, framed=family == "bert"), identity(model), family)
+
+
+def word(number: int) -> str:
+    """A word of `tiny`, of letters alone: there are attacks that replace nothing else."""
+    return "w" + "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
 def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
@@ -310,5 +320,5 @@ def word_tokenizer(names: list[str], framed: bool) -> Any:
 def with_a_word(number: int) -> Example:
     """Random words, and the one that tells the label."""
     drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
-    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
+    words = map(word, [*drawn.tolist(), number % 2])
     return Example(str(number), number % 2, " ".join(words))

@@ -14,7 +14,6 @@ go in the order of what their loss does to the margin; at each the smallest marg
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,12 +31,12 @@ from keyhole.data import Example, encode
 from keyhole.disrupt.batches import Batches
 from keyhole.models import Loaded
 from show import Row
-from trained import Options, Run, Task, spread
+from trained import Options, Run, Task, Tiny, spread
 
 MAX_LENGTH = 128
 SHARES = (0.1, 0.2, 0.3)
 RANKINGS = ["leave-one-out", "masked"]
-_LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
+LEAST = torch.finfo(torch.float32).min  # every score but that of what is no word
 
 
 def run(
@@ -56,18 +55,13 @@ def run(
         return
     if quick:
         cosine = 0.1
-        options = replace(
-            options, methods=["plain"], epochs=4, batch=16, rate=3e-3, right=6, device="cpu"
-        )
-    texts = [with_a_word(number) for number in range(140)] if quick else []
-    train, dev = (texts[:100], texts[100:]) if quick else options.sst2()
-    task = Task("sst2", train, dev, 2, 128, 1e-4, MAX_LENGTH).given(options)
+        options = Tiny(epochs=4, batch=16, rate=3e-3, right=6)
+    task = Task("sst2", *options.sst2(), 2, 128, 1e-4, MAX_LENGTH).given(options)
     proposing = None
     if "masked" in rankings:
-        encoder = tiny() if quick else options.minilm(0)
-        proposing = MaskedModel.of(masked, encoder, texts_of(task, options))
+        proposing = MaskedModel.of(masked, options.fresh(0), texts_of(task, options))
     for method, seed in options.trainings:
-        loaded = tiny() if quick else options.minilm(seed)
+        loaded = options.fresh(seed)
         settings = trained.train(loaded, task, method, seed, options)["settings"]
         known: Run = {"method": method, "seed": seed, "settings": settings}
         loaded.model.eval().requires_grad_(False)
@@ -82,29 +76,15 @@ def run(
             yield measured(known, attack, victim, right[: options.right])
 
 
-def tiny() -> Loaded:
-    """Words of letters: others are never replaced."""
-    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-    return replace(
-        loaded, tokenizer=subjects.word_tokenizer([*subjects.SPECIAL, *_LETTERS], framed=True)
-    )
-
-
-def with_a_word(number: int) -> Example:
-    """Random words, and the one that tells the label."""
-    drawn = torch.randint(8, 26, (9,), generator=torch.Generator().manual_seed(number)).tolist()
-    return Example(str(number), number % 2, " ".join(_LETTERS[d] for d in [*drawn, number % 2]))
-
-
 def measured(known: Run, attack: WordSubstitution, victim: Victim, right: list[Example]) -> Row:
-    outcomes: list[dict[str, Any]] = []
-    started = time.perf_counter()
-    for example in right:
+    def outcome(example: Example) -> dict[str, Any]:
         proposal = attack(victim, example)
-        outcomes.append({**vars(judged(victim, example, proposal)), "queries": proposal.queries})
+        return {**vars(judged(victim, example, proposal)), "queries": proposal.queries}
+
+    outcomes, seconds = show.timed(lambda: list(map(outcome, right)))
     run: Run = {
         **known, "ranking": attack.ranking, "nearest": attack.nearest, "cosine": attack.cosine,
-        "outcomes": outcomes, "seconds": time.perf_counter() - started,
+        "outcomes": outcomes, "seconds": seconds,
     }  # fmt: skip
     return replace(row([run]), run=run)
 
@@ -270,11 +250,7 @@ class MaskedModel:
             return []
         with torch.no_grad():
             scores = self.model(**batch).logits[0, start].float()
-        scores = scores.masked_fill(~victim.usable, -torch.inf)
-        scores[own] = -torch.inf
-        near = scores.topk(min(count, len(scores))).indices.tolist()
-        names = [victim.names[number] for number in near if victim.names[number]]
-        return [name for name in names if _case(name) == _case(words[place])]
+        return victim.best(words[place], own, scores, count)
 
 
 class Victim:
@@ -314,13 +290,18 @@ class Victim:
         own = self.token(word)
         if own is None:
             return []
-        close = self.table @ self.table[own]
-        close = close.masked_fill(~self.usable, -torch.inf)
-        close[own] = -torch.inf
-        values, ids = close.topk(min(nearest, len(close)))
+        return self.best(word, own, self.table @ self.table[own], nearest, cosine)
+
+    def best(
+        self, word: str, own: int, scores: Tensor, count: int, least: float = LEAST
+    ) -> list[str]:
+        """Other words than `own` by their scores (tokens,), of this word's case."""
+        scores = scores.masked_fill(~self.usable, -torch.inf)
+        scores[own] = -torch.inf
+        values, ids = scores.topk(min(count, len(scores)))
         known = zip(values.tolist(), ids.tolist(), strict=True)
-        others = [(self.names[number], number) for value, number in known if value >= cosine]
-        # Written into a text, a neighbour must come out of the tokenizer as that very token.
+        others = [(self.names[number], number) for value, number in known if value >= least]
+        # Written into a text, it must come out of the tokenizer as that very token.
         return [
             other
             for other, number in others
@@ -333,7 +314,10 @@ class Victim:
             return torch.zeros(0)
         examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
         with torch.no_grad():
-            return self._margins(self.batch(examples), label).cpu()
+            logits = self.model(**self.batch(examples)).logits.float().cpu()
+        own = logits[:, label].clone()
+        logits[:, label] = -torch.inf
+        return own - logits.amax(1)
 
     def starts(self, words: Sequence[str]) -> list[int]:
         """The position of each word's first token in the encoded text."""
@@ -348,12 +332,6 @@ class Victim:
         batch, _ = encode(self.tokenizer, examples, max_length=MAX_LENGTH)
         batch.pop("special_tokens_mask")
         return {name: value.to(self.model.device) for name, value in batch.items()}
-
-    def _margins(self, batch: dict[str, Tensor], label: int) -> Tensor:
-        logits = self.model(**batch).logits.float()
-        others = logits.clone()
-        others[:, label] = -torch.inf
-        return logits[:, label] - others.amax(1)
 
 
 def _case(word: str) -> tuple[bool, bool]:

@@ -14,7 +14,6 @@ entropy of attention, and how often an answer that flipped has the larger value 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -24,9 +23,8 @@ import show
 import subjects
 import trained
 from keyhole.data import Example, read_examples
-from keyhole.models import Loaded
 from show import Row
-from trained import Options, Run, Task
+from trained import Options, Run, Task, Tiny
 
 PARTS = ("attacks", "factors")
 # Folder, ending of its files, head, and how it is trained: epochs, batch, rate, max_length.
@@ -52,10 +50,8 @@ def run(
     trained.expect_known("attacks", options.attacks, trained.ATTACKS)
     if quick:
         tasks, parts = ["hellaswag", "pairs"], list(PARTS)
-        options = replace(
-            options, methods=["plain"], epochs=2, batch=8, right=4, share=0.05, device="cpu",
-            attacks=["random", "strongest", "program-no-cut"],
-        )  # fmt: skip
+        attacks = ["random", "strongest", "program-no-cut"]
+        options = Tiny(epochs=2, batch=8, right=4, share=0.05, attacks=attacks)
     runs = trained.joined(options.join)
     if options.join:
         yield from trained.kept(runs)
@@ -81,15 +77,8 @@ def of_task(name: str, quick: bool, options: Options, max_length: int | None) ->
         if name == "pairs":
             train, dev = paired(train), paired(dev)
     task = Task(name, train, dev, epochs, batch, rate, max_length or length).given(options)
-
-    def fresh(seed: int) -> Loaded:
-        if not quick:
-            return options.minilm(seed, head)
-        kind = "MultipleChoice" if head == "choice" else "SequenceClassification"
-        return subjects.tiny("bert", head=f"AutoModelFor{kind}")
-
     for method, seed in options.trainings:
-        loaded = fresh(seed)
+        loaded = options.fresh(seed, head)
         known = trained.train(loaded, task, method, seed, options)
         yield trained.attack(loaded, task, known, options)
 
@@ -118,7 +107,7 @@ def made_up(name: str, number: int) -> Example:
     """Random words, of which a random model learns little in a second."""
     stream = torch.Generator().manual_seed(number)
     lines = [
-        " ".join(f"w{word}" for word in torch.randint(150, (8,), generator=stream).tolist())
+        " ".join(map(subjects.word, torch.randint(150, (8,), generator=stream).tolist()))
         for _ in range(5)
     ]
     if name == "pairs":

@@ -104,8 +104,7 @@ class Outcome:
 def recover(
     loaded: Loaded, ids: list[Tensor], exposure: Exposure, change: Change | None = None
 ) -> Outcome:
-    leaks = [subjects.leak_of(loaded, text, exposure, change) for text in ids]
-    items, seconds = subjects.read(loaded, ids, leaks)
+    items, seconds = subjects.read_back(loaded, ids, exposure, change)
     return Outcome(items, seconds / len(ids))
 
 

@@ -87,7 +87,7 @@ class Options:
             defence(name)
         return [(name, seed) for name in self.methods for seed in self.seeds]
 
-    def minilm(self, seed: int, task: str = "classification") -> Loaded:
+    def fresh(self, seed: int, task: str = "classification") -> Loaded:
         """MiniLM with a new head, drawn from the seed."""
         torch.manual_seed(seed)
         return subjects.minilm(self.encoder, self.device, task=task, new_head=2)
@@ -95,6 +95,22 @@ class Options:
     def sst2(self) -> tuple[list[Example], list[Example]]:
         folder = self.data / "sst2"
         return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
+
+
+@dataclass(frozen=True)
+class Tiny(Options):
+    """For quick modes: a random model, and texts of a few words of which one tells the label."""
+
+    device: str = "cpu"
+
+    def fresh(self, seed: int, task: str = "classification") -> Loaded:
+        del seed
+        kind = "MultipleChoice" if task == "choice" else "SequenceClassification"
+        return subjects.tiny("bert", head=f"AutoModelFor{kind}")
+
+    def sst2(self) -> tuple[list[Example], list[Example]]:
+        texts = [subjects.with_a_word(number) for number in range(140)]
+        return texts[:100], texts[100:]
 
 
 def expect_known(option: str, given: Sequence[str], known: Collection[str]) -> None:

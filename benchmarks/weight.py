@@ -25,6 +25,8 @@ import show
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMAND = r"^## `?keyhole [a-z-]+`?$"
+OPTION = r"^[- │|`]*(?:-\w,? +)?(--(?!help\b)[a-z][a-z-]*)"
 
 
 class Checkout:
@@ -81,16 +83,9 @@ class Checkout:
             ahead |= (self.imports[name] | ({package} if package else set())) - found
         return len(found) - 2
 
-    @property
-    def options(self) -> set[str]:
-        """Every option that the reference of the command line lists."""
-        text = (self.root / "docs" / "cli.md").read_text("utf-8")
-        return set(re.findall(r"^[- │|`]*(?:-\w,? +)?(--[a-z][a-z-]*)", text, re.M)) - {"--help"}
-
-    @property
-    def commands(self) -> int:
-        text = (self.root / "docs" / "cli.md").read_text("utf-8")
-        return len(re.findall(r"^## `?keyhole [a-z-]+`?$", text, re.M))
+    def listed(self, pattern: str) -> set[str]:
+        """What the reference of the command line has of a pattern: commands or options."""
+        return set(re.findall(pattern, (self.root / "docs" / "cli.md").read_text("utf-8"), re.M))
 
     def lines(self, pattern: str) -> int:
         files = [path for path in self.root.glob(pattern) if ".venv" not in path.parts]
@@ -101,17 +96,17 @@ class Checkout:
         files = [*(self.root / "docs").rglob("*.md"), self.root / "README.md"]
         return sum(len(path.read_text("utf-8").split()) for path in files)
 
-    def call(self, folder: Path, command: str) -> tuple[int, str]:
-        """The exit code of a command of this checkout, and what it prints."""
+    def call(self, folder: str, *words: str) -> tuple[int, str]:
+        """The exit code of Python with this checkout, and what it prints."""
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
-        words = [sys.executable, "-m", "keyhole", *shlex.split(command)]
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         return done.returncode, done.stdout
 
     def findings(self) -> dict[str, object]:
         """What the audit of the demo says of each exposure, and how each attack ended."""
         with tempfile.TemporaryDirectory() as folder:
-            code, printed = self.call(Path(folder), "audit demo --json")
+            code, printed = self.call(folder, "-m", "keyhole", "audit", "demo", "--json")
         audit = json.loads(printed)
         assessed = audit["assessment"]
         found: dict[str, object] = {"exit code": code, "verdict": assessed["verdict"]}
@@ -125,12 +120,7 @@ class Checkout:
     def entered(self) -> list[str]:
         """The packages of the modules of which the audit of the demo runs a function."""
         with tempfile.TemporaryDirectory() as folder:
-            words = [sys.executable, "-c", PROFILED]
-            environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
-            done = subprocess.run(
-                words, cwd=folder, env=environment, capture_output=True, text=True, check=True
-            )
-        paths = json.loads(done.stdout.splitlines()[-1])
+            paths = json.loads(self.call(folder, "-c", PROFILED)[1].splitlines()[-1])
         source = self.root / "src" / "keyhole"
         return [Path(path).relative_to(source).parts[0] for path in paths]
 
@@ -140,7 +130,7 @@ class Checkout:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "vllm.sh").write_text("vllm serve m --host 0.0.0.0\n", "utf-8")
             for command in COMMANDS:
-                code, printed = self.call(Path(folder), command)
+                code, printed = self.call(folder, "-m", "keyhole", *shlex.split(command))
                 found[command] = (code, *re.findall(r'"status": "([^"]+)"', printed)[:1])
         return found
 
@@ -195,8 +185,8 @@ def run(
     yield row("lines of src", was.lines("src/**/*.py"), now.lines("src/**/*.py"), "<= 46,000")
     yield row("files of src", len(was.modules), len(now.modules), "<= 300")
     yield row("modules that one other imports", was.used_once, now.used_once, "<= 20")
-    yield row("commands", was.commands, now.commands, "<= 10")
-    yield row("option names", len(was.options), len(now.options), "<= 65")
+    for what, pattern, most in (("commands", COMMAND, 10), ("option names", OPTION, 65)):
+        yield row(what, len(was.listed(pattern)), len(now.listed(pattern)), f"<= {most}")
     disrupt = "keyhole.cli.disrupt"
     yield row("modules in reach of keyhole disrupt", was.reached(disrupt), now.reached(disrupt))
     yield row("words of documents", was.words, now.words, "half")

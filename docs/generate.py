@@ -105,12 +105,11 @@ def audit_page() -> str:
         return (Path(folder) / "keyhole-report.html").read_text("utf-8")
 
 
-def benchmark_figure(name: str, measured: str | None = None) -> str:
-    """The figure of a benchmark that has one: measured now, or (what takes hours) from a file."""
+def curve(name: str) -> str:
+    """One of curves.py: of what is measured now, or (what takes hours) of a file."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    module = importlib.import_module(name)
-    points = module.read([DOCS / measured]) if measured else module.table(quick=False)
-    html = module.figure(points).to_html(include_plotlyjs=True, full_html=False, div_id="figure")
+    drawn = getattr(importlib.import_module("curves"), name)()
+    html = drawn.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 
@@ -139,14 +138,10 @@ PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
-    "error-against-queries.png": Picture(partial(benchmark_figure, "error_against_queries"), 560),
-    "queries-against-unknowns.png": Picture(
-        partial(benchmark_figure, "extraction", "figures/multi_head-floor.json"), 480
-    ),
-    "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
-    "disrupt-shares.png": Picture(
-        partial(benchmark_figure, "disrupt_ablations", "disrupt-ablations-minilm.json"), 460
-    ),
+    "error-against-queries.png": Picture(partial(curve, "error_against_queries"), 560),
+    "queries-against-unknowns.png": Picture(partial(curve, "queries_against_unknowns"), 480),
+    "inversion-sensitivity.png": Picture(partial(curve, "inversion_sensitivity"), 1010),
+    "disrupt-shares.png": Picture(partial(curve, "disrupt_shares"), 460),
 }
 
 

@@ -1,6 +1,6 @@
-"""Keyhole as a process, for the tests of its commands; and in this process, where that will do.
+"""Runs commands of Keyhole for tests, as a process of their own or in this process.
 
-What a test starts, it starts here: when the test ends, however it ends, nothing of it is left.
+Tests start all their processes here, so that none is left when a test ends, however it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYHOLE = (*PYTHON, "-m", "keyhole")
 
 @contextmanager
 def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own; what is left of the group at the end is killed."""
+    """Start a process in a group of its own, which is killed at the end."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     command = [str(word) for word in command]
     with subprocess.Popen(command, start_new_session=True, **options) as process:
@@ -38,7 +38,7 @@ def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Po
 def finished(
     command: Sequence[object], timeout: float = 120, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A process that runs to its end: its code and what it wrote."""
+    """Run a process to its end, and return its exit code and output."""
     with started(command, **options) as process:
         out, words = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, words)
@@ -56,7 +56,7 @@ def interrupted(
     ready: Callable[[subprocess.Popen[str]], bool],
     timeout: float = 100,
 ) -> subprocess.CompletedProcess[str]:
-    """A command that is sent Ctrl-C as soon as it is `ready`: its code and what it wrote."""
+    """Run a command, and send it Ctrl-C as soon as it is `ready`."""
     with started([*KEYHOLE, *arguments], cwd=cwd) as process:
         deadline = time.monotonic() + timeout
         while not ready(process):
@@ -69,14 +69,14 @@ def interrupted(
 
 
 def parts(name: str) -> dict[str, Any]:
-    """The commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
+    """Return the commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
     made = command_line().get_command(None, name)
     inner: dict[str, Any] = getattr(made, "commands", {})
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 
 
 def inside(*arguments: object, cwd: Path, monkeypatch, capsys) -> subprocess.CompletedProcess[str]:
-    """The whole command, exit code and all, without the seconds that torch takes to load."""
+    """Run a command in this process, without the seconds that torch takes to load."""
     command = ["keyhole", *map(str, arguments)]
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", command)

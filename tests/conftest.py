@@ -1,7 +1,7 @@
-"""Shared by all tests: threads, seeds, signals, and which tests the quick loop leaves out.
+"""Settings of all tests: threads, seeds, signals, and which tests are slow.
 
-`make check` runs what is not slow. Slow is what is marked so, because it starts processes that load
-torch, and what took long when all tests were last timed (timings.py).
+`make check` leaves slow tests out. These are tests that are marked as slow, because they start
+processes that load torch, and tests that took long when all were last timed (timings.py).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _seconds: dict[str, float] = {}
 
 @pytest.fixture
 def root() -> Path:
-    """The repository."""
+    """The root folder of the repository."""
     return Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Small matrices: a second thread only waits."""
+    """Use one thread: for small matrices a second one only waits."""
     import torch  # not for the process that only hands tests to workers
 
     threads = torch.get_num_threads()
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is slow; remember all that was collected, before any of it is deselected."""
+    """Mark slow tests, and remember all tests before any is deselected."""
     slow = slow_names()
     for item in items:
         if name_of(item.nodeid) in slow:

@@ -1,4 +1,4 @@
-"""Exposures by what people call them, so that tests can be read."""
+"""Exposures by their words, so that tests are easy to read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYER = re.compile(r" of layer (\d+)")
 
 @cache
 def called(name: str, part: str = "", rule: str = "KH-WEIGHTS-OTHER") -> Exposure:
-    """The exposure of that name; of a name that nobody knows, another exposure of weights."""
+    """Return the exposure with these words; unknown words are another exposure of weights."""
     share, layer = _SHARE.match(name), _LAYER.search(name)
     plain = _SHARE.sub("", _LAYER.sub("", name))
     found = _BY_WORDS.get(plain) or Exposure(rule, name)
@@ -34,7 +34,7 @@ def called(name: str, part: str = "", rule: str = "KH-WEIGHTS-OTHER") -> Exposur
 
 
 def names(given: Iterable[Finding | Skip]) -> list[str]:
-    """What people call the exposures of findings, or of what was skipped."""
+    """Return the words for the exposures of findings or skips."""
     return [words.skip(row) if isinstance(row, Skip) else words.exposure(row.exposure)
             for row in given]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Commands that are killed or interrupted at chosen points, and what must hold afterwards.
 
-A point is a share of a command's way from its beginning to its end. The way is measured by what
-the command has written (records in a journal, bytes in a ledger, epochs), which means the same on a
-slow machine, or by the time that an undisturbed run took.
+A point is a share of a command's run. It is measured by what the command has written (records in a
+journal, bytes in a ledger, epochs), which is the same on a slow machine, or by the time that an
+undisturbed run took.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _OF_THE_RUN = {"seconds", "created", "environment", "remembered", "resumed", "pe
 
 
 def records(name: str) -> Callable[[Path], int]:
-    """How far a journal has come; `name` may be a pattern."""
+    """Measure the growth of a journal; `name` may be a pattern."""
     return lambda folder: sum(map(records_in, folder.glob(name)))
 
 
 def size(name: str) -> Callable[[Path], int]:
-    """How far a file of bytes has come."""
+    """Measure the growth of a file."""
     return lambda folder: (folder / name).stat().st_size if (folder / name).exists() else 0
 
 
 def answers(name: str) -> Callable[[Path], int]:
-    """How many answers a ledger holds, which need not be paid for again."""
+    """Count the answers in a ledger, which need not be paid for again."""
     return lambda folder: answers_in(folder / name)
 
 
 def epochs(name: str) -> Callable[[Path], int]:
-    """How far a training has come."""
+    """Count the finished epochs of a training."""
     return lambda folder: max(
         (int(path.name.removeprefix("epoch-")) for path in (folder / name).glob("epoch-*[0-9]")),
         default=0,
@@ -56,12 +56,12 @@ def epochs(name: str) -> Callable[[Path], int]:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the files that it is to leave, and what grows on its way there.
+    """A command, its output files, and a measure of what it has `grown` while it runs.
 
-    `kept` is what Ctrl-C says of that. `done` counts what need not be done again (by default what
-    has grown), and `taken_over` how much of it the second run says that it did not do again; where
-    that is not to be had, `journal` is a file whose records stay as they are. `own_process` is for
-    a command that starts processes: these need a beginning of their own.
+    `kept` is the message after Ctrl-C. `done` counts the work that need not be repeated (by default
+    what has grown), and `taken_over` how much of it the second run says it did not repeat. If the
+    second run does not say that, `journal` is a file whose records must stay the same.
+    `own_process` is for a command that starts processes, and so needs a process of its own.
     """
 
     arguments: tuple[object, ...]
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Whole:
-    """What an undisturbed run gave, how long it took and how far it grew."""
+    """The outputs of an undisturbed run, its time and its growth."""
 
     code: int
     outcome: dict[str, Any]
@@ -97,7 +97,7 @@ class Running(Protocol):
 
 
 def keyhole(begun: str, *arguments: str) -> None:
-    """The command in a warm process; the file `begun` says that it is on its way."""
+    """Run a command in a warm process; the file `begun` says that it has started."""
     sys.argv = ["keyhole", *arguments]
     Path(begun).touch()
     main()
@@ -105,7 +105,7 @@ def keyhole(begun: str, *arguments: str) -> None:
 
 @contextmanager
 def running(case: Case, folder: Path, *more: str) -> Iterator[Running]:
-    """The command, once it is on its way; what it writes to stderr is in the file `words`."""
+    """Start a command, whose stderr goes to the file `words`, and wait until it has started."""
     folder.mkdir(exist_ok=True)
     arguments = [*map(str, case.arguments), *more]
     if case.own_process:
@@ -130,7 +130,7 @@ def words_of(folder: Path) -> Path:
 
 
 def wait_until(condition: Callable[[], bool], process: Running, seconds: float = 200) -> bool:
-    """True once it holds, False if the process ended before that."""
+    """Return True once a condition holds, or False if the process ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None:
@@ -168,7 +168,7 @@ def undisturbed(case: Case, folder: Path) -> Whole:
 
 
 def stopped(case: Case, whole: Whole, folder: Path, share: float, number: int, by: str) -> Ended:
-    """Sent a signal at a share of its way, measured by growth or by time; then all of it ends."""
+    """Run a command, and send it a signal at a point that is measured by growth or by time."""
     with running(case, folder) as process:
         began = time.monotonic()
 
@@ -191,7 +191,7 @@ def stopped(case: Case, whole: Whole, folder: Path, share: float, number: int, b
 
 
 def members(session: int) -> list[psutil.Process]:
-    """A process and all that it started, and they: they share its session."""
+    """Return a process and all processes that it started, which share its session."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -203,12 +203,12 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def expect_complete(case: Case, folder: Path) -> None:
-    """What is there can be read to its end."""
+    """Check that all output files can be read to their ends."""
     outcome(case, folder)
 
 
 def outcome(case: Case, folder: Path) -> dict[str, Any]:
-    """What the outputs hold, but for what belongs to the run and not to the result."""
+    """Return the contents of the outputs, without what differs between runs."""
     found: dict[str, Any] = {}
     for name in case.outputs:
         path = folder / name
@@ -232,9 +232,9 @@ def lasting(data: Any) -> Any:
 
 
 def expect_to_go_on(case: Case, whole: Whole, folder: Path) -> None:
-    """The same command again ends as if nothing had happened.
+    """Run the command again, which must end as if it had not been stopped.
 
-    Only where the first one had an output on disk already is it refused, and takes --force.
+    It is only refused without --force if the first run had already written an output.
     """
     count = case.done or case.grown
     done = count(folder) if count else 0

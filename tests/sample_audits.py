@@ -1,4 +1,4 @@
-"""Audits of every kind of finding, made by hand: what formats and their schemas are tried on."""
+"""Audits with every kind of finding, made by hand, on which formats and schemas are tested."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SKIPS = (
 
 
 def whole() -> Audit:
-    """Something of every kind: recovered, inexact, kept, unknown, a control, both kinds of skip."""
+    """An audit with every outcome, a control, and both kinds of skip."""
     return Audit(
         "a target", "its identity", FINDINGS, SKIPS, seed=3, seconds=12.5, created=CREATED,
         environment=ENVIRONMENT,
@@ -87,7 +87,7 @@ def empty() -> Audit:
 
 
 def judged(audit: Audit) -> Assessment:
-    """By a policy that ignores something, against a baseline that differs."""
+    """Apply a policy that ignores something, and a baseline that differs."""
     old = replace(
         audit,
         findings=(
@@ -115,7 +115,7 @@ _MEANT = {"sought", "kind", "rule"}  # words that decide what a finding is
 
 
 def spoiled(thing: Any, text: str, name: str = "") -> Any:
-    """The same with every string replaced, but for those that decide what kind of thing it is."""
+    """Replace every string, except those that decide what kind of object it is."""
     if is_dataclass(thing) and not isinstance(thing, type):
         values = {field.name: getattr(thing, field.name) for field in fields(thing)}
         return replace(thing, **{key: spoiled(value, text, key) for key, value in values.items()})

@@ -1,4 +1,4 @@
-"""The one formula, against naive loops."""
+"""The attention formula, against naive loops."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from keyhole.core.errors import InputError, expect_count, expect_number, expect_
 def test_a_seed_has_32_bits(seed):
     expect_seed(0)
     expect_seed(2**32 - 1)
-    with pytest.raises(InputError, match=f"a seed is from 0 to 4,294,967,295, not {seed}"):
+    with pytest.raises(InputError, match=f"a seed must be from 0 to 4,294,967,295, not {seed}"):
         expect_seed(seed)
 
 

@@ -1,4 +1,4 @@
-"""The Trainer's callback, in real trainings of a tiny classifier."""
+"""The callback of transformers' Trainer, in trainings of a tiny classifier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["w1 w2 w3 w4"]
 
 
 def rows(count=8):
-    """What a dataset gives after it was tokenized."""
+    """A tokenized dataset."""
     return [
         {**WORDS(each.text, padding="max_length", max_length=12), "labels": each.label}
         for each in tiny_classifiers.examples(count)
@@ -33,7 +33,7 @@ def rows(count=8):
 
 
 class Tracker(transformers.TrainerCallback):
-    """What a tracker does: it takes what is logged, until its run is closed."""
+    """A tracker, which accepts what is logged until its run is closed."""
 
     def __init__(self):
         self.logged, self.closed = [], False
@@ -98,7 +98,7 @@ def test_among_the_callbacks_its_figures_are_in_the_history(tmp_path):
 
 @pytest.mark.release
 def test_training_is_the_same_with_audits_between_epochs(tmp_path):
-    """Bit for bit, dropout included: modes, gradients and random numbers are given back."""
+    """It is the same bit for bit: audits restore modes, gradients and random state."""
     plain = trainer(tmp_path / "plain", epochs=3)
     plain.train()
     callback = AuditCallback(exposures=["hidden:1", "gradient"], every=1)

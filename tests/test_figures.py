@@ -28,7 +28,7 @@ NOT_YET_AGAIN = {"disrupt-minilm", "disrupt-smollm2"}
 ROWS_ARE_ITEMS = {
     "demo", "embeddings-secrets-minilm", "embeddings-secrets-mpnet", "embeddings-secrets-nomic",
     "embeddings-speed", "error_against_queries", "one_layer",
-    "orthogonal_heads", "protection-nobody", "published_theorems", "real_blocks-mpnet",
+    "orthogonal_heads", "protection-nobody", "published_theorems",
 }  # fmt: skip
 # What the rows of a record were made from, by the command's --join.
 JOINED = {

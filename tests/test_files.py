@@ -74,7 +74,7 @@ def test_no_folder_to_write_in_and_no_file_to_read(tmp_path):
 
 @contextmanager
 def files_of_at_most(size):
-    """No file may grow beyond `size` bytes: what a full disk is like, for this process alone."""
+    """Let no file of this process grow beyond `size` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

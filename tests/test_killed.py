@@ -1,4 +1,4 @@
-"""Every command, killed and interrupted on its way: nothing lost, nothing half, nothing left.
+"""Every command is killed and interrupted while it runs, and loses nothing that it had finished.
 
 `make release` kills each once and interrupts five; with KEYHOLE_FULL=1 each is killed at 20 points
 and interrupted at 5. tests/test_tasks.py kills the workers of the runner that all of them share.
@@ -59,7 +59,7 @@ layers = [1]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """What the commands are given."""
+    """The inputs of the commands."""
     folder = tmp_path_factory.mktemp("given")
     oracle.save(oracle.plant("attention", dim=4, every_token=True), folder / "layer.safetensors")
     oracle.save(oracle.plant(dim=128, seed=1), folder / "head.safetensors")
@@ -76,12 +76,12 @@ def place(tmp_path_factory):
 
 
 def checks_done(folder, words):
-    """What a second audit says that it goes on from."""
+    """Return how many finished checks a second audit says it resumes from."""
     return int(re.search(r"^resuming: (\d+) of \d+ checks are done$", words, re.M)[1])
 
 
 def targets_done(folder, words):
-    """What a second run of a fleet says that it goes on from; nothing where none was finished."""
+    """Return how many finished targets a second run of a fleet says it resumes from."""
     found = re.search(r"^resuming: (\d+) of \d+ targets are done$", words, re.M)
     return int(found[1]) if found else 0
 
@@ -171,7 +171,7 @@ INTERRUPTED = NAMES if FULL else (
 
 
 def points(case, count):
-    """Shares of the way, and what it is measured by: in turn where both are to be had."""
+    """Return the points to stop at, measured by growth and by time in turn if both are possible."""
     for number in range(count):
         timed = case.grown is None or (number % 2 and not case.own_process)
         yield (number + 0.5) / count, "time" if timed else "growth"

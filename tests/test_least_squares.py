@@ -1,4 +1,4 @@
-"""Least squares against NumPy's, the same digits every time, and no NaN into LAPACK."""
+"""Least squares against NumPy's: the same digits every time, and no NaN in LAPACK."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keyhole.core.numerics import LinAlgError, least_squares, with_ridge
     sides=st.integers(1, 3), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_it_is_the_shortest_that_fits_best(rows, columns, rank, sides, seed):
-    """Also where rows are few or columns depend on each other."""
+    """Also if there are few rows, or columns depend on each other."""
     rank = min(rank, rows, columns)
     A = normal(seed, rows, rank) @ normal(seed + 1, rank, columns)
     B = normal(seed + 2, rows, sides)

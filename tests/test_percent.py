@@ -1,4 +1,4 @@
-"""Shares: "all" and "nothing" are said only where they are meant."""
+"""A percentage is only 100% for all, and only 0% for nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests start, ends with them, and hears Ctrl-C even where they were told to ignore it."""
+"""Processes that tests start end with them, and receive Ctrl-C even if tests ignore it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def expect_family_to_end(cwd, process_started):
-    """A process and its child, both of which would live for ten minutes, and a test that fails."""
+    """A test fails that has started a process with a child, both of which would run for long."""
     note = cwd / "pid"
     with pytest.raises(ZeroDivisionError), process_started:
         fail_once_there_is(note)

@@ -1,10 +1,10 @@
-"""One shape of progress: silent by default, and what calls of it add up to."""
+"""Progress: silent by default, and the state that reports add up to."""
 
 from __future__ import annotations
 
 import pytest
 
-from keyhole.core.progress import Progress, Standing, Track, duration, silent, untracked
+from keyhole.core.progress import Progress, ProgressState, Track, duration, silent, untracked
 from keyhole.oracle import Counted, plant
 
 
@@ -33,19 +33,19 @@ class Clock:
 
 
 def test_it_never_goes_back_and_its_end_is_all_of_it():
-    standing = Standing("search", 10, "starts")
+    state = ProgressState("search", 10, "starts")
     shares = []
     for done, total in ((3, None), (2, None), (4, 40), (50, None)):
-        standing.report(done, total)
-        shares.append(standing.share)
+        state.report(done, total)
+        shares.append(state.share)
     assert shares == [0.3, 0.3, 0.3, 1.0]
-    assert standing.count == "50 of 50 starts"  # more than was expected
-    early = Standing("search", 10)
+    assert state.count == "50 of 50 starts"  # more than was expected
+    early = ProgressState("search", 10)
     early.report(4)
     assert not early.complete
     early.end()
     assert (early.share, early.count, early.complete) == (1.0, "4 of 4", True)
-    untold = Standing("closed form")
+    untold = ProgressState("closed form")
     assert (untold.share, untold.count, untold.words()) == (None, "", "closed form")
     untold.end()
     assert (untold.share, untold.count) == (1.0, "done")
@@ -53,25 +53,25 @@ def test_it_never_goes_back_and_its_end_is_all_of_it():
 
 def test_time_left_is_that_of_the_parts_done_in_this_run():
     clock = Clock()
-    standing = Standing("audit", 18, "checks", clock)
-    standing.report(6)  # a run that was stopped had them
-    assert standing.words() == "audit: 6 of 18 checks"
+    state = ProgressState("audit", 18, "checks", clock)
+    state.report(6)  # a run that was stopped had them
+    assert state.words() == "audit: 6 of 18 checks"
     clock.now += 12
-    standing.report(7, note="hidden states of layer 3")
-    assert standing.time == "about 2 minutes left"  # 11 of 12 seconds each
-    assert standing.words("now logits: 1 of 2") == (
+    state.report(7, note="hidden states of layer 3")
+    assert state.time == "about 2 minutes left"  # 11 of 12 seconds each
+    assert state.words("now logits: 1 of 2") == (
         "audit: 7 of 18 checks, hidden states of layer 3, now logits: 1 of 2, about 2 minutes left"
     )
     clock.now += 60  # a slow one: the estimate follows without another word
-    assert standing.time == "about 13 minutes left"
-    standing.end()
-    assert standing.time == "in 1 minute"
+    assert state.time == "about 13 minutes left"
+    state.end()
+    assert state.time == "in 1 minute"
 
 
 def test_a_count_without_a_unit_takes_it_from_the_note():
-    standing = Standing("invert")
-    standing.report(12, 256, "starts, best 1.0e-03")
-    assert standing.words() == "invert: 12 of 256 starts, best 1.0e-03"
+    state = ProgressState("invert")
+    state.report(12, 256, "starts, best 1.0e-03")
+    assert state.words() == "invert: 12 of 256 starts, best 1.0e-03"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One list of methods: looked up by name, made with the options they have, no others."""
+"""Methods are looked up by name, and made with the options they have and no others."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ def test_a_method_is_made_with_the_options_it_has(methods):
 
 
 def test_an_option_that_a_method_does_not_have_is_refused(methods):
-    with pytest.raises(InputError, match=r"^fast has no option max_norm: it is of careful$"):
+    with pytest.raises(InputError, match=r"^fast has no option max_norm: it belongs to careful$"):
         methods.make("fast", max_norm=1.0)
-    with pytest.raises(InputError, match=r"^bounded has no option seed: it is of fast, careful$"):
+    with pytest.raises(
+        InputError, match=r"^bounded has no option seed: it belongs to fast, careful$"
+    ):
         methods.make("bounded", bound=1.0, seed=1)
     with pytest.raises(InputError, match=r"^fast has no option colour$"):
         methods.make("fast", colour="red")

@@ -1,4 +1,4 @@
-"""Runs that go on: nothing lost, nothing done twice, and never another run's results."""
+"""Resumed runs lose nothing, repeat nothing, and never use another run's results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_a_file_it_remembers_in_memory():
 
 @given(st.data())
 def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path_factory, data):
-    """Wherever the file ends: whole lines are kept, half a line is not, and the run goes on."""
+    """Wherever the file was cut off, whole lines are kept and the run resumes."""
     path = tmp_path_factory.mktemp("cut") / "run.jsonl"
     with Journal(path, RUN) as journal:
         journal.add({"a": {"text": "ä\u2028b"}, "b": {}})

@@ -1,4 +1,4 @@
-"""The interval, against scipy, against plain sums, and by how often it holds."""
+"""The interval for hits: against scipy, against plain sums, and by its coverage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_that_is_drawn_leaves_no_doubt():
 
 
 def test_it_holds_as_often_as_it_says():
-    """Over every sample of 10 from 60, by the hypergeometric distribution itself."""
+    """The coverage over all samples of 10 from 60, by the hypergeometric distribution."""
     for truth in range(61):
         chances = scipy.stats.hypergeom(60, truth, 10)
         held = sum(
@@ -54,7 +54,7 @@ def test_it_holds_as_often_as_it_says():
 
 @pytest.mark.parametrize("wrong", [(-1, 5, 9), (6, 5, 9), (1, 10, 9), (0, 0, 9)])
 def test_what_cannot_be(wrong):
-    with pytest.raises(InputError, match="hits must be among the drawn"):
+    with pytest.raises(InputError, match="expected hits ≤ drawn ≤ population"):
         hits_in_all(*wrong)
 
 

@@ -1,4 +1,4 @@
-"""What frameworks call the rules: real entries of named editions, the same in every form."""
+"""Rules refer to real entries of frameworks, the same in every format."""
 
 from __future__ import annotations
 

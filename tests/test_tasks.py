@@ -1,4 +1,4 @@
-"""Tasks on several workers: all of them once, whoever dies."""
+"""Tasks on several workers are all done once, even if workers die."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def number_of(value, worker):
 
 
 def dying(path, value, worker):
-    """Ends its process the first time, as a kernel short of memory does."""
+    """End the process the first time, as the kernel does when memory runs out."""
     if not path.exists():
         path.touch()
         os._exit(9)
@@ -27,7 +27,7 @@ def dying(path, value, worker):
 
 
 def noted(folder, value, worker):
-    """Leaves a mark of every run."""
+    """Leave a file for every run."""
     (folder / f"{value}-{time.monotonic_ns()}").touch()
     return value, worker
 
@@ -86,7 +86,7 @@ def test_a_killed_process_loses_nothing_and_only_its_own_task_runs_again(tmp_pat
 
 @pytest.mark.release
 def test_a_killed_worker_of_a_cluster_loses_nothing(tmp_path):
-    """A real scheduler and a worker process, which dies; Dask starts another."""
+    """A real scheduler with a worker process that dies; Dask starts another."""
     distributed = pytest.importorskip("distributed")
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with distributed.LocalCluster(processes=True, **options) as cluster:

@@ -1,4 +1,4 @@
-"""Small work takes one thread, large work those that there are; nobody's own choice is changed."""
+"""Small work uses one thread and large work all cores, unless somebody chose a number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORES = 3
 
 @pytest.fixture(autouse=True)
 def _unchosen(monkeypatch):
-    """A machine of three cores on which nobody has chosen a number of threads."""
+    """A machine with three cores, on which nobody has chosen a number of threads."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: CORES)
@@ -53,7 +53,7 @@ def test_the_environments_number_stands(monkeypatch, name):
 
 
 def test_part_of_the_cores(monkeypatch):
-    """A process that may use two of the cores starts with two threads; nobody chose them."""
+    """A process that may use two of the cores starts with two threads, which nobody chose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     torch.set_num_threads(2)
     with threads_for(0):
@@ -78,7 +78,7 @@ def test_the_classifier_that_ships_is_small():
 
 
 def threads_during(work) -> set[int]:
-    """The numbers of threads that a command had while it told of its progress."""
+    """The numbers of threads that a command had when it reported progress."""
     seen: set[int] = set()
 
     def track(name, total=None):

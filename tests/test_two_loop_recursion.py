@@ -1,4 +1,4 @@
-"""The two loops against the matrix that they stand for, written out."""
+"""The two-loop recursion against the explicit matrix."""
 
 from __future__ import annotations
 

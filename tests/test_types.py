@@ -1,4 +1,4 @@
-"""What type checkers see of the library, though its packages are imported on demand."""
+"""Type checkers know the library, although its packages are imported on demand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ keyhole.report.render("audit.json", 3)
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory) -> dict[str, list[int]]:
-    """The lines of somebody's programs that pyright finds fault with, strictly."""
+    """The lines of two programs in which pyright, in strict mode, finds errors."""
     folder, source = tmp_path_factory.mktemp("programs"), Path(__file__).parent.parent / "src"
     for name, code in (("right", RIGHT), ("wrong", WRONG)):
         (folder / f"{name}.py").write_text(code, "utf-8")

@@ -1,4 +1,4 @@
-"""One version: of the package, of the command, of results, and of a checkout nobody installed."""
+"""The package, the command, results and a checkout all have the same version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_people_cite_the_same(root):
 
 
 def test_a_checkout_that_nobody_installed_has_it_too(root, tmp_path):
-    """-S: without site-packages, so without anything that was installed; and so without torch."""
+    """With -S there are no site-packages, so nothing that was installed, not even torch."""
     place = f"import sys; sys.path.insert(0, {str(root / 'src')!r})"
     code = f"{place}; import keyhole; print(keyhole.__version__)"
     done = finished([sys.executable, "-S", "-c", code], cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Text of a target, harmless to look at."""
+"""Text from a target is made safe to look at."""
 
 from __future__ import annotations
 

@@ -119,4 +119,5 @@ def _live(
     os.environ.update(environment)
     os.chdir(cwd)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without bfloat16
     work(*arguments)

@@ -1,6 +1,6 @@
 """Keyhole tells you what a Transformer's attention gives away, before someone else finds out.
 
-    keyhole.audit("demo")                       every attack that applies, as an Audit
+    keyhole.audit("demo")                       every attack that applies, returned as an Audit
     keyhole.audit("./model", data="texts.tsv")
     keyhole.extract.run("target.safetensors")   weights from black-box answers
     keyhole.invert.run("problem.safetensors")   the input of one attention layer
@@ -10,13 +10,14 @@
     keyhole.configs.check(["deploy/"])          settings that open what attacks need
     keyhole.report.render(audit)                the page of an audit
 
-Each package holds the methods too: `keyhole.extract.SingleHead()(oracle)`, and so on. Results show
-themselves in a few lines, and are saved and loaded with `.save(path)` and `.load(path)`.
+Each package also holds its methods, such as `keyhole.extract.SingleHead()(oracle)`. Results print
+as a few lines, and are saved and loaded with `.save(path)` and `.load(path)`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from keyhole.notebook import VIEWS
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # type checkers would allow any name
+if not TYPE_CHECKING:  # otherwise type checkers would allow any name
 
     def __getattr__(name: str) -> Any:
-        # Packages load torch; `keyhole --help` should not wait for it.
+        # On demand, because packages load torch and `keyhole --help` should not wait for it.
         if name not in __all__:
             raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
         try:
@@ -76,3 +77,12 @@ if not TYPE_CHECKING:  # type checkers would allow any name
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _framed_page(audit: Any) -> str:
+    from keyhole.report.page import framed
+
+    return framed(audit)
+
+
+VIEWS["audit"] = _framed_page

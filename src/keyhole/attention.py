@@ -1,4 +1,4 @@
-"""Softmax attention as pure functions: the only place where its formula stands.
+"""Softmax attention as pure functions: the only implementation of its formula.
 
 Tokens are rows. With queries `Q` (m×d) and tokens `X` (n×d),
 
@@ -7,8 +7,8 @@ Tokens are rows. With queries `Q` (m×d) and tokens `X` (n×d),
     O = Σ_h A_h X V_h     summed over heads
 
 Several heads are one more leading axis on `W` (H×d×d) and `V` (H×d×m); an output projection
-is already inside `V_h`. The query paper writes its scores with the key on the left,
-`x_iᵀ W x_N`; that is this formula with `Wᵀ`.
+is part of `V_h`. The query paper writes its scores with the key on the left, `x_iᵀ W x_N`; that
+is this formula with `Wᵀ`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 
 def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | None = None) -> Tensor:
-    """`S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d).
+    """Return `S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d).
 
-    With `W` (…, H, d, d) every sequence has weights of its own. `key_bias` (d, or …, H, d) adds
+    With `W` (…, H, d, d) every sequence has weights of its own. `key_bias` u (d, or …, H, d) adds
     `uᵀx_j` to the score of key j.
     """
     if key_bias is not None:
@@ -30,8 +30,8 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
     if W.ndim > 3:
         return queries.unsqueeze(-3) @ W @ tokens.unsqueeze(-3).mT
     if W.ndim == 2:
-        # One query per sequence is the hot path of every extraction: there a product and a sum
-        # read each token once, which beats a batched matrix product of 1×d by d×n.
+        # One query per sequence is the hot path of every extraction. A product and a sum read each
+        # token once, which is faster than a batched matrix product of 1×d by d×n.
         projected = queries @ W
         if projected.shape[-2] == 1:
             return (tokens * projected).sum(-1).unsqueeze(-2)
@@ -39,7 +39,7 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
     heads, d, e = W.shape
     stacked = W.transpose(0, 1).reshape(d, heads * e)
     if queries.shape[-2] == 1:
-        # The hot path again: as matrices, not as a batch of 1×d, which takes three times as long.
+        # The hot path for several heads: a batch of 1×d matrices would take three times as long.
         projected = (queries.squeeze(-2) @ stacked).unflatten(-1, (heads, e))
         return (projected @ tokens.mT).unsqueeze(-2)
     projected = (queries @ stacked).unflatten(-1, (heads, e))
@@ -47,7 +47,10 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
 
 
 def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
-    """Row-wise softmax; with `causal`, query i sees keys j ≤ i (aligned at the last token)."""
+    """Return the row-wise softmax; with `causal`, query i attends to keys j ≤ i.
+
+    Queries and keys are aligned at the last token.
+    """
     if causal:
         m, n = scores.shape[-2:]
         hidden = torch.ones(m, n, dtype=torch.bool, device=scores.device).triu(n - m + 1)
@@ -56,7 +59,7 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
 
 
 def normed(tokens: Tensor, epsilon: float | Tensor, *, centred: bool) -> Tensor:
-    """A LayerNorm (`centred`) or an RMSNorm without weights."""
+    """Apply a LayerNorm (`centred`) or an RMSNorm without weights."""
     if centred:
         tokens = tokens - tokens.mean(-1, keepdim=True)
     return tokens / (tokens.square().mean(-1, keepdim=True) + epsilon).sqrt()
@@ -71,9 +74,9 @@ def output(
     last: bool = False,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """`Σ_h A_h X V_h`: (…, n, m) for every token, (…, m) with `last`, where only the last asks."""
+    """Return `Σ_h A_h X V_h`: (…, n, m) for every token, (…, m) for the `last` one alone."""
     queries = tokens[..., -1:, :] if last else tokens
-    # The last token sees every key, masked or not.
+    # The last token attends to every key, causal or not.
     S = scores(queries, tokens, W, key_bias=key_bias)
     A = probabilities(S, causal=causal and not last)
     result = A @ (tokens @ V) if W.ndim == 2 else (A @ _values(tokens, V)).sum(-3)
@@ -81,7 +84,7 @@ def output(
 
 
 def _values(tokens: Tensor, V: Tensor) -> Tensor:
-    """`X V_h` for all heads as one matrix product: (…, n, d) and (H, d, m) to (…, H, n, m)."""
+    """Return `X V_h` (…, H, n, m) for all heads, by one matrix product."""
     heads, d, m = V.shape
     stacked = V.transpose(0, 1).reshape(d, heads * m)
     return (tokens @ stacked).unflatten(-1, (heads, m)).transpose(-3, -2)

@@ -26,10 +26,10 @@ from keyhole.oracle.protocol import Oracle, layers
 from keyhole.oracle.storage import load, plant
 from keyhole.oracle.token_questions import Logits
 from keyhole.target import (
+    ATTENTION_OF_A_MODEL,
     BLOCK_OF_A_MODEL,
     LANGUAGE_MODELS,
     MODELS,
-    OF_A_MODEL,
     TargetKind,
     kind_of,
 )
@@ -94,7 +94,7 @@ def open_language_model(name: str, options: EndpointOptions, *, authorized: bool
 
 
 def _attention(name: str) -> Oracle:
-    model, _, part = name.rpartition(OF_A_MODEL)
+    model, _, part = name.rpartition(ATTENTION_OF_A_MODEL)
     layer, plus, added = part.partition("+")
     if not layer.isdecimal() or (plus and added != "residual"):
         raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")

@@ -1,4 +1,4 @@
-"""What TARGET means, found out once for every command; nothing is opened, and torch is not loaded.
+"""Finds out what kind of TARGET a name means, for every command, without loading it or torch.
 
 | kind | as people write it |
 |---|---|
@@ -12,7 +12,7 @@
 | attention | `MODEL:attention.LAYER[+residual]`: the attention of one block, as an endpoint |
 | block | `MODEL:block.LAYER`: a whole block, as an endpoint |
 | file | any other file: a planted endpoint |
-| unknown | there is no such thing |
+| unknown | nothing of that name exists |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keyhole.core.endpoint import names_address
 from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder
 
 DEMO = "demo"
-OF_A_MODEL = ":attention."
+ATTENTION_OF_A_MODEL = ":attention."
 BLOCK_OF_A_MODEL = ":block."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
@@ -38,7 +38,7 @@ STORES = (  # the forms of vector stores (stores/__init__.py opens them)
     ".faiss", ".parquet", ".npy", ".jsonl", "http(s)://…/v1/embeddings",
 )  # fmt: skip
 PREFIXED = (":FOLDER", ":URL")  # the ends of forms that begin with the store's name
-_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # a name on the hub has none of these
 
 
 class TargetKind(StrEnum):
@@ -67,7 +67,7 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.STORE
     if names_address(name):
         return TargetKind.ENDPOINT if MODELS in name else TargetKind.ROUTE
-    if OF_A_MODEL in name:
+    if ATTENTION_OF_A_MODEL in name:
         return TargetKind.ATTENTION
     if BLOCK_OF_A_MODEL in name:
         return TargetKind.BLOCK
@@ -79,7 +79,7 @@ def kind_of(name: str) -> TargetKind:
 
 
 def _is_server(name: str) -> bool:
-    """Without a path that says what is asked?"""
+    """Does the address have no path, so that it means the whole server?"""
     try:
         parts = urlsplit(name)
     except ValueError:  # half an IPv6 address
@@ -95,11 +95,11 @@ def _is_model(name: str) -> bool:
 
 
 def _is_leak(name: str) -> bool:
-    """A saved slot, a leak that Keyhole wrote, or a file of another program's."""
+    """Is it a saved slot, a leak that Keyhole wrote, or another program's file of tensors?"""
     if not is_file(name):
         return False
     if name.endswith((".pt", ".pth")) or ("@" in Path(name).name and name.endswith(".data")):
-        return True  # the latter as LMCache names its files
+        return True  # LMCache names its files …@….data
     with suppress(OSError, SafetensorError):
         with Path(name).open("rb") as file:
             if file.read(len(SLOT_MAGIC)) == SLOT_MAGIC:
@@ -112,7 +112,7 @@ def _is_leak(name: str) -> bool:
 
 
 def _pattern(form: str) -> re.Pattern[str]:
-    """What a TARGET of this form looks like."""
+    """The pattern that a TARGET of this form matches."""
     if form.startswith("."):
         return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
     if form == POSTGRES:
@@ -132,7 +132,7 @@ def store_form(name: str) -> str | None:
 
 
 def parted(target: str) -> tuple[str, str]:
-    """What comes before and after `?`; a file may have one in its name."""
+    """The parts before and after `?`, unless it is in the name of a file."""
     if "://" not in target and exists(Path(target)):
         return target, ""
     path, _, query = target.partition("?")

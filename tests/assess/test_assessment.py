@@ -1,4 +1,4 @@
-"""Ids that stay, cards that say what the findings say, and one line for all of it."""
+"""Stable ids, cards that agree with the findings, and the verdict."""
 
 from __future__ import annotations
 

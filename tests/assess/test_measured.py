@@ -1,4 +1,4 @@
-"""How far a remedy goes: what was measured, and nothing else."""
+"""Measured remedies of findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keyhole.report import words
 
 
 def changes(*findings: Finding) -> dict[str, list[tuple[str, float]]]:
-    """By exposure, what was done against it and the share that was left."""
+    """Return the remedies of each exposure, with the share that was still given away."""
     items = assess(Audit("t", "i", findings)).items
     return {
         words.exposure(item.finding.exposure): [

@@ -1,4 +1,4 @@
-"""Twenty policies, ten audits: exit codes and rules, also by a second count of its own."""
+"""Twenty policies on ten audits: exit codes and rules, compared with a second implementation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def given(f: Finding) -> bool:
 
 
 def points(f: Finding) -> int:
-    """The same points, from the document and not from the code."""
+    """The points as the documents define them, written independently of the code."""
     lost = {"text": 4, "input": 4, "weights": 3, "prediction": 2}[f.sought]
     much = 3 if f.status is Status.RECOVERED or f.known >= 0.99 else 2 if f.known >= 0.5 else 1
     cheap = 2 if f.queries <= 10_000 else 1 if f.queries <= 1_000_000 else 0
@@ -78,7 +78,7 @@ def nothing(f: Finding) -> bool:
 
 @dataclass(frozen=True)
 class Expected:
-    """An exit code for each audit above, in their order, and the same once more as a function."""
+    """The expected exit code of each audit above, and the policy as a function."""
 
     codes: str
     fails: object

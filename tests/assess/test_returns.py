@@ -1,4 +1,4 @@
-"""What a service does not return: findings about it are hypothetical, and decide nothing."""
+"""Findings about what a service does not return are hypothetical, and decide nothing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_format_shows_it_apart():
     shown = "Hypothetical: not returned, where labels are"
     assert shown in formats.FORMATS["html"](made)
     assert "hypothetical: the service does not return it" in formats.FORMATS["markdown"](made)
-    assert terminal.table(made.audit, made) is not None
+    assert terminal.table(made) is not None
 
 
 def test_without_it_the_audit_says_what_it_assumed():

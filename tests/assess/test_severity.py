@@ -1,4 +1,4 @@
-"""How bad a finding is, counted again by hand."""
+"""Severities of findings, counted by hand."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
 
 
 def test_a_server_of_routes_has_no_tensors():
-    with pytest.raises(InputError, match=r"batch is for an endpoint with tensors"):
+    with pytest.raises(InputError, match=r"batch is for endpoints with tensors"):
         keyhole.audit("http://127.0.0.1:9", endpoint=EndpointOptions(batch=3))
 
 
@@ -316,7 +316,7 @@ def test_a_stand_in_for_sglang_is_not_asked_for_more_than_it_has(cap, expected):
 
     with standing_in({"/generate": generate, "/v1/completions": completions}, "sglang") as url:
         given = by_exposure(keyhole.audit(url))
-        with pytest.raises(InputError, match="a server of SGLang, which ends where it is asked"):
+        with pytest.raises(InputError, match="a server of SGLang, which crashes if asked"):
             Completions.at(url)
     states = given["token states: POST /generate of SGLang"]
     assert "3 rows of 8 numbers" in states.reason

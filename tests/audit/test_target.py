@@ -67,7 +67,7 @@ def test_a_worker_that_is_sent_names_finds_the_same(name, place):
     for key in reversed(checks):
         sent.append(pickle.dumps((named, opened.identity, key)))
         assert len(sent[-1]) < 2_000
-    made = joined(run.make(*pickle.loads(each)) for each in reversed(sent))
+    made = joined(run.run_in_worker(*pickle.loads(each)) for each in reversed(sent))
     here = joined(check.run(untracked) for check in checks.values())
     assert [replace(each, seconds=0) for each in made.findings] == [
         replace(each, seconds=0) for each in here.findings
@@ -103,7 +103,7 @@ def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeyp
 
 def test_another_target_at_the_same_place_is_refused(place):
     with pytest.raises(InputError, match="head:old where the audit began: it must"):
-        run.make(targets(place)["head"], "head:old", "1. any")
+        run.run_in_worker(targets(place)["head"], "head:old", "1. any")
 
 
 def test_one_target_is_open_at_a_time():

@@ -1,7 +1,7 @@
-"""Files that people should not have given, by name, each made the first time that a case wants it.
+"""Unusable files by name, each of which is made when a test first needs it.
 
-A name says what is wrong. `make(folder, name)` gives the file (or folder, link, device) of that
-name in `folder`; names that nothing makes are files that are not there.
+A name says what is wrong. `make(folder, name)` makes the file (or folder, link, device) of that
+name in `folder`; names that nothing makes stand for files that do not exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANDOM = random.Random(SEED).randbytes(4096)
 
 
 def make(folder: Path, name: str) -> Path:
-    """The thing called `name`, if it can be made."""
+    """Make the file called `name`, if it can be made."""
     path = folder / name
     maker = MAKERS.get(name)
     if maker is not None and not os.path.lexists(path):
@@ -83,14 +83,14 @@ _HEAD = {"keyhole": "1", "kind": "head"}
 
 
 def _claims(shape: list[int], dtype: str = "F64") -> bytes:
-    """A header that promises more than there is."""
+    """A header that promises more data than the file has."""
     header = {"W": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8]}}
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + b"\0" * 8
 
 
 def _sparse(path: Path) -> None:
-    """A file of 4 TB that takes no room, and whose header is right."""
+    """A sparse file of 4 TB with a correct header."""
     side = 2**19
     size = 8 * side * side
     parts = {"W": ([side, side], [0, size]), "v": ([side], [size, size + 8 * side])}
@@ -190,7 +190,7 @@ PROBLEMS: dict[str, Callable[[Path], None]] = {
 
 
 def _leak(kind: str = "hidden", **changes: Any) -> Callable[[Path], None]:
-    """A leak of the tiny encoder (width 32, 4 heads of 8, 2 layers), but for the changes."""
+    """A leak of the tiny encoder (width 32, 4 heads of 8, 2 layers), with changes."""
 
     def write(path: Path) -> None:
         about: dict[str, Any] = {"layer": 1}

@@ -1,8 +1,8 @@
-"""Audits that somebody has worked on: every place of one, with something else in it.
+"""Saved audits in which somebody has changed one value.
 
-`AUDITS` holds each by its file's name, with the exit codes that `keyhole report` may end with.
-A value of another kind than the one that stood there is always refused; one of the same kind may
-be accepted (another word is a word) or refused (a negative count is no count).
+`AUDITS` holds each by its file's name, with the exit codes that `keyhole report` may end with. A
+value of another type is always refused. A value of the same type may be accepted (another word) or
+refused (a negative count).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tampered:
 
 
 def document() -> dict[str, Any]:
-    """An audit with something of everything in it, as it is saved."""
+    """A saved audit with every kind of content."""
     return json.loads(_document())
 
 
@@ -64,7 +64,7 @@ def _document() -> str:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place inside, innermost too."""
+    """Yield every place in a document, at any depth."""
     if path:
         yield path
     if isinstance(value, dict | list):
@@ -73,7 +73,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _kind(value: Any) -> type:
-    """What JSON calls it; whole numbers are numbers too."""
+    """The value's type in JSON; integers are numbers, too."""
     return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
 
 
@@ -100,7 +100,7 @@ def _replaced(path: tuple[Any, ...], other: Any) -> Tampered:
 
 
 def _whole() -> dict[str, Tampered]:
-    """What is wrong with the file as a whole."""
+    """Files that are damaged as a whole."""
     two, both, good = frozenset({2}), frozenset({0, 2}), document()
     numbers = f"[{'0, ' * 10**6}0]"
     many = document()

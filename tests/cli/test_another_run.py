@@ -1,6 +1,6 @@
-"""A run never goes on from another run's file: refused, with what differs, for every memory.
+"""No command resumes from a file of another run: it is refused, with what differs.
 
-An audit has a journal for each command; tests/audit/test_journal.py has those of the library.
+An audit has a journal for each command; tests/audit/test_journal.py tests those of the library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiny_classifiers import classifier
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Two of each: models, data, leaks, targets."""
+    """Two models, two data sets, two leaks and two targets."""
     folder = tmp_path_factory.mktemp("two-of-each")
     classifier(folder, 4)
     tiny_classifiers.model(seed=5, labels=2).save_pretrained(folder / "other-classifier")
@@ -99,7 +99,7 @@ TABLE = [
 
 
 def memory(folder, command, options):
-    """The options with files of this test's own, and the file that remembers the run."""
+    """Return options with this test's own files, and the file to resume from."""
     names = {"--resume": "kept", "--out": "out", "--ledger": "run.db"}
     given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
     for key in ("--resume", "--ledger", "--out"):

@@ -1,4 +1,4 @@
-"""The front door: what people see before any attack runs, without waiting for torch."""
+"""Help, version and usage errors, which do not wait for torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars on a real pseudo-terminal, lines without one: whole at the end, and never backwards."""
+"""Progress bars on a pseudo-terminal, and lines without one: full at the end, never decreasing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Screen:
-    """What was written to a terminal, frame after frame."""
+    """Everything that was written to a terminal."""
 
     def __init__(self, master: int) -> None:
         self.text = ""
@@ -50,7 +50,7 @@ class Screen:
         self._reader.join()
 
     def rows(self) -> dict[str, list[tuple[int, int | None]]]:
-        """Of each bar by its name, the counts that were shown; -1 stands for `done`."""
+        """Return the counts that each bar showed, by its name; -1 stands for `done`."""
         shown: dict[str, list[tuple[int, int | None]]] = {}
         for line in re.split(r"[\r\n]+", ESCAPES.sub("", self.text)):
             row = ROW.match(line)
@@ -63,7 +63,7 @@ class Screen:
 
 @contextmanager
 def terminal(monkeypatch):
-    """Stderr is a pseudo-terminal of 160 columns."""
+    """Make stderr a pseudo-terminal of 160 columns."""
     monkeypatch.delenv("KEYHOLE_NO_PROGRESS", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     master, slave = pty.openpty()
@@ -80,7 +80,7 @@ def terminal(monkeypatch):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Something tiny for every command."""
+    """Tiny inputs for every command."""
     folder = tmp_path_factory.mktemp("place")
     tiny_classifiers.classifier(folder, 6)
     oracle.save(oracle.plant(dim=4, seed=1), folder / "t.safetensors")
@@ -167,7 +167,7 @@ def test_what_fails_leaves_no_full_bar(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Stderr is a file."""
+    """Make stderr a file."""
     monkeypatch.delenv("KEYHOLE_NO_PROGRESS", raising=False)
     monkeypatch.setattr(outputs, "people", Console(file=io.StringIO()))
     return outputs.people.file

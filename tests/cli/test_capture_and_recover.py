@@ -1,4 +1,4 @@
-"""`keyhole lab capture` and `keyhole recover`: a leak made, handed over, read, and read again."""
+"""`keyhole lab capture` and `keyhole recover`: a leak is saved, read, and read again."""
 
 from __future__ import annotations
 

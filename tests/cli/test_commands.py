@@ -1,4 +1,4 @@
-"""The command line as a person meets it: real processes, exit codes, one line when it is wrong."""
+"""The command line in real processes: exit codes, and errors of one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target(tmp_path) -> Path:
 
 @pytest.fixture
 def invoke(tmp_path, monkeypatch, capsys):
-    """The command in this process, where it is about what it does and not about processes."""
+    """Run a command in this process, which is faster."""
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -126,7 +126,7 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
 
 
 def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, invoke, monkeypatch):
-    """A target that fails for a while: the findings say so, and the rest is kept."""
+    """A target that fails for a while: the findings say so, and other results are kept."""
     usual = oracle.Head.__call__
 
     def silent(head, sequences):
@@ -135,7 +135,7 @@ def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, invoke, m
     monkeypatch.setattr(oracle.Head, "__call__", silent)
     done = invoke("audit", target)
     assert done.returncode == 3
-    assert "the same command makes those again" in done.stderr.splitlines()[-1]
+    assert "the same command repeats only those" in done.stderr.splitlines()[-1]
     monkeypatch.setattr(oracle.Head, "__call__", usual)
     again = invoke("audit", target)
     assert again.returncode == 1
@@ -231,7 +231,7 @@ def test_version(tmp_path):
 
 @pytest.mark.release
 def test_three_targets_in_one_folder_and_one_is_killed(tmp_path):
-    """The journal of one that was killed is in nobody's way, and it goes on from it."""
+    """The journal of a killed command does not disturb other commands, and it resumes from it."""
     names = [f"{name}.safetensors" for name in "abc"]
     for seed, name in enumerate(names):
         oracle.save(oracle.plant(dim=16, seed=seed), tmp_path / name)

@@ -1,4 +1,4 @@
-"""`keyhole disrupt`, `harden` and `audit` on classifiers; in a process where it is stopped."""
+"""`keyhole disrupt`, `harden` and `audit` on classifiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def keyhole(monkeypatch, capsys, tmp_path):
-    """A command in this process, which has torch already."""
+    """Run a command in this process, which has loaded torch already."""
 
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -87,7 +87,7 @@ def test_smoothing_by_the_command(keyhole, place, tmp_path, kind):
     assert found.smoothing == harden.Smoothing(0.1, kind, samples=100, seed=5)
     assert [sum(ballot.votes) for ballot in found.ballots] == [found.smoothing.masks] * 3
     assert done.returncode == (0 if found.certified(2) == 1 else 3)
-    assert "whichever 2 units are cut" in keyhole(*view, cwd=place).stdout
+    assert "unchanged by any cut of 2 units" in keyhole(*view, cwd=place).stdout
 
 
 def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
@@ -111,7 +111,7 @@ def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
 
 
 def test_from_python_without_the_command_line(place, tmp_path):
-    """The commands' functions, with an attacker and a defence of one's own."""
+    """The functions behind the commands, with an attacker and a defence of the caller."""
     model, rows = place / "my-classifier", []
 
     def track(name, total=None):
@@ -270,7 +270,7 @@ def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
 
 
 def exposed(data):
-    """The exit code that an audit's findings ask for."""
+    """Return the exit code that follows from an audit's findings."""
     statuses = {row["status"] for row in data["findings"] if not row["control"]}
     if statuses & {"recovered", "recovered within a domain", "inexact"}:
         return 1

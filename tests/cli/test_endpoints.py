@@ -1,4 +1,4 @@
-"""`keyhole extract` and `keyhole audit` of an endpoint: their options, and where a token goes."""
+"""`keyhole extract` and `keyhole audit` of an endpoint: options and secrets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow  # a process
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, run, monkeypatch):
-    """Not in the list of processes, nor in what is printed, nor in a file of any kind."""
+    """It is not in the list of processes, in the output, or in any file."""
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     endpoint.token = f"Bearer {TOKEN}"
     (tmp_path / "tls").mkdir()
@@ -114,8 +114,8 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("demo", "--endpoint", "batch=4"), "--endpoint batch is for an endpoint"),
-        (("t.safetensors", "--insecure"), "--insecure is for an endpoint, and t.safe"),
+        (("demo", "--endpoint", "batch=4"), "--endpoint batch is for endpoints"),
+        (("t.safetensors", "--insecure"), "--insecure is for endpoints, and t.safe"),
         (("http://192.0.2.9/v2/models/m",), "192.0.2.9 is another machine: give --authorized"),
         (("http://h/v2/models/m", "--header", TOKEN), "--header takes NAME=VARIABLE"),
         (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "names an environment variable"),

@@ -1,4 +1,4 @@
-"""Every command's help ends with an example, and the examples run."""
+"""Every command's help ends with examples, which can be run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ SUCCEED = ("audit", "extract", "recover", "invert", "policy")  # what these atta
 SLOW = ("keyhole audit demo", "keyhole harden", "keyhole disrupt demo", "keyhole lab defences")
 
 
-def code_of(line):
-    """How an example ends here, where its files are tiny."""
+def codes_of(line):
+    """The exit codes that an example may end with on tiny files."""
     if line.split()[1] in SUCCEED:
-        return 1
+        return {1}
+    if line.startswith("keyhole lab certify"):
+        return {0, 3}  # an untrained model may be right about both texts or not, as it rounds
     if line.startswith(("keyhole disrupt ./my-class", "keyhole disrupt ./hardened")):
-        return 3  # 1% of so few tokens is no unit at all: nothing could be checked
-    return 0
+        return {3}  # 1% of so few tokens is no unit at all: nothing could be checked
+    return {0}
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def run_all(lines, folder, keyhole):
     (folder / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
     for line in lines:
         done = keyhole(*shlex.split(line)[1:])
-        assert done.returncode == code_of(line), f"{line}: {done.stderr}"
+        assert done.returncode in codes_of(line), f"{line}: {done.stderr}"
         if line.startswith("keyhole audit demo"):
             assert_said_on_the_start_page(done.stdout)
 
@@ -74,7 +76,7 @@ def test_the_slow_examples_run(name, tmp_path, keyhole):
 
 
 def assert_said_on_the_start_page(printed):
-    """Its verdict, and of each row that it shows all but the error."""
+    """Return its verdict, and each row without the error."""
     page = (Path(__file__).parents[2] / "docs" / "index.md").read_text("utf-8")
     (block,) = re.findall(r"```text\n(The weights can .*?)```", page, flags=re.DOTALL)
     verdict, table = block.split("\n\n", 1)

@@ -1,4 +1,4 @@
-"""Every parameter of the theorems from the command line, and refused where it means nothing."""
+"""Hyperparameters on the command line, which are refused where they have no meaning."""
 
 from __future__ import annotations
 

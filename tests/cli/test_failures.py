@@ -1,4 +1,4 @@
-"""Whatever goes wrong, and however a person stops it: one line and an exit code."""
+"""Errors and Ctrl-C end with one line and an exit code."""
 
 from __future__ import annotations
 

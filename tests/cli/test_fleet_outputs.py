@@ -1,4 +1,4 @@
-"""`keyhole audit --targets` with --output and --baseline: for all targets at once."""
+"""`keyhole audit --targets` with --output and --baseline."""
 
 from __future__ import annotations
 

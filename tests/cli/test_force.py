@@ -1,4 +1,4 @@
-"""Nothing that is there is overwritten unasked: said before the work starts, in one line."""
+"""No file is replaced without --force; the error comes before any work."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_keyhole_named_itself_is_written_again(tmp_path, keyhole):
 
 
 def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, keyhole):
-    """--out t.json puts the weights into t.safetensors, which is the target."""
+    """--out t.json would write the weights to t.safetensors, which is the target."""
     keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
     done = keyhole("extract", "t.safetensors", "--out", "t.json")
     assert done.returncode == 2

@@ -1,6 +1,6 @@
-"""Broken and hostile files: one line, an exit code that says whose fault, nothing half made.
+"""Broken and hostile files end with one line and an exit code, and leave no half-written file.
 
-Some run in every test, all of them before a release.
+Some of them are tested in every run, all of them before a release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`keyhole lab capture --expose gradient` and `keyhole recover`: a batch handed over and read."""
+"""`keyhole lab capture --expose gradient` and `keyhole recover` of a batch."""
 
 from __future__ import annotations
 

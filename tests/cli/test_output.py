@@ -1,6 +1,6 @@
-"""Where output goes: what was asked for to stdout, what goes on meanwhile to stderr; in any locale.
+"""Results go to stdout and messages to stderr, in any locale.
 
-Here stdout is no terminal unless a test makes it one.
+Stdout is no terminal unless a test makes it one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ESCAPE = "\x1b"
 
 @pytest.fixture
 def place(everything, tmp_path):
-    """Something tiny for every command, and nothing that an earlier test wrote."""
+    """Tiny inputs for every command, and no files from earlier tests."""
     return shutil.copytree(everything, tmp_path / "place")
 
 

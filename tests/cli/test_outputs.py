@@ -1,4 +1,4 @@
-"""`--output FORMAT=FILE`: as many as are asked for, checked before any work, `-` is stdout."""
+"""`--output FORMAT=FILE`, any number of times, checked before any work; `-` is stdout."""
 
 from __future__ import annotations
 

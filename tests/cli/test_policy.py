@@ -1,4 +1,4 @@
-"""Policies and baselines through the command line: exit codes, pages, explanations."""
+"""Policies and baselines on the command line: exit codes, pages, explanations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_policy_names_the_target_and_what_fails(planted, keyhole):
 
 
 def test_what_the_service_does_not_return_does_not_fail(planted, keyhole):
-    """The head gives scores, but the service in front of it labels alone."""
+    """The head gives scores, but the service in front of it only labels."""
     (planted / "keyhole.toml").write_text('returns = ["labels"]\nallow-unchecked = true\n')
     scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
     code, words = keyhole(*scores)

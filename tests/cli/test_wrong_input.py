@@ -1,4 +1,4 @@
-"""Whatever people get wrong on the command line is one clear line."""
+"""Every mistake on the command line ends with one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as people write them: every rule is found at its line, and nothing else."""
+"""Realistic files: each rule is found at its line, and no other finding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_rule_at_its_line_and_nothing_else(name):
     assert not checked.unread
 
 
-def test_a_folder_is_all_of_its_files():
+def test_a_folder_is_checked_file_by_file():
     checked = configs.check([EXAMPLES])
     assert checked.files == len(EXPECTED) == len(list(EXAMPLES.iterdir()))
     assert len(checked.findings) == sum(map(len, EXPECTED.values()))
@@ -70,7 +70,7 @@ def test_examples_cover_every_kind_and_nearly_every_rule():
     assert {kind.name for kind in KINDS} - kinds == {"leaked files", "other configurations"}
 
 
-# Files as they are found in public repositories, written anew: half of them open something.
+# Written after files of public repositories; half of them expose something.
 WILD = Path(__file__).parent / "wild"
 OPEN = {
     "argocd/ollama-app.yaml": {("OLLAMA-OPEN", 18)},
@@ -102,7 +102,7 @@ NOT_RECOGNISED = {
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_opens_something_in_the_wild_is_found_at_its_line(name):
+def test_findings_in_files_like_those_of_public_repositories(name):
     checked = configs.check([WILD / "open" / name])
     found = {
         (finding.rule.id.removeprefix("KH-CONFIG-"), finding.line) for finding in checked.findings
@@ -112,7 +112,7 @@ def test_what_opens_something_in_the_wild_is_found_at_its_line(name):
     assert not checked.unread
 
 
-def test_what_is_harmless_in_the_wild_raises_no_alarm_and_every_skip_is_named():
+def test_harmless_files_give_no_findings_and_skipped_files_are_listed():
     folder = WILD / "harmless"
     checked = configs.check([folder])
     assert checked.findings == ()
@@ -127,7 +127,7 @@ def test_what_is_harmless_in_the_wild_raises_no_alarm_and_every_skip_is_named():
     )
 
 
-def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
+def test_the_terminal_lists_recognised_and_skipped_files(tmp_path):
     (tmp_path / "compose.yml").write_text(
         "services:\n  a: {image: ollama/ollama}\n  b: {image: qdrant/qdrant}\n"
     )
@@ -147,7 +147,7 @@ def test_what_was_read_recognised_and_skipped_is_said(tmp_path):
     ]
 
 
-def test_rules_are_told_whole():
+def test_every_rule_has_all_its_texts():
     for rule in RULES.values():
         assert rule.opens
         assert rule.fix
@@ -155,13 +155,13 @@ def test_rules_are_told_whole():
         assert not rule.opens.endswith(".")
 
 
-def test_what_is_ignored_is_not_reported():
+def test_ignored_rules_are_not_reported():
     checked = configs.check([EXAMPLES / "chroma.yaml"], ignore=["KH-CONFIG-CHROMA-RESET"])
     assert checked.findings == ()
     assert checked.exit_code() == 0
 
 
-def test_levels_decide_what_fails():
+def test_the_exit_code_depends_on_the_level():
     checked = configs.check([EXAMPLES / "chroma.yaml"])  # medium
     codes = {level: checked.exit_code(level) for level in configs.Level}
     assert codes == {configs.Level.LOW: 1, configs.Level.MEDIUM: 1, configs.Level.HIGH: 0}

@@ -1,4 +1,4 @@
-"""Files that are huge, broken, endless or deep cost little and run nothing."""
+"""Huge, broken, endless or deeply nested files cost little time and run nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from keyhole import configs
-from keyhole.configs.finding import FURTHEST, LARGEST
+from keyhole.configs.finding import MAX_PARSED, MAX_SEARCHED
 from keyhole.core.errors import InputError
 
 WORD = "# qdrant\n"
@@ -27,10 +27,10 @@ def unread(path):
         ("config.json", '{"output_scores": 1, "output_scores": 2}', "twice"),
         ("config.json", "output_scores", "JSON"),
         ("config.json", '{"output_scores": "\0"}', "NUL"),
-        ("big.yaml", WORD + "x" * LARGEST, "more than"),
+        ("big.yaml", WORD + "x" * MAX_PARSED, "more than"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path, name, text, reason):
+def test_an_unreadable_file_is_reported_with_the_reason(tmp_path, name, text, reason):
     (tmp_path / name).write_text(text)
     (message,) = unread(tmp_path / name)
     assert reason in message
@@ -51,7 +51,7 @@ def test_what_cannot_be_read_is_said(tmp_path, name, text, reason):
         WORD + "'" * 99_999,
     ],
 )
-def test_yaml_that_is_hostile_ends_soon(tmp_path, text, monkeypatch):
+def test_hostile_yaml_is_handled_quickly(tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text(text)
     started = time.process_time()
@@ -61,7 +61,7 @@ def test_yaml_that_is_hostile_ends_soon(tmp_path, text, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "x.service", "x.sh", "config.pbtxt"])
-def test_texts_that_are_hostile_end_soon(tmp_path, name):
+def test_hostile_texts_are_handled_quickly(tmp_path, name):
     for text in ("CMD " + "\\\n" * 40_000, "output [" * 10_000, "ExecStart=" + "\\a" * 40_000):
         (tmp_path / name).write_text("# qdrant hidden\n" + text)
         started = time.process_time()
@@ -69,14 +69,14 @@ def test_texts_that_are_hostile_end_soon(tmp_path, name):
         assert time.process_time() - started < 2, text[:20]
 
 
-def test_a_large_file_without_words_of_its_kind_is_done_with(tmp_path):
+def test_a_large_file_without_words_of_its_kind_is_skipped(tmp_path):
     (tmp_path / "large.yaml").write_bytes(b"a: b\n" * 600_000)
     assert unread(tmp_path) == []
 
 
-def test_a_file_without_end_is_given_up(tmp_path):
+def test_a_huge_file_is_not_read_to_its_end(tmp_path):
     with (tmp_path / "sparse.yaml").open("wb") as file:
-        file.truncate(FURTHEST * 1000)
+        file.truncate(MAX_SEARCHED * 1000)
     (reason,) = unread(tmp_path)
     assert "more than" in reason
 
@@ -93,14 +93,14 @@ def test_links_in_folders_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "pipe.yaml", "loop.yaml", "a\0b", "n" * 300])
-def test_what_is_named_must_be_a_file(tmp_path, name):
+def test_a_named_path_must_be_a_file(tmp_path, name):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     with pytest.raises(InputError, match="cannot read "):
         configs.check([tmp_path / name])
 
 
-def test_a_kind_that_nobody_knows_is_not_called_clean(tmp_path):
+def test_a_named_file_of_unknown_kind_is_not_clean(tmp_path):
     (tmp_path / "notes.md").write_text("localhost")
     assert configs.check([tmp_path / "notes.md"]).exit_code() == 3
     checked = configs.check([tmp_path])

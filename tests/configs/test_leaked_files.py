@@ -1,4 +1,4 @@
-"""Files that hold what a model gave away are known by their beginnings."""
+"""Files that hold leaks are recognised by their first bytes."""
 
 from __future__ import annotations
 

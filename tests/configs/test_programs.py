@@ -117,7 +117,7 @@ def rules(tmp_path, text, name="run.sh"):
         ("docker exec qdrant ls; echo qdrant; docker pull qdrant/qdrant", set()),
     ],
 )  # fmt: skip
-def test_a_line(tmp_path, line, expected):
+def test_a_command_line(tmp_path, line, expected):
     assert rules(tmp_path, line) == expected
 
 
@@ -166,7 +166,7 @@ def test_a_line(tmp_path, line, expected):
         ),
     ],
 )  # fmt: skip
-def test_what_public_repositories_have(tmp_path, name, text, expected):
+def test_files_like_those_of_public_repositories(tmp_path, name, text, expected):
     assert rules(tmp_path, text, name) == expected
 
 
@@ -200,14 +200,14 @@ spec: {rules: [{http: {paths: [{backend: {service: {name: BEHIND}}}]}}]}
         ("ClusterIP", "ollama", "llm", {"OLLAMA-OPEN"}),
     ],
 )
-def test_in_a_cluster_the_service_that_selects_a_pod_counts(
+def test_a_pod_is_published_by_the_service_that_selects_it(
     tmp_path, reach, selected, behind, expected
 ):
     text = POD.replace("TYPE", reach).replace("SELECTED", selected).replace("BEHIND", behind)
     assert rules(tmp_path, text, "ollama.yaml") == expected
 
 
-def test_of_several_lines_the_one_that_starts_the_program_counts(tmp_path):
+def test_the_command_that_starts_the_program_is_checked(tmp_path):
     text = (
         "containers:\n- image: vllm/vllm-openai\n"
         "  command: [sh, -c, 'pip install x && vllm serve m --host 10.0.0.1 --api-key k']\n"
@@ -225,7 +225,7 @@ def test_secrets_are_not_repeated(tmp_path):
     assert "s3cret" not in str(checked.to_dict()) + as_text(checked)
 
 
-def test_outputs_by_their_names(tmp_path):
+def test_outputs_are_recognised_by_name(tmp_path):
     names = {
         "attentions": "SERVED-MAPS", "attention_probs": "SERVED-MAPS",
         "attentions.3": "SERVED-MAPS", "attention_mask": None, "hidden_states_4": "SERVED-STATES",

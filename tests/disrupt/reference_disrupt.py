@@ -1,4 +1,4 @@
-"""Naive witnesses for docs/disrupt.md: single units, explicit masks. Never imports keyhole."""
+"""Naive references for docs/disrupt.md, with single units and explicit masks, without keyhole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def removed(a, j):
-    """A row of probabilities after key j was cut before the softmax."""
+    """Return a row of probabilities after key j is cut before the softmax."""
     kept = np.array([0.0 if key == j else p for key, p in enumerate(a)])
     return kept / kept.sum()
 
 
 def removal_effect(a, g):
-    """What cutting each unit of each row does to the linear loss Σ g a, by doing it."""
+    """Return the effect of cutting each unit on the linear loss Σ g a, by cutting it."""
     effect = np.zeros_like(a)
     for i in range(a.shape[0]):
         for j in range(a.shape[1]):
@@ -24,7 +24,7 @@ def removal_effect(a, g):
 
 
 def mask_gradient(scores, g):
-    """Minus the gradient of Σ g·softmax(scores + M) by M, at 0: each entry moved up and down."""
+    """Return minus the gradient of Σ g·softmax(scores + M) by M at 0, by central differences."""
     small, slope = 1e-6, np.zeros_like(scores)
     for i, row in enumerate(scores):
         for j in range(len(row)):

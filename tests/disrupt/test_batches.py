@@ -1,4 +1,4 @@
-"""Batches of examples: every one once, of like length, and the outcomes where they belong."""
+"""Batches contain every example once, have similar lengths, and keep outcomes in order."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def classifier(kind="classes"):
 
 
 def mixed(count=10, choices=False):
-    """Texts of three lengths, one after the other."""
+    """Return examples whose texts have three lengths in turn."""
     return [
         replace(example, text=" ".join([example.text] * (1 + number % 3)))
         for number, example in enumerate(small.examples(count, choices=choices))
     ]
 
 
-def test_groups_end_where_they_are_full_or_the_choices_differ():
+def test_a_group_ends_when_full_or_when_the_number_of_choices_changes():
     two = small.examples(5, choices=True)
     none = small.examples(2)
     groups = grouped([*two, *none], 3)
@@ -42,7 +42,7 @@ def test_groups_end_where_they_are_full_or_the_choices_differ():
     assert grouped([], 3) == []
 
 
-def test_like_lengths_stand_together_unless_the_order_must_stay(words):
+def test_batches_have_similar_lengths_unless_the_order_is_fixed(words):
     examples = mixed()
     made = [part for part, _, _ in Batches(classifier(), words, examples, 4)]
     assert sorted(example.id for part in made for example in part) == sorted(
@@ -55,7 +55,7 @@ def test_like_lengths_stand_together_unless_the_order_must_stay(words):
 
 
 @pytest.mark.parametrize("kind", ["classes", "choices"])
-def test_accuracy_is_that_of_one_at_a_time(words, kind):
+def test_accuracy_equals_that_of_single_examples(words, kind):
     model, examples = classifier(kind), mixed(choices=kind == "choices")
     right = 0
     for example in examples:
@@ -66,7 +66,7 @@ def test_accuracy_is_that_of_one_at_a_time(words, kind):
     assert Batches(model, words, examples, 4).accuracy() == right / len(examples)
 
 
-def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
+def test_outcomes_are_in_the_order_of_the_examples_even_if_ids_repeat(words):
     model = classifier()
     examples = [replace(example, id="same") for example in mixed()]
     found = Batches(model, words, examples, 4).attack(LIGHT)
@@ -84,7 +84,7 @@ def test_examples_with_two_and_three_choices_are_attacked_in_one_run(words):
     assert min(example.units for example in found.attacked) > 0
 
 
-def test_progress_is_told_after_each_batch_and_of_the_last(words):
+def test_progress_is_reported_after_each_batch(words):
     steps = []
     batches = Batches(classifier(), words, mixed(), 4, progress=lambda *step: steps.append(step))
     batches.accuracy()
@@ -93,6 +93,6 @@ def test_progress_is_told_after_each_batch_and_of_the_last(words):
     assert steps[3:] == [(3, 3)]
 
 
-def test_nothing_to_attack(words):
+def test_no_examples_are_refused(words):
     with pytest.raises(InputError, match="no examples to attack"):
         Batches(classifier(), words, []).attack(LIGHT)

@@ -1,4 +1,4 @@
-"""HackAttend as released, against the attack written out in loops, on real sentences."""
+"""HackAttend as released, against a naive implementation, on real sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LICENSE = Path(__file__).parents[2] / "LICENSE"
 
 
 def sentences(count):
-    """Reviews, and clauses of a text that does not change."""
+    """Return reviews, and clauses of a fixed text."""
     clauses = re.split(r"(?<=[.;:,])\s+", " ".join(LICENSE.read_text().lower().split()))
     plain = [clause for clause in clauses if 6 <= len(clause.split()) <= 11]
     texts = [example.text for example in EXAMPLES[::2]] + plain
@@ -37,13 +37,13 @@ def classifier():
     ("ranking", "share", "numbers"),
     [("gradient", 0.02, range(50) if FULL else (8, 9)), ("magnitude", 0.2, (2, 9))],
 )
-def test_the_same_units_as_the_attack_in_loops(classifier, ranking, share, numbers):
+def test_the_units_are_those_of_the_naive_attack(classifier, ranking, share, numbers):
     model, tokenizer = classifier
     texts = sentences(max(numbers) + 1)
     batch, _ = encode(tokenizer, [texts[number] for number in numbers])
     labels = tiny_heads.own_labels(model, batch)
     found = HackAttend.as_released(share, ranking=ranking)(model, batch, labels)
-    assert len({outcome.flipped for outcome in found.outcomes}) == 2  # both ends of the loop
+    assert len({outcome.flipped for outcome in found.outcomes}) == 2  # with and without a flip
     for row, outcome in enumerate(found.outcomes):
         ids = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
         cut, flipped = reference.as_released(model, ids, int(labels[row]), share, ranking)

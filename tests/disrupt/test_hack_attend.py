@@ -1,4 +1,4 @@
-"""HackAttend on tiny models: every flip and every count is seen again without it."""
+"""HackAttend on tiny models: flips and counts are checked independently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {"schedule": Rerank(rounds=3, prefixes=4, refine=2), "batch": 32}
 
 
 class Cut(Untouched):
-    """One example's units, from the result's list alone."""
+    """Cuts one example's units, as listed in the result."""
 
     def __init__(self, cut, sequences=1):
         self.units, self.sequences, self.zeros = cut, sequences, []
@@ -49,8 +49,8 @@ def attacked(family="bert", task="classes", count=4, seed=0, method=None, **opti
     return model, batch, labels, method(model, batch, labels)
 
 
-def test_every_flip_is_there_in_a_model_written_out():
-    """The same masks, as −∞ in a BERT written as a loop: the same answers."""
+def test_every_flip_is_confirmed_by_a_naive_bert():
+    """The same masks, as −∞ in a naive BERT, give the same answers."""
     model, batch, labels, found = attacked(seed=1)
     assert found.flips
     for row, outcome in enumerate(found.outcomes):
@@ -64,7 +64,7 @@ def test_every_flip_is_there_in_a_model_written_out():
 
 
 @pytest.mark.parametrize("scope", ["head", "model"])
-def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
+def test_counts_are_those_of_zero_probabilities(scope):
     method = HackAttend(share=0.05, scope=scope, **QUICK)
     model, batch, _, found = attacked(method=method, seed=2)
     for row, outcome in enumerate(found.outcomes):
@@ -94,7 +94,7 @@ def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
     schedule=st.sampled_from([Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]),
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
-def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule):
+def test_budgets_hold_and_spared_units_are_not_cut(share, seed, scope, ranking, schedule):
     method = HackAttend(share=share, scope=scope, ranking=ranking, schedule=schedule)
     _, batch, _, found = attacked(method=method, seed=seed, count=2)
     for row, outcome in enumerate(found.outcomes):
@@ -110,7 +110,7 @@ def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, 
             assert sum(heads.values()) <= share * outcome.units + 1e-6
 
 
-def test_without_a_tokenizers_word_the_frame_is_spared():
+def test_special_tokens_are_guessed_without_the_tokenizers_mask():
     model = tiny_heads.model("bert", "classes")
     batch = tiny_heads.texts(3)
     labels = tiny_heads.own_labels(model, batch)
@@ -120,7 +120,7 @@ def test_without_a_tokenizers_word_the_frame_is_spared():
     assert labelled.outcomes == guessed.outcomes
 
 
-def test_what_is_spared_is_a_choice():
+def test_spare_chooses_the_units_that_are_not_cut():
     for spare, expected in (("special keys", (True, False)), ("padding", (True, True))):
         method = HackAttend(share=0.6, spare=spare, ranking="attention", loss="margin", **QUICK)
         _, batch, _, found = attacked(method=method)
@@ -133,7 +133,7 @@ def test_what_is_spared_is_a_choice():
 
 
 @pytest.mark.parametrize("schedule", [QUICK["schedule"], Greedy()])
-def test_nothing_cut_changes_nothing(schedule):
+def test_a_share_of_zero_changes_nothing(schedule):
     method = HackAttend(share=0.0, schedule=schedule, batch=32)
     _, _, _, found = attacked(method=method)
     assert found.control.change == found.control.own == found.control.flips == 0
@@ -154,7 +154,7 @@ def test_wrong_examples_are_skipped_and_counted():
     assert (found.outcomes[1].queries, found.outcomes[1].id) == (0, "b")
 
 
-def test_targets_are_reached_or_nothing_counts():
+def test_only_flips_to_the_target_count():
     model = tiny_heads.model("bert", "classes", classes=4, seed=3)
     batch = tiny_heads.texts(6, seed=3)
     labels = tiny_heads.own_labels(model, batch)
@@ -164,10 +164,10 @@ def test_targets_are_reached_or_nothing_counts():
     for outcome, target in zip(found.outcomes, wanted.tolist(), strict=True):
         assert outcome.flipped == (outcome.after == (target,))
     single = HackAttend(share=0.4, target=int(labels[0]), **QUICK)(model, batch, labels)
-    assert not single.outcomes[0].right  # it says so already: there is nothing to flip
+    assert not single.outcomes[0].right  # already at the target
 
 
-def test_restarts_aim_at_other_classes_and_lose_nothing():
+def test_restarts_aim_at_other_classes_and_keep_earlier_flips():
     base = {"rounds": 2, "prefixes": 3, "refine": 0}
     model = tiny_heads.model("bert", "classes", classes=5, seed=4)
     batch = tiny_heads.texts(8, seed=4)
@@ -180,7 +180,7 @@ def test_restarts_aim_at_other_classes_and_lose_nothing():
         assert second.queries > first.queries or first.flipped
 
 
-def test_a_batch_gives_what_one_by_one_gives():
+def test_a_batch_gives_the_results_of_single_examples():
     model, batch, labels, batched = attacked(count=5, seed=5)
     method = HackAttend(share=0.2, **QUICK)
     alone = [
@@ -198,7 +198,7 @@ def test_a_batch_gives_what_one_by_one_gives():
      ("random", "half")],
 )  # fmt: skip
 def test_as_released_one_at_a_time_and_in_batches(order, scale):
-    """The greedy of the paper: the same masks whether asked singly or in batches."""
+    """The paper's loop over single queries gives the same masks as batches."""
     results = [
         attacked(
             method=HackAttend.as_released(0.05, scale, order=order, batch=size), seed=6, count=2
@@ -213,8 +213,8 @@ def test_as_released_one_at_a_time_and_in_batches(order, scale):
         assert single.masked == single.heads * k == single.steps * k
 
 
-def test_the_released_order_is_by_what_a_silent_head_costs():
-    """Layers first, then heads, by hand: the confidence with each gated to zero."""
+def test_the_released_order_is_by_the_confidence_without_a_head():
+    """Layers first, then heads, by the confidence with each gated to zero."""
     method = HackAttend.as_released(0.02, batch=1)
     model, batch, labels, found = attacked(seed=7, method=method, count=2)
 
@@ -241,7 +241,7 @@ def test_the_released_order_is_by_what_a_silent_head_costs():
         assert {(unit.layer, unit.head) for unit in outcome.cut} == set(order[: outcome.steps])
 
 
-def test_multiple_choice_counts_each_choices_own_matrix():
+def test_multiple_choice_counts_the_matrix_of_each_choice():
     model = tiny_heads.model("bert", "choice", seed=8)
     batch = tiny_heads.texts(3, choices=3, seed=8)
     labels = tiny_heads.own_labels(model, batch)
@@ -275,7 +275,7 @@ def test_next_tokens_flip_below_the_diagonal(family, left):
         real = batch["attention_mask"][row].nonzero().flatten()
         assert all(unit.key <= unit.query for unit in outcome.cut)
         assert all(unit.key in real and unit.query in real for unit in outcome.cut)
-        # Alone and without its padding, the text has the same next token.
+        # Without the others and the padding, the text has the same next token.
         ids = batch["input_ids"][row, real][None]
         with torch.no_grad():
             assert outcome.before == (int(model(ids).logits[0, -1].argmax()),)
@@ -293,7 +293,7 @@ def test_causal_units_are_a_triangle():
     assert outcome.units == 8 * n * (n + 1) // 2
 
 
-def test_a_continuation_is_the_models_own_and_changes():
+def test_a_continuation_is_the_models_own_and_can_be_flipped():
     model = tiny_heads.model("gpt2", "causal", seed=10)
     batch = tiny_heads.texts(3, framed=False, seed=10)
     found = HackAttend(share=0.3, continuation=3, **QUICK)(model, batch)
@@ -368,7 +368,7 @@ def test_results_round_trip_through_json(tmp_path):
      HackAttend.strongest(scope="model", spare="padding", target=1, rounds=2, refine=1),
      HackAttend.random(seed=3)],
 )  # fmt: skip
-def test_a_results_method_is_the_attack_again(method):
+def test_the_method_of_a_result_makes_the_same_attack(method):
     *_, found = attacked(method=method, count=1)
     saved = json.loads(json.dumps(found.method))
     assert HackAttend.from_dict(saved) == method
@@ -376,7 +376,7 @@ def test_a_results_method_is_the_attack_again(method):
         HackAttend.from_dict({"share": 0.1})
 
 
-def test_attacks_say_what_they_cut():
+def test_words_describe_what_is_cut():
     released = HackAttend.as_released
     assert released(0.005).words == "0.5% of each head's attention cut, as released"
     magnitude = released(ranking="magnitude", scale="half", order="random head").words
@@ -402,7 +402,7 @@ def test_attacks_say_what_they_cut():
         ({"least": 0}, "each head's attention cut, released schedule"),
     ],
 )  # fmt: skip
-def test_only_what_the_released_code_does_is_called_as_released(changes, words):
+def test_only_the_released_settings_are_called_as_released(changes, words):
     assert HackAttend.as_released(**changes).words == f"1% of {words}"
     assert "as released" not in HackAttend(schedule=Greedy()).words
 
@@ -423,12 +423,12 @@ def test_only_what_the_released_code_does_is_called_as_released(changes, words):
         (lambda: Greedy(scale="third"), "scale must be one of full, half, not third"),
     ],
 )
-def test_wrong_settings_are_one_line(make, words):
+def test_wrong_settings_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make()
 
 
-def test_wrong_problems_are_one_line():
+def test_wrong_inputs_are_refused():
     model = tiny_heads.model("bert", "classes")
     batch = tiny_heads.texts(2)
     method = HackAttend(**QUICK)
@@ -450,8 +450,8 @@ def test_wrong_problems_are_one_line():
         method(refused, batch)
 
 
-def test_what_the_search_calls_a_flip_the_judge_sees(monkeypatch):
-    """Search and judge read the same masks: none may lose a flip that the other has."""
+def test_search_and_judge_agree_on_flips(monkeypatch):
+    """Search and judge read the same masks, so they find the same flips."""
     claims = []
     original = Rerank.__call__
 
@@ -469,7 +469,7 @@ def test_what_the_search_calls_a_flip_the_judge_sees(monkeypatch):
         assert any(claims)
 
 
-def test_the_judge_throws_out_what_breaks_the_rules():
+def test_the_judge_rejects_masks_that_break_the_rules():
     from keyhole.disrupt.budget import budget
     from keyhole.disrupt.judge import judge
     from keyhole.disrupt.tasks import ask

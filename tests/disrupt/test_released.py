@@ -1,4 +1,4 @@
-"""HackAttend's released program, against the program written out in loops."""
+"""HackAttend's released program, against a naive implementation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tiny_heads
 from keyhole.core.errors import InputError
 from keyhole.disrupt import ReleasedProgram
 
-POSITIONS = 13  # two of padding and more
+POSITIONS = 13  # at least two are padding
 
 
 def compared(model, batch, method):
-    """Outcomes, each after its units and numbers were found to be those of the loops."""
+    """Return the outcomes, after comparing their units and numbers with the naive ones."""
     labels = tiny_heads.own_labels(model, batch)
     found = method(model, batch, labels)
     more = (0, POSITIONS - batch["input_ids"].shape[-1])
@@ -40,7 +40,7 @@ def compared(model, batch, method):
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
-def test_the_same_masks_and_queries_as_the_program_in_loops(share):
+def test_masks_and_queries_are_those_of_the_naive_program(share):
     outcomes = []
     for seed in range(3):
         model = tiny_heads.model("bert", "classes", seed=seed).double()
@@ -48,11 +48,11 @@ def test_the_same_masks_and_queries_as_the_program_in_loops(share):
         outcomes += compared(model, batch, ReleasedProgram(share, positions=POSITIONS))
     assert all((0, 0) in {(unit.query, unit.key) for unit in each.cut} for each in outcomes)
     if share > 0.1:
-        assert len({outcome.flipped for outcome in outcomes}) == 2  # both ends of the loop
+        assert len({outcome.flipped for outcome in outcomes}) == 2  # with and without a flip
 
 
 @pytest.mark.parametrize("cutting", [True, False])
-def test_multiple_choice_closes_more_than_units(cutting):
+def test_multiple_choice_masks_more_than_the_chosen_units(cutting):
     outcomes = []
     for seed in range(3):
         model = tiny_heads.model("bert", "choice", seed=seed).double()
@@ -64,7 +64,7 @@ def test_multiple_choice_closes_more_than_units(cutting):
     assert any(outcome.flipped for outcome in outcomes)
 
 
-def test_what_the_program_cannot_attack_is_refused():
+def test_tasks_that_the_program_cannot_attack_are_refused():
     model = tiny_heads.model("gpt2", "causal")
     with pytest.raises(InputError, match="multiple choice only"):
         ReleasedProgram(positions=11)(model, tiny_heads.texts(1, framed=False))

@@ -1,4 +1,4 @@
-"""Many examples: resumed without asking twice, and no example lost with a worker."""
+"""Sweeps resume without repeated queries, and lose no example with a worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def facts(found):
     ]
 
 
-def test_here_and_in_threads_and_in_order(folder):
+def test_this_process_and_threads_give_the_same_outcomes_in_order(folder):
     in_process = sweep(METHOD, folder, examples(), workers=0, batch_size=3)
     assert [outcome.id for outcome in in_process.outcomes] == list("012345")
     assert in_process.attacked
@@ -51,7 +51,7 @@ def test_here_and_in_threads_and_in_order(folder):
         assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(in_process)
 
 
-def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path):
+def test_a_finished_run_is_read_and_a_longer_one_continues_it(folder, tmp_path):
     path = tmp_path / "run.jsonl"
     seen = []
     options = {"workers": 0, "resume": path, "progress": lambda *step: seen.append(step)}
@@ -67,7 +67,7 @@ def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path
     assert seen == [(4, 6), (6, 6)]
 
 
-def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path):
+def test_a_torn_record_is_asked_again_and_other_files_are_refused(folder, tmp_path):
     path = tmp_path / "run.jsonl"
     whole = sweep(METHOD, folder, examples(3), workers=0, resume=path, batch_size=1)
     text = path.read_text()
@@ -88,8 +88,8 @@ def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path)
         sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")
 
 
-def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
-    """Another option, another cut-off, another model in the same folder."""
+def test_a_journal_of_another_run_is_refused_with_the_difference(folder, tmp_path):
+    """Another option, another max_length, another model in the same folder."""
     place, path = tmp_path / "model", tmp_path / "run.jsonl"
     shutil.copytree(folder, place)
     options = {"workers": 0, "resume": path}
@@ -111,12 +111,11 @@ def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
     assert other.identity != first.identity
     assert [outcome.confidence_before for outcome in other.outcomes] != [
         outcome.confidence_before for outcome in first.outcomes
-    ]  # the process does not go on with the model that was there before
+    ]  # the process does not keep the earlier model
 
 
 class Deadly(ModelSource):
-    """A source whose loading kills the worker the first time: a file then says so, and with how
-    many threads the worker was born."""
+    """A source whose first loading kills the worker, and writes the worker's number of threads."""
 
     def identity(self):
         return ModelSource(self.name.split("|")[0]).identity()
@@ -130,7 +129,7 @@ class Deadly(ModelSource):
 
 
 @pytest.mark.release  # tests/test_tasks.py kills a worker of the same runner in every run
-def test_workers_are_born_with_one_thread_and_a_killed_one_loses_nothing(
+def test_workers_start_with_one_thread_and_a_killed_worker_loses_nothing(
     folder, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -143,7 +142,7 @@ def test_workers_are_born_with_one_thread_and_a_killed_one_loses_nothing(
 
 
 class Breaking(Executor):
-    """An executor that loses its workers: the first `breaks` futures, then works here."""
+    """An executor whose first `breaks` futures fail; later ones run in this process."""
 
     def __init__(self, breaks, error=BrokenExecutor):
         self.breaks, self.error, self.asked = breaks, error, 0
@@ -158,13 +157,13 @@ class Breaking(Executor):
         return future
 
 
-def test_lost_work_is_tried_again_one_by_one(folder):
+def test_lost_batches_are_retried_by_example(folder):
     found = sweep(METHOD, folder, examples(4), Breaking(1, RuntimeError), batch_size=2)
     assert found.failed == ()
     assert facts(found) == facts(sweep(METHOD, folder, examples(4), workers=0, batch_size=2))
 
 
-def test_what_never_works_fails_alone_with_the_reason(folder):
+def test_an_example_that_always_fails_is_reported_with_the_reason(folder):
     broken = Breaking(99, RuntimeError)
     found = sweep(METHOD, folder, examples(2), broken, batch_size=2, retries=1)
     assert found.outcomes == ()
@@ -173,12 +172,12 @@ def test_what_never_works_fails_alone_with_the_reason(folder):
         ("1", "RuntimeError: a worker died"),
     )
     assert broken.asked == 1 + 2 * 2
-    # A broken executor that is the caller's is not tried for ever.
+    # The caller's own broken executor is not retried forever.
     with pytest.raises(KeyholeError, match="workers were lost"):
         sweep(METHOD, folder, examples(2), Breaking(99), batch_size=2, retries=5)
 
 
-def test_mistakes_are_the_callers(folder):
+def test_wrong_input_is_raised_at_once(folder):
     with pytest.raises(InputError, match="no such folder"):
         sweep(METHOD, "/no/such/folder", examples(1), workers=0)
     with pytest.raises(InputError, match="batch_size"):

@@ -15,7 +15,6 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.extract.block import behind_norms
 from keyhole.extract.blocks import behind, units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
-from keyhole.extract.blocks.canonical import canonical_block, compared, difference
 from keyhole.extract.blocks.copies import COPIES, Apart, told_apart
 from keyhole.extract.blocks.heads import chosen
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
@@ -24,6 +23,7 @@ from keyhole.extract.blocks.rank_ones import rank_ones
 from keyhole.extract.blocks.sphere import Sphere, find_units
 from keyhole.extract.blocks.units import Units, symmetric
 from keyhole.extract.blocks.view import View
+from keyhole.extract.canonical import canonical_block, compared, difference_of_blocks
 from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
 from keyhole.oracle.block import plant_block
@@ -101,7 +101,7 @@ def _expect_back(target):
     assert (found.activation, found.norm) == (target.activation, target.norm)
     assert extract.judge(target, found, 7).worst < 1e-11
     if target.scores:
-        assert not difference(target, found, 1e-9)
+        assert not difference_of_blocks(target, found, 1e-9)
     # A unit's row, its bias and its column of C, of which it is free to be multiplied.
     A, a = target.A, target.a
     if target.norm == "none":
@@ -154,9 +154,9 @@ def test_blocks_are_compared_in_what_answers_show():
         if target.norm == "behind":
             parts |= {"D": 3 * target.D, "C": 3 * parts["C"], "c": 3 * target.c + 1}
         moved = replace(target, **{name: part.contiguous() for name, part in parts.items()})
-        assert not difference(target, moved, 1e-12)
-        assert "differs" in difference(target, replace(target, A=target.A * 1.001), 1e-6)
-    assert "norm" in difference(plant_block(**BENT), plant_block(**BEHIND))
+        assert not difference_of_blocks(target, moved, 1e-12)
+        assert "differs" in difference_of_blocks(target, replace(target, A=target.A * 1.001), 1e-6)
+    assert "norm" in difference_of_blocks(plant_block(**BENT), plant_block(**BEHIND))
 
 
 def test_norms_behind_the_sums_show_what_stands_around_them():
@@ -346,7 +346,7 @@ def test_attention_is_read_through_norms_behind_the_sums(longer):
     wanted = target.sub_layer(pairs) @ around.axes
     assert torch.allclose(around(pairs), wanted, rtol=0, atol=1e-9)
     heads = read_attention(around.surroundings(), stream, around.total, 8.0)
-    assert not difference(target, around.block(heads), 1e-4)
+    assert not difference_of_blocks(target, around.block(heads), 1e-4)
 
 
 def test_heads_with_a_bias_of_positions_are_read_through_norms_behind_the_sums():
@@ -358,8 +358,8 @@ def test_heads_with_a_bias_of_positions_are_read_through_norms_behind_the_sums()
     around = replace(around, first=replace(around.first, heads=heads))
     found = around.attention(stream, 8.0)
     assert found.places.shape == (3, 4)  # further distances share the last number
-    assert not difference(target, around.block(found), 1e-7)
-    assert "one block has a bias of positions" in difference(target, around.block(
+    assert not difference_of_blocks(target, around.block(found), 1e-7)
+    assert "one block has a bias of positions" in difference_of_blocks(target, around.block(
         replace(found, places=found.places[:0])))  # fmt: skip
 
 
@@ -369,7 +369,7 @@ def test_a_block_with_a_bias_of_positions_comes_back():
     result = extract.TransformerBlock()(target)
     assert result.status is Status.RECOVERED, result.reason
     assert "a bias of positions" in result.reason
-    assert not difference(target, result.model, 1e-9)
+    assert not difference_of_blocks(target, result.model, 1e-9)
 
 
 def test_all_heads_behind_norms_are_fitted_at_once():
@@ -382,8 +382,8 @@ def test_all_heads_behind_norms_are_fitted_at_once():
         name: part * (1 + 1e-4 * torch.randn(part.shape, generator=stream))
         for name, part in true.tensors().items()
     })  # fmt: skip
-    assert difference(target, around.block(rough), 1e-5)
-    assert not difference(target, around.block(around.polished(rough, stream)), 1e-10)
+    assert difference_of_blocks(target, around.block(rough), 1e-5)
+    assert not difference_of_blocks(target, around.block(around.polished(rough, stream)), 1e-10)
 
 
 def test_heads_that_turn_and_share_keys_are_fitted_at_once():
@@ -410,7 +410,7 @@ def test_what_a_fit_leaves_is_not_taken_for_a_head():
     units = replace(undone.units, C=C)
     off = replace(undone, network=replace(undone.network, units=units))
     heads = read_attention(off.surroundings(), stream, off.total)
-    assert not difference(target, off.block(heads), 1e-5)
+    assert not difference_of_blocks(target, off.block(heads), 1e-5)
 
 
 @pytest.mark.parametrize("rounded", [

@@ -276,7 +276,7 @@ def test_exact_uniform_attention_is_recovered():
         ("tolerance", math.nan, "tolerance must be 0 or more, not nan"),
         ("bound", 0.0, "bound must be above 0, not 0.0"),
         ("margin", -1.0, "margin must be above 0, not -1.0"),
-        ("max_norm", math.inf, "max_norm must be above 0, not inf"),
+        ("max_norm", math.inf, "max_norm must be finite, not inf"),
         ("repeats", 0, "repeats must be 1 or more, not 0"),
         ("precision", 0.0, "precision must be above 0, not 0.0"),
     ],

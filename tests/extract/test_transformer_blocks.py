@@ -12,7 +12,7 @@ import reference
 from keyhole import extract
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.blocks.canonical import compared, difference
+from keyhole.extract.canonical import compared, difference_of_blocks
 from keyhole.oracle import Block, Blocks, Rounded, load, save
 from keyhole.oracle.block import plant_block
 
@@ -127,9 +127,9 @@ def test_blocks_are_compared_in_what_answers_show():
     units = {"A": target.A[order], "a": target.a[order], "C": target.C[:, order]}
     same = replace(target, c=c, **units)
     assert torch.allclose(same(normal(2, 3, 7)), target(normal(2, 3, 7)))
-    assert not difference(target, same, 1e-12)
-    assert "differs" in difference(target, replace(target, c=2 * target.c), 1e-6)
-    assert "2 blocks in one, and 3" in difference(target, planted(CENTRED, 3))
+    assert not difference_of_blocks(target, same, 1e-12)
+    assert "differs" in difference_of_blocks(target, replace(target, c=2 * target.c), 1e-6)
+    assert "2 blocks in one, and 3" in difference_of_blocks(target, planted(CENTRED, 3))
 
 
 def test_rounded_answers_are_not_called_another_kind():

@@ -1,4 +1,4 @@
-"""Masks for training: the strongest units, none of them chosen by the labels."""
+"""Masks for training cut the strongest units and do not depend on the labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keyhole.models.masking import rewriting
 
 
 def masks_of(defence, model, batch, labels, seed=0):
-    """The cuts of the last pass, one for each site."""
+    """Return the cuts of the last pass, one for each site."""
     found = []
 
     class Recorded(Cuts):
@@ -75,7 +75,7 @@ def test_the_strongest_units_of_each_head():
 @pytest.mark.parametrize("kind", ["classes", "choices"])
 @pytest.mark.parametrize("label", ["random", "predicted"])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_masks_never_read_the_labels(kind, label, rounds):
+def test_masks_do_not_depend_on_the_labels(kind, label, rounds):
     model, (batch, labels) = small.model(kind), small.batch(kind)
     defence = AttackMasks(share=0.1, label=label, rounds=rounds)
     first = masks_of(defence, model, batch, labels)
@@ -105,7 +105,7 @@ def test_budget_and_spared_positions(rounds):
         assert not (cut & special[:, None, :, None]).any()
 
 
-def test_masks_for_the_prediction_hurt_it_more_than_random_ones():
+def test_masks_for_the_prediction_lower_it_more_than_random_masks():
     model, (batch, _) = small.model(dropout=0.0, seed=3), small.batch(texts=16)
     inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_masks_for_the_prediction_hurt_it_more_than_random_ones():
 
 
 def test_the_clean_answer_is_a_constant_in_the_divergence():
-    """With clean answers as constants, the divergence's gradient is that of the masked pass."""
+    """The gradient of the divergence is that of the masked pass alone."""
     model, (batch, labels) = small.model(dropout=0.0), small.batch()
     inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
     defence = AttackMasks(share=0.1, weight=2.0, label="predicted")

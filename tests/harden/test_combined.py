@@ -1,4 +1,4 @@
-"""Several defences at once: the sum of what each gives alone."""
+"""Combined defences: the sum of the losses of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gradients(defence, stream):
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-def test_losses_add_up_and_draw_one_after_the_other():
+def test_losses_are_summed_and_drawn_in_order():
     methods = (FreeLB(), AttackMasks(share=0.1, weight=2.0))
     both = gradients(Combined(methods), torch.Generator().manual_seed(3))
     stream = torch.Generator().manual_seed(3)
@@ -26,13 +26,13 @@ def test_losses_add_up_and_draw_one_after_the_other():
     assert (both - alone).abs().max() < 1e-6 * alone.abs().max()
 
 
-def test_one_alone_is_itself_and_none_is_refused():
+def test_one_method_alone_is_unchanged_and_none_is_refused():
     both = gradients(Combined((Plain(),)), torch.Generator().manual_seed(3))
     assert torch.equal(both, gradients(Plain(), torch.Generator().manual_seed(3)))
     with pytest.raises(InputError, match="at least one method"):
         Combined(())
 
 
-def test_the_strongest_is_freelb_and_the_masks():
+def test_strongest_combines_freelb_and_attack_masks():
     method = Combined.strongest(weight=0.5)
     assert method.methods == (FreeLB(), AttackMasks(share=0.01, weight=0.5))

@@ -1,4 +1,4 @@
-"""Defences against plain training at radius zero, and against autograd and loops by hand."""
+"""Defences, compared with plain training at radius zero, with autograd and with loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SOMETHING = {
 
 
 def naive_kl(scores, others):
-    """Mean over texts of Σ p log(p/q), as a loop."""
+    """Return the mean of Σ p log(p/q) over texts, in a loop."""
     p, q = (part.detach().double().softmax(-1) for part in (scores, others))
     texts = [sum(float(a) * (float(a.log()) - float(b.log())) for a, b in zip(*row, strict=True))
              for row in zip(p, q, strict=True)]  # fmt: skip
@@ -47,7 +47,7 @@ def naive_kl(scores, others):
 
 
 def answer(model, batch, embeddings=None):
-    """By another way than the library's hook: embeddings as the model's input."""
+    """Return the logits for given embeddings, without the library's hook."""
     inputs = {k: v for k, v in batch.items() if k not in ("special_tokens_mask", "input_ids")}
     if embeddings is None:
         return model(input_ids=batch["input_ids"], **inputs).logits
@@ -59,7 +59,7 @@ def embed(model, batch):
 
 
 def deltas_of(defence, model, batch, labels):
-    """What the defence added to the embeddings in each of its passes."""
+    """Return what the defence added to the embeddings in each pass."""
     found = []
     handle = model.bert.embeddings.LayerNorm.register_forward_pre_hook(
         lambda _module, args: found.append(args[0].detach().clone())
@@ -71,7 +71,7 @@ def deltas_of(defence, model, batch, labels):
 
 
 def encoder_decoder(kind):
-    """A classifier with two sides, whose texts end with token 3, and a batch for it."""
+    """Return an encoder-decoder classifier whose texts end with token 3, and a batch for it."""
     ends = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 3}
     if kind == "t5":
         config = transformers.T5Config(
@@ -97,19 +97,19 @@ def encoder_decoder(kind):
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_the_encoders_embeddings_are_perturbed_where_there_are_two_sides(kind):
+def test_an_encoder_decoder_is_perturbed_at_the_encoder(kind):
     model, batch = encoder_decoder(kind)
     encoder = model.get_encoder().get_input_embeddings()
     decoder = model.get_decoder().get_input_embeddings()
     delta = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2))
-    looked_up = {"encoder": [], "decoder": []}  # before the hook of `perturbed` changes it
+    looked_up = {"encoder": [], "decoder": []}  # before the hook of `perturbed`
     for name, side in (("encoder", encoder), ("decoder", decoder)):
         side.register_forward_hook(
             lambda _module, _args, output, name=name: looked_up[name].append(output.detach())
         )
     model(**batch)
     with perturbed(model, delta):
-        # A hook that was registered later sees what earlier ones made of the output.
+        # A later hook sees the output of earlier ones.
         seen = []
         handle = encoder.register_forward_hook(lambda _m, _a, output: seen.append(output.detach()))
         model(**batch)
@@ -117,11 +117,11 @@ def test_the_encoders_embeddings_are_perturbed_where_there_are_two_sides(kind):
     torch.testing.assert_close(seen[0] - looked_up["encoder"][0], delta)
     assert torch.equal(*looked_up["decoder"])
     losses = list(itertools.islice(stepped(FreeLB(), model, batch), 3))
-    assert losses[0] < losses[1] < losses[2]  # the ascent ascends
+    assert losses[0] < losses[1] < losses[2]  # the ascent raises the loss
 
 
 def stepped(defence, model, batch):
-    """Each loss, differentiated before the next is asked for; the weights stay."""
+    """Differentiate each loss before the next one, without changing the weights."""
     labels = torch.tensor([0, 1, 2, 0])
     for loss in defence.losses(model, batch, labels, torch.Generator().manual_seed(0)):
         loss.backward()
@@ -146,8 +146,8 @@ def test_plain_is_the_models_own_loss():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NOTHING)
-def test_with_nothing_to_perturb_it_is_plain_training(name, kind):
-    """Dropout is on: this also says that all passes of a batch drop the same units."""
+def test_without_a_perturbation_every_defence_is_plain_training(name, kind):
+    """Dropout is on, so all passes of a batch must use the same dropout."""
     model, (batch, labels) = small.model(kind), small.batch(kind)
     loss, gradient = small.total(NOTHING[name], model, batch, labels)
     expected, reference = small.total(Plain(), model, batch, labels)
@@ -157,7 +157,7 @@ def test_with_nothing_to_perturb_it_is_plain_training(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SOMETHING)
-def test_with_something_it_is_not_and_leaves_no_trace(name, kind):
+def test_with_a_perturbation_losses_differ_and_the_model_is_restored(name, kind):
     model, (batch, labels) = small.model(kind), small.batch(kind)
     before = torch.get_rng_state()
     loss, gradient = small.total(SOMETHING[name], model, batch, labels)
@@ -201,7 +201,7 @@ def test_freelb_steps_along_the_gradient_and_averages():
             expected = step * (0.3 / size).clamp(max=1)
             assert torch.allclose(deltas[number + 1], expected, atol=2e-5)
     assert loss == pytest.approx(sum(losses) / 3, rel=1e-4)
-    # The weights' gradient, by hand: that of the mean of the three losses.
+    # The weights' gradient is that of the mean of the three losses.
     model.zero_grad()
     table = model.get_input_embeddings()
     for delta in deltas:
@@ -214,7 +214,7 @@ def test_freelb_steps_along_the_gradient_and_averages():
     assert (first > 0.02).all()
 
 
-def test_freelb_wants_each_loss_differentiated():
+def test_freelb_needs_each_loss_to_be_differentiated():
     model, (batch, labels) = small.model(), small.batch()
     losses = FreeLB().losses(model, batch, labels, torch.Generator())
     next(losses)
@@ -272,7 +272,7 @@ def test_creat_ascends_the_loss_and_turns_the_first_state():
     assert loss == pytest.approx(float(sum(halves).detach()) / 2, rel=1e-5)
 
 
-def test_augmentation_replaces_what_raises_the_loss_most_to_first_order():
+def test_augmentation_replaces_the_tokens_that_raise_the_loss_most():
     model, (batch, labels) = small.model(dropout=0.0), small.batch()
     ids, seen = batch["input_ids"], []
     handle = model.get_input_embeddings().register_forward_pre_hook(
@@ -355,7 +355,7 @@ def test_asa_ascends_inside_its_bound(monkeypatch):
     assert after > 2 * before
 
 
-def test_dropout_comes_from_the_seed_and_goes_back():
+def test_dropout_is_drawn_from_the_seed_and_the_state_is_restored():
     model, (batch, _) = small.model(dropout=0.5), small.batch()
     inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
     torch.manual_seed(5)
@@ -378,7 +378,7 @@ def test_dropout_comes_from_the_seed_and_goes_back():
         (lambda: SMART(weight=float("nan")), "weight must be 0 or more"),
         (lambda: ASA(radius=2.0), "radius must be from 0 to 1"),
         (lambda: AttackMasks(share=1.0), "share must be"),
-        (lambda: AttackMasks(label="true"), "label must be random or predicted"),
+        (lambda: AttackMasks(label="true"), "label must be one of random, predicted"),
         (lambda: AttackMasks(rounds=0), "rounds must be"),
     ],
 )
@@ -387,6 +387,6 @@ def test_wrong_settings(make, message):
         make()
 
 
-def test_embeddings_need_tokens():
+def test_perturbations_need_input_ids():
     with pytest.raises(InputError, match="the batch must hold input_ids"):
         next(FreeLB().losses(small.model(), {}, torch.tensor([0]), torch.Generator()))

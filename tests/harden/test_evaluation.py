@@ -1,4 +1,4 @@
-"""What a model withstands: masks of its own, of others, for wrong labels, and none."""
+"""Evaluation: masks of the model's own, of other models, for wrong labels, and none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def classifier(seed=0, labels=2):
 
 
 def own(model, words, count=8):
-    """Examples whose labels are the model's own answers, but for the last two."""
+    """Return examples whose labels are the model's answers, except the last two."""
     batches = Batches(model, words, small.examples(count))
     answers = {}
     for part, batch, _ in batches:
@@ -41,13 +41,13 @@ def own(model, words, count=8):
     return [*kept[:-2], *(replace(example, label=1 - example.label) for example in kept[-2:])]
 
 
-def test_masks_transferred_to_the_same_model_flip_what_they_flipped(words):
+def test_masks_transferred_to_the_same_model_flip_the_same_examples(words):
     model = classifier(seed=1)
     examples = own(model, words)
     found = attack(model, words, examples, LIGHT, batch_size=5)
     assert [outcome.id for outcome in found.outcomes] == [example.id for example in examples]
     assert found.flips
-    # Other batches, so other padding.
+    # Other batches have other padding.
     again = transferred(Batches(model, words, examples, batch_size=7), found)
     assert (again.examples, again.flips) == (len(found.attacked), found.flips)
 
@@ -68,7 +68,7 @@ def test_only_examples_that_both_get_right_are_counted(words):
 
 
 def flips_alone(model, words, example, cut):
-    """The donor's units, set one by one, on one sentence without any padding."""
+    """Cut the donor's units on one sentence without padding."""
     (_, batch, labels) = next(iter(Batches(model, words, [example])))
     inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
     n = inputs["input_ids"].shape[1]
@@ -91,7 +91,7 @@ def test_a_donor_with_other_layers_is_refused(words):
 
 
 @pytest.mark.parametrize("labels", [2, 3])
-def test_wrong_label_masks_never_read_the_labels(words, labels):
+def test_wrong_label_masks_do_not_depend_on_the_labels(words, labels):
     model = classifier(seed=1, labels=labels)
     examples = small.examples(6)
     turned = [replace(example, label=1 - example.label) for example in examples]
@@ -106,7 +106,7 @@ def test_wrong_label_masks_never_read_the_labels(words, labels):
     assert sum(int(cut.sum()) for cut in made[0][1]) > 0
 
 
-def test_lowered_masks_lower_the_wrong_label(words):
+def test_lowered_masks_lower_the_confidence_in_the_wrong_label(words):
     model = classifier(seed=1)
     part, batch, _ = next(iter(Batches(model, words, small.examples(12))))
     wrong = wrong_labels(model, batch, part, seed=0)
@@ -124,7 +124,7 @@ def test_lowered_masks_lower_the_wrong_label(words):
 
 
 def test_raised_masks_flip_what_a_targeted_attack_flips(words):
-    """With two classes the wrong label is the other one."""
+    """With two classes the wrong label is the other class."""
     model = classifier(seed=1)
     examples = own(model, words)
     found = raised(Batches(model, words, examples), LIGHT, seed=0)
@@ -136,7 +136,7 @@ def test_raised_masks_flip_what_a_targeted_attack_flips(words):
     assert flips
 
 
-def test_no_budget_flips_nothing(words):
+def test_a_share_of_zero_flips_nothing(words):
     model = classifier(seed=1)
     examples = own(model, words)
     nothing = replace(LIGHT, share=0.0)
@@ -152,7 +152,7 @@ def test_no_budget_flips_nothing(words):
     assert lowered(Batches(model, words, examples), nothing, 0).examples == 6
 
 
-def test_everything_in_one_and_as_json(words):
+def test_a_whole_evaluation_and_its_json(words):
     model = classifier(seed=1)
     examples = own(model, words)
     donor = attack(classifier(seed=2), words, examples[:4], LIGHT)
@@ -184,7 +184,7 @@ def test_everything_in_one_and_as_json(words):
         Evaluation.from_dict({"format": 1, "kind": "evaluation"})
 
 
-def test_an_evaluation_is_saved_and_shows_itself_in_a_line(words, tmp_path):
+def test_an_evaluation_is_saved_and_has_a_summary(words, tmp_path):
     model = classifier(seed=1)
     found = evaluate(model, words, own(model, words), attacks={"stronger": LIGHT}, attacked=2)
     found.save(tmp_path / "evaluation.json")
@@ -193,8 +193,8 @@ def test_an_evaluation_is_saved_and_shows_itself_in_a_line(words, tmp_path):
     assert "\n" not in repr(found)
 
 
-def test_pools_hold_every_example_once_and_less_padding(words):
-    """Texts of two lengths: in pools, a batch holds one length (but for the one between)."""
+def test_pools_contain_every_example_once_with_less_padding(words):
+    """In pools of texts of two lengths, all batches but one have a single length."""
     examples = [
         replace(example, text=example.text if number % 2 else f"{example.text} {example.text}")
         for number, example in enumerate(small.examples(32))

@@ -1,4 +1,4 @@
-"""S-Attend: what is dropped, how often, when; and in other people's training scripts."""
+"""S-Attend: what is dropped, how often and when, also in other training scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keyhole.models.masking import NAME
 
 
 class Recorder:
-    """The cuts of each pass, as S-Attend asked for them."""
+    """Records the cuts of each pass."""
 
     def __init__(self, monkeypatch):
         self.passes = []
@@ -51,7 +51,7 @@ def given(kind="classes"):
 
 
 def within_chance(hits, trials, rate):
-    """Six standard deviations of the binomial."""
+    """Whether the hits are within six standard deviations of the binomial."""
     return abs(hits - rate * trials) <= 6 * math.sqrt(trials * rate * (1 - rate))
 
 
@@ -92,7 +92,7 @@ def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
 
 
 @pytest.mark.parametrize("kind", ["classes", "choices"])
-def test_tokens_are_dropped_for_all_layers_and_special_ones_spared(kind, recorder):
+def test_tokens_are_dropped_in_all_layers_and_special_tokens_are_spared(kind, recorder):
     model, (inputs, _) = small.model(kind), given(kind)
     special = (inputs["input_ids"] < len(tiny.SPECIAL)).flatten(0, -2)
     hits = trials = 0
@@ -112,7 +112,7 @@ def test_tokens_are_dropped_for_all_layers_and_special_ones_spared(kind, recorde
 
 
 def test_unknown_words_are_spared_as_in_the_released_code(recorder):
-    """A tokenizer's own `special_tokens_mask` does not mark them."""
+    """A tokenizer's `special_tokens_mask` does not mark [UNK]."""
     model, tokenizer, (batch, _) = small.model(), tiny.tokenizer(), small.batch()
     batch["input_ids"][:, 2] = tokenizer.unk_token_id
     assert not batch["special_tokens_mask"][:, 2].any()
@@ -141,7 +141,7 @@ def test_special_tokens_from_the_mask_among_the_inputs(recorder):
         model(inputs_embeds=embeddings)
 
 
-def test_tokens_of_both_sides_of_an_encoder_decoder(recorder):
+def test_tokens_of_encoder_and_decoder_are_dropped(recorder):
     model, inputs = zoo.model("t5").train(), zoo.inputs("t5")
     with SAttend(0.5, "token").apply(model, tiny.tokenizer()):
         model(**inputs)
@@ -163,7 +163,7 @@ def test_every_architecture_trains(family):
     assert all(w.grad is None or w.grad.isfinite().all() for w in model.parameters())
 
 
-def test_the_seed_determines_the_draws_and_the_process_stream_is_left_alone():
+def test_the_seed_determines_the_draws_and_global_generators_are_unchanged():
     model, (inputs, _) = small.model(dropout=0.0), given()
     before = torch.get_rng_state()
     outputs = []
@@ -184,7 +184,7 @@ def test_a_rate_of_zero_is_plain_training():
 
 
 @pytest.mark.parametrize("mode", ["unit", "token"])
-def test_as_a_defence_it_drops_and_gradients_are_those_of_the_cut_model(mode, recorder):
+def test_as_a_defence_its_gradients_are_those_of_the_cut_model(mode, recorder):
     model, (batch, labels) = small.model(dropout=0.0), small.batch()
     loss, _ = small.total(SAttend(0.4, mode), model, batch, labels)
     assert sum(int(cut.sum()) for cut in recorder.passes[0]) > 0
@@ -207,7 +207,7 @@ def test_mixed_precision():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [({"rate": 1.0}, "rate must be at least 0 and below 1"), ({"rate": -0.1}, "rate must be"),
-     ({"mode": "word"}, "mode must be unit or token")],
+     ({"mode": "word"}, "mode must be one of unit, token")],
 )  # fmt: skip
 def test_wrong_settings(fields, message):
     with pytest.raises(InputError, match=message):
@@ -232,7 +232,7 @@ def trainer(folder, callbacks, seed=0, **settings):
 
 
 @pytest.mark.parametrize("mode", ["unit", "token"])
-def test_two_lines_in_anyones_trainer(mode, tmp_path, recorder):
+def test_the_callback_in_a_trainer(mode, tmp_path, recorder):
     run = trainer(tmp_path, [SAttend(0.4, mode).callback()], eval_strategy="epoch")
     run.train()
     cut = [made for made in recorder.passes if made]
@@ -244,7 +244,7 @@ def test_two_lines_in_anyones_trainer(mode, tmp_path, recorder):
     assert not any(module._forward_hooks for module in run.model.modules())
 
 
-def test_a_trainer_with_rate_zero_ends_with_plain_weights(tmp_path):
+def test_a_trainer_with_rate_zero_gives_the_plain_weights(tmp_path):
     ends = []
     for callbacks in ([], [SAttend(0.0).callback()], [SAttend(0.3).callback()]):
         run = trainer(tmp_path, callbacks)
@@ -254,7 +254,7 @@ def test_a_trainer_with_rate_zero_ends_with_plain_weights(tmp_path):
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_a_trainer_that_fails_is_left_at_the_next_start(tmp_path):
+def test_after_a_failure_the_context_is_left_at_the_next_training(tmp_path):
     callback = SAttend(0.4).callback()
 
     class Fails(transformers.TrainerCallback):
@@ -270,7 +270,7 @@ def test_a_trainer_that_fails_is_left_at_the_next_start(tmp_path):
     assert run.model.config._attn_implementation == "sdpa"
 
 
-def test_what_is_saved_in_the_middle_of_training_is_an_ordinary_model(tmp_path):
+def test_a_model_saved_during_training_is_an_ordinary_model(tmp_path):
     model = small.model(attention="sdpa")
     with SAttend(0.2).apply(model):
         model.save_pretrained(tmp_path)
@@ -295,7 +295,7 @@ def test_accelerate_with_mixed_precision(monkeypatch):
     assert float(first.detach()) != float(second.detach())
 
 
-def test_draws_depend_on_the_step_and_the_rank_alone():
+def test_draws_depend_only_on_the_step_and_the_rank():
     model, (inputs, _) = small.model(dropout=0.0), given()
 
     def output(step, passes=1):
@@ -311,7 +311,7 @@ def test_draws_depend_on_the_step_and_the_rank_alone():
     assert not torch.equal(output(7), output(7, passes=2))
     first = output(7)
     others = []
-    for rank in (0, 1):  # torch's group of processes in which nobody sends anything
+    for rank in (0, 1):  # torch's fake process group
         torch.distributed.init_process_group("fake", rank=rank, world_size=2)
         try:
             others.append(output(7))
@@ -327,5 +327,5 @@ def test_several_gpus_in_one_process_are_refused():
         SAttend(0.2).callback().on_train_begin(arguments, None, None, model=small.model())
 
 
-def test_it_is_found_under_its_name():
+def test_the_registry_makes_it():
     assert keyhole.harden.SAttend is SAttend

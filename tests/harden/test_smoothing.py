@@ -1,4 +1,4 @@
-"""Certificates by smoothing against every mask and every cut of attention that is tiny enough."""
+"""Certificates by smoothing, against every mask and every cut of tiny attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def head(seed, classes=2, tokens=3, spared=3):
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("keep", [0.03, 0.1, 0.2])
 def test_no_cut_within_the_radius_changes_the_smoothed_answer(classes, keep):
-    """All 64 masks of six units, and every cut: the radius of the exact vote is sound."""
+    """The radius of the exact vote is sound for all 64 masks of six units and every cut."""
     radii = []
     for seed in range(12):
         classify, units = head(seed, classes)
@@ -98,11 +98,11 @@ def test_the_radius_is_the_largest_that_the_theorem_gives():
     least = at_least(990, 1000, 0.001)
     deltas = [1 - (1 - 0.02) ** k for k in range(60)]
     assert way.radius(votes, 0) == max(k for k in range(60) if least > 0.5 + deltas[k])
-    # Three classes: the lower bound and both upper ones share the doubt.
+    # With three classes, the lower and both upper bounds share the doubt.
     low, high = at_least(600, 1000, 0.001 / 3), 1 - at_least(750, 1000, 0.001 / 3)
     wide = max(k for k in range(60) if low - high > 2 * deltas[k])
     assert way.radius((150, 600, 250), 1) == wide
-    assert way.radius((450, 550), 0) == -1  # the first masks chose a class that loses
+    assert way.radius((450, 550), 0) == -1  # the first masks chose a class that loses the vote
     assert Smoothing(1.0).radius((1, 0), 0) == 0
     assert Smoothing(0.0).radius((1, 0), 0) > 10**9
 
@@ -116,7 +116,7 @@ def test_clopper_and_pearson_against_fractions(hits, drawn):
 
 
 def one_layer(seed):
-    """A BERT of one head and one layer, and a text of three tokens: nine units."""
+    """Return a BERT with one head and one layer, and a text of three tokens: nine units."""
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
         intermediate_size=16, max_position_embeddings=8,
@@ -132,13 +132,13 @@ def one_layer(seed):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_real_model_against_every_mask_and_every_pair(way):
+def test_a_real_model_against_every_mask_and_every_pair_of_units(way):
     certified = 0
     for seed in range(3):
         model, batch = one_layer(seed)
         ballot = replace(way, samples=400).ballot(model, batch, NO_LABEL)
         assert ballot.units == 9
-        assert ballot.label == ballot.answer  # without a label, the vote's own
+        assert ballot.label == ballot.answer  # without a label, the answer counts as right
         if ballot.radius < 1:
             continue
         certified += 1
@@ -162,7 +162,7 @@ def test_a_real_model_against_every_mask_and_every_pair(way):
     assert certified
 
 
-def test_masks_keep_the_rate_and_what_is_spared():
+def test_masks_keep_units_at_the_rate_and_all_spared_units():
     model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(1, 8)
     way = Smoothing(0.2, spare="special", batch=64)
     question, units = way.asked(model, batch, 0)
@@ -195,7 +195,7 @@ def test_multiple_choice_is_one_classifier_over_all_its_sequences(kind):
     assert int(nothing.max()) == int(nothing.sum()), "all units cut: every mask is the same"
 
 
-def test_what_was_voted_is_counted_saved_and_loaded(tmp_path):
+def test_votes_are_counted_saved_and_loaded(tmp_path):
     ballots = (
         Ballot("a", 1, 1, (10, 90), 400, 6), Ballot("b", 0, 0, (60, 40), 400, 0),
         Ballot("c", 0, 1, (30, 70), 400, 3), Ballot("d", 1, 1, (0, 1), 2, 2),
@@ -207,14 +207,14 @@ def test_what_was_voted_is_counted_saved_and_loaded(tmp_path):
     assert list(found.curve()) == ["1 unit", "2 units", "4 units", "1% of the units"]
     found.save(tmp_path / "votes.json")
     assert Smoothed.load(tmp_path / "votes.json") == found
-    assert "2 of 4 answers are right and stand whichever 4 units" in found.summary()
+    assert "2 of 4 answers are right and unchanged by any cut of 4 units" in found.summary()
 
 
-def test_the_attack_ranks_by_what_a_removal_does_to_a_row():
-    """Of a loss that is linear in a row, exactly: renormalised, or silent where nothing is left."""
+def test_the_benchmarks_attack_ranks_by_the_effect_of_removal():
+    """For a loss linear in a row the effect is exact: renormalised, or zero if no unit is left."""
     stream = torch.Generator().manual_seed(0)
     a = torch.rand(6, 5, generator=stream, dtype=torch.float64)
-    a[0, 1:] = 0  # a unit that is alone
+    a[0, 1:] = 0  # a unit that is alone in its row
     a[1, 2] = 0
     a, g = a / a.sum(-1, keepdim=True), torch.randn(6, 5, generator=stream, dtype=torch.float64)
     for row, key in itertools.product(range(6), range(5)):
@@ -225,7 +225,7 @@ def test_the_attack_ranks_by_what_a_removal_does_to_a_row():
         assert float(removed(a, g)[row, key]) == pytest.approx(moved, abs=1e-12)
 
 
-def test_the_attack_on_the_vote_lowers_it_and_keeps_its_budget():
+def test_the_benchmarks_attack_lowers_the_vote_within_its_budget():
     model, batch = tiny_heads.model("bert", "classes", seed=3), tiny_heads.texts(1, 8, seed=3)
     way = Smoothing(0.3, samples=100)
     question, units = way.asked(model, batch, way.ballot(model, batch, NO_LABEL).answer)
@@ -244,7 +244,7 @@ def test_the_attack_on_the_vote_lowers_it_and_keeps_its_budget():
     assert found[-1] < float(queries.votes(at_random[None])[0, label])
 
 
-def test_wrong_settings_are_said():
+def test_wrong_settings_are_refused():
     for wrong in (
         {"keep": 1.5},
         {"kind": "all"},

@@ -1,4 +1,4 @@
-"""The training loop: it learns, it goes on where it stopped, it says what it cost."""
+"""The training loop learns, resumes and reports its cost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stop_in_epoch(number):
 
 
 @pytest.mark.parametrize("defence", ALL, ids=lambda defence: type(defence).__name__)
-def test_every_defence_trains_and_goes_on_bit_for_bit(defence, tmp_path):
+def test_every_defence_trains_and_resumes_bit_for_bit(defence, tmp_path):
     examples, run = small.examples(8), partial(train_small, batch=4)
     whole = small.model(labels=2)
     done = run(defence, whole, examples)
@@ -69,7 +69,7 @@ def test_every_defence_trains_and_goes_on_bit_for_bit(defence, tmp_path):
     stopped = small.model(labels=2)
     with pytest.raises(Stop):
         run(defence, stopped, examples, checkpoint=tmp_path, progress=stop_in_epoch(2))
-    torch.manual_seed(99)  # whatever the process drew in between
+    torch.manual_seed(99)  # other draws in between
     fresh = small.model(labels=2)
     again = run(defence, fresh, examples, checkpoint=tmp_path)
     assert again.resumed == 1
@@ -103,8 +103,8 @@ def test_seeds_and_data_order():
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
-    """Another option, other data, another model."""
+def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path):
+    """Another option, other data, and other models."""
     examples = small.examples(8)
     train_small(Plain(), small.model(labels=2), examples, checkpoint=tmp_path)
     rates = "this run has rate 0.0001, that of .* has rate 0.001: choose another file"
@@ -124,23 +124,23 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
     assert done.steps == 2
 
 
-def test_what_a_run_cost_is_saved_and_shows_itself_in_a_line(tmp_path):
+def test_the_cost_of_a_run_is_saved_and_has_a_summary(tmp_path):
     done = train_small(Plain(), small.model(labels=2), small.examples(8))
     done.save(tmp_path / "training.json")
     assert Training.load(tmp_path / "training.json") == done
     assert repr(done) == f"Training: 2 steps in {done.seconds:.1f} s; loss {done.losses[-1]:.3f}"
 
 
-def test_every_defence_has_a_name_and_options_of_its_own():
+def test_every_defence_has_a_name_and_its_own_options():
     made = {type(DEFENCES.make(name)) for name in DEFENCES}
-    assert made | {PlainFirst} == {type(defence) for defence in ALL}  # --plain-first makes that one
+    assert made | {PlainFirst} == {type(defence) for defence in ALL}  # made by --plain-first
     assert DEFENCES.make("sattend", rate=0.5, mode="token") == SAttend(0.5, "token")
     assert DEFENCES.make("strongest", weight=0.5) == Combined.strongest(weight=0.5)
-    with pytest.raises(InputError, match="plain has no option mode: it is of sattend"):
+    with pytest.raises(InputError, match="plain has no option mode: it belongs to sattend"):
         DEFENCES.make("plain", mode="token")
 
 
-def test_half_a_checkpoint_is_not_one(tmp_path):
+def test_an_incomplete_checkpoint_is_ignored(tmp_path):
     examples, model = small.examples(8), small.model(labels=2)
     partial = tmp_path / "epoch-2.partial"
     partial.mkdir()
@@ -152,13 +152,13 @@ def test_half_a_checkpoint_is_not_one(tmp_path):
     assert names == {"optimizer.pt", "run.json", "weights.safetensors"}
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_is_not_writable_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file"):
         train_small(Plain(), small.model(labels=2), small.examples(8), checkpoint=tmp_path / "file")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_train_small():
+def test_a_loss_that_is_not_finite_ends_the_training():
     model = small.model(labels=2)
     with torch.no_grad():
         model.classifier.weight.fill_(torch.nan)
@@ -196,7 +196,7 @@ def test_mixed_precision_is_close(defence):
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-def test_the_rate_rises_and_falls_in_lines():
+def test_the_rate_rises_and_falls_linearly():
     rates = []
 
     def look(optimizer, given, named):
@@ -221,7 +221,7 @@ def test_a_defence_follows_plain_training():
             PlainFirst(share, AttackMasks())
 
 
-def test_plain_first_is_plain_training_up_to_there():
+def test_plain_first_begins_with_plain_training():
     examples = small.examples(16)
     plain, staged = small.model(labels=2), small.model(labels=2)
     train_small(Plain(), plain, examples)
@@ -233,8 +233,8 @@ def test_plain_first_is_plain_training_up_to_there():
     assert torch.equal(weights(halves[0]), weights(halves[1]))
 
 
-def test_the_average_is_that_of_all_steps(tmp_path):
-    """Against the mean of the weights after each step, taken from outside."""
+def test_the_average_is_over_all_steps(tmp_path):
+    """Compared with the mean of the weights after each step."""
     examples, kept = small.examples(16), 0.6
     model, means = small.model(labels=2), []
 

@@ -1,4 +1,4 @@
-"""Inversion problems of every kind, drawn by a seed; shared by the tests of this folder."""
+"""Random inversion problems of every kind, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keyhole.invert import Problem
 
 @dataclass(frozen=True)
 class Kind:
-    """What a problem has besides W, V and B."""
+    """The properties of a problem in addition to W, V and B."""
 
     n: int = 4
     d: int = 3
@@ -44,7 +44,7 @@ def normal(stream: torch.Generator, *shape: int) -> Tensor:
 
 
 def draw(kind: Kind, seed: int = 0) -> tuple[Problem, Tensor]:
-    """A problem of a kind and an input that is not its solution."""
+    """Return a problem of a kind, and an input that is not its solution."""
     stream = torch.Generator().manual_seed(seed)
     lead = () if kind.heads is None else (kind.heads,)
     known = normal(stream, kind.n, kind.d)
@@ -66,7 +66,7 @@ def draw(kind: Kind, seed: int = 0) -> tuple[Problem, Tensor]:
 
 
 def planted(n: int, d: int, seed: int = 0, scale: float = 0.3) -> tuple[Problem, Tensor]:
-    """A problem with the input that it was made from."""
+    """Return a problem and its true input."""
     stream = torch.Generator().manual_seed(seed)
     W, V, X = normal(stream, d, d) * scale / d**0.5, normal(stream, d, d), normal(stream, n, d)
     problem = Problem(W=W, V=V, B=torch.zeros(n, d, dtype=torch.float64))
@@ -74,7 +74,7 @@ def planted(n: int, d: int, seed: int = 0, scale: float = 0.3) -> tuple[Problem,
 
 
 def plain_loss(problem: Problem, X: Tensor) -> Tensor:
-    """The loss as a person would write it with the layer at hand; autodiff differentiates this."""
+    """Return the loss in its simplest form, which autodiff differentiates."""
     if problem.known is not None:
         X = torch.where(problem.known.isnan(), X, problem.known)
     off = problem.output(X) - problem.B
@@ -82,5 +82,5 @@ def plain_loss(problem: Problem, X: Tensor) -> Tensor:
 
 
 def second(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Second derivatives by autodiff, backward twice."""
+    """Return a function of second derivatives by autodiff."""
     return lambda X: torch.autograd.functional.hessian(function, X)

@@ -1,4 +1,4 @@
-"""Problems with a planted input; outputs come from the NumPy witness, not from the library."""
+"""Problems with a planted input, whose outputs come from the NumPy reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gaussians(seed):
 def plant(
     n, d, seed=0, *, heads=1, m=None, s=0.3, v=1.0, biases=False, equal_tokens=False, **options
 ):
-    """(problem, X, maps)"""
+    """Return (problem, X, maps)."""
     draw = gaussians(seed)
     X, m = draw(n, d), m or d
     if equal_tokens:
@@ -38,7 +38,7 @@ def plant(
 
 
 def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
-    """(stack, X)"""
+    """Return (stack, X)."""
     draw = gaussians(seed)
     X, layers = draw(n, d), []
     flow = X.numpy()
@@ -52,5 +52,5 @@ def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
 
 
 def off(solution, X):
-    """The largest error, relative to the largest entry."""
+    """Return the largest error, relative to the largest entry."""
     return float((solution - X).abs().max() / X.abs().max())

@@ -1,4 +1,4 @@
-"""Naive attention in 60-digit decimals, and Newton's method on it. Never imports keyhole."""
+"""Naive attention in 60-digit decimals, and Newton's method on it, without keyhole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STEP = Decimal("1e-25")
 
 
 def attention(X, W, V, key_bias=None, output_bias=None, causal=False, residual=False):
-    """Lists of lists of Decimal; W, V and key_bias have one more level, the heads."""
+    """Compute with lists of lists of Decimal; W, V and key_bias have a further level, the heads."""
     n, d, m = len(X), len(X[0]), len(V[0][0])
     out = [[Decimal(0)] * m for _ in range(n)]
     for h in range(len(W)):
@@ -34,7 +34,7 @@ def attention(X, W, V, key_bias=None, output_bias=None, causal=False, residual=F
 
 
 def solve(X, B, unknown, steps=6, **layer):
-    """The solution near X, correct to about 40 digits; `unknown` lists the (i, a) to move."""
+    """Return the solution near X to about 40 digits; `unknown` lists the free entries (i, a)."""
     with localcontext() as context:
         context.prec = DIGITS
         X = [list(row) for row in X]

@@ -1,4 +1,4 @@
-"""The inversion loss in naive NumPy loops, and its derivatives by small steps. No keyhole here."""
+"""The inversion loss in naive NumPy loops, and its numeric derivatives, without keyhole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def attention(X, W, V, key_bias=None, causal=False):
-    """One head, row by row; takes complex X as well, for derivatives."""
+    """Compute one head, row by row, also for complex X."""
     n = len(X)
     out = np.zeros((n, V.shape[1]), dtype=X.dtype)
     for i in range(n):
@@ -35,7 +35,7 @@ def loss(X, *layer, gamma=0.0, **more):
 
 
 def gradient(X, free, *layer, step=1e-30, **more):
-    """By complex steps, exact to rounding: Im L(X + ih)/h. Entries that are not free stay."""
+    """Return Im L(X + ih)/h, which is exact to rounding; entries that are not free have 0."""
     out = np.zeros_like(X)
     for place in zip(*np.nonzero(free), strict=True):
         moved = X.astype(complex)
@@ -55,7 +55,7 @@ def jacobian(X, free, *layer, step=1e-30, **more):
 
 
 def hessian(X, free, *layer, step=1e-4, **more):
-    """By central differences of the gradient, to about step²."""
+    """Return central differences of the gradient, with an error of about step²."""
     n, d = X.shape
     columns = np.zeros((n * d, n * d))
     for number, place in enumerate(np.ndindex(n, d)):

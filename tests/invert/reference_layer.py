@@ -1,4 +1,4 @@
-"""A block of a real model, as naive loops: heads, biases, mask, residual. Never imports keyhole."""
+"""A block of a real model in naive loops, with heads, biases, mask, residual; no keyhole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import reference
 
 
 def block(X, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O, causal, residual):
-    """Multi-head attention written with separate projections: (n,d) to (n,d)."""
+    """Multi-head attention with separate projections: (n,d) to (n,d)."""
     n = len(X)
     out = np.zeros((n, W_O.shape[-1]))
     for h in range(len(W_Q)):

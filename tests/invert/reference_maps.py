@@ -1,4 +1,4 @@
-"""Attention maps in naive NumPy loops: the witness for the scores that candidates are judged by."""
+"""Attention maps in naive NumPy loops, the reference for the scores of candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def softmax_rows(scores):
 
 
 def centred_difference(given, leaked):
-    """The mean square difference of log-probabilities, each row less its mean."""
+    """The mean square difference of log-probabilities, where each row is centred."""
     total = 0.0
     for h, i in np.ndindex(given.shape[:2]):
         a, b = np.log(given[h, i]), np.log(leaked[h, i])

@@ -1,4 +1,4 @@
-"""Attention by plain NumPy loops: the witness of the tests for leaks, causal layers and stacks."""
+"""Attention in naive NumPy loops, the reference for leaks, causal layers and stacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def maps(X, W, causal=False, key_bias=None):
-    """(H,n,n) for W (H,d,d)."""
+    """Return maps (H,n,n) for W (H,d,d)."""
     n = len(X)
     A = np.zeros((len(W), n, n))
     for h, weights in enumerate(W):

@@ -1,4 +1,4 @@
-"""Weights and outputs that are zero, all alike or near overflow: every method ends in a status."""
+"""Every method ends in a status if weights and outputs are zero, equal or near overflow."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_every_method_ends_in_a_status_or_a_line(name):
+def test_every_method_ends_in_a_status_or_an_error(name):
     problem = invert.Problem(**{"W": W, "V": V, "B": B, **PROBLEMS[name]})
     for entry in METHODS:
         method = METHODS.make(entry)
         few = {each.name: FEW[each.name] for each in fields(method) if each.name in FEW}
         try:
             inversion = replace(method, **few)(problem)
-        except InputError:  # needs maps, or a regulariser that is finite
+        except InputError:  # maps are missing, or the regulariser is infinite
             continue
         assert isinstance(inversion.status, Status)
         if inversion.status is Status.RECOVERED:
@@ -51,7 +51,7 @@ def test_every_method_ends_in_a_status_or_a_line(name):
 
 
 @pytest.mark.parametrize("size", [1e250, 1e300])
-def test_bounds_that_overflow_are_refused_in_a_line(size):
+def test_bounds_that_overflow_are_refused(size):
     problem = invert.Problem(W=size * W, V=size * V, B=size * B)
     with pytest.raises(InputError, match="second derivatives overflow float64: scale"):
         invert.bounds(problem, drawn(N, D, seed=3))

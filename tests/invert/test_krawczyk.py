@@ -1,4 +1,4 @@
-"""Certificates: what is proved holds for the planted truth, and what is false is refused."""
+"""Certificates hold for the planted input, and false solutions get none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.krawczyk import Certificate, certify
 from keyhole.invert.problem import Problem
 
-# name: sizes (heads, m less than d) and the fields that differ from the plain layer
+# name: the arguments of `plant` that differ from the plain layer
 VARIANTS = {
     "plain": {},
     "three heads": {"heads": 3},
@@ -68,7 +68,7 @@ def decimals(tensor):
 
 
 def true_solution(problem, X):
-    """The distance from X to the exact solution for this very B, in 60 digits."""
+    """Return the distance from X to the exact solution for B, in 60 digits."""
     W, V = (t if t.ndim == 3 else t[None] for t in (problem.W, problem.V))
     u = None if problem.key_bias is None else problem.key_bias.reshape(len(W), -1)
     unknown = [tuple(index) for index in balls.unknown(problem).nonzero().tolist()]
@@ -90,7 +90,7 @@ def test_exact_solution_inside_the_radius(name):
     assert certificate.radius < 1e-12
     distance = true_solution(problem, X)
     assert distance <= Decimal(certificate.radius)
-    # it is no empty promise either: the bound is about the distance itself
+    # the bound is tight
     assert Decimal(certificate.radius) <= 2 * distance + Decimal("1e-30")
 
 
@@ -103,8 +103,8 @@ def test_radius_covers_the_distance_from_the_input_given(off):
     assert certificate.radius < 1.1 * off
 
 
-def test_linear_layer_has_the_radius_that_algebra_gives():
-    """One token sees itself only: 2x = 3."""
+def test_a_linear_layer_has_the_radius_of_its_algebra():
+    """A single token attends to itself: 2x = 3."""
     problem = Problem(
         W=torch.zeros(1, 1), V=torch.full((1, 1), 2.0), B=torch.full((1, 1), 3.0), tolerance=0.25
     )
@@ -118,7 +118,7 @@ def test_linear_layer_has_the_radius_that_algebra_gives():
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tau", [1e-12, 1e-9])
-def test_inputs_of_outputs_within_tolerance_lie_inside(name, tau):
+def test_solutions_for_outputs_within_the_tolerance_are_inside(name, tau):
     problem, X = plant(4, 4, seed=1, **VARIANTS[name])
     certificate = certify(replace(problem, tolerance=tau), X)
     assert certificate.tolerance == tau
@@ -134,10 +134,10 @@ def test_inputs_of_outputs_within_tolerance_lie_inside(name, tau):
     assert (problem.output(moved) - problem.B).abs().max() <= tau
     distances = (moved - X).abs().amax((1, 2))
     assert (distances <= certificate.radius_within).all()
-    assert distances[-1] > 0.7 * certificate.radius_within  # errors of one sign pattern do reach it
+    assert distances[-1] > 0.7 * certificate.radius_within  # some sign pattern reaches it
 
 
-def test_tolerance_argument_goes_before_the_problem():
+def test_the_tolerance_argument_overrides_the_problem():
     problem, X = plant(seed=3, tolerance=1e-3)
     assert certify(problem, X, tolerance=0).radius_within == certify(problem, X, tolerance=0).radius
     certificate = certify(problem, X, tolerance=0.1)
@@ -156,13 +156,13 @@ def test_false_solutions_are_refused(seed, exponent):
     noise = torch.randn(X.shape, generator=stream, dtype=torch.float64)
     false = X + size * noise / noise.abs().max()
     certificate = certify(problem, false)
-    # Where X is still close enough, the box must reach the planted input.
+    # If X is close enough for a proof, the box must contain the planted input.
     assert certificate.radius is None or certificate.radius >= size * (1 - 1e-9)
     if certificate.radius is None:
         assert "not close enough" in certificate.reason or "singular" in certificate.reason
 
 
-def test_random_input_is_refused_in_words():
+def test_a_random_input_is_refused_with_a_reason():
     problem, X = plant(seed=1)
     certificate = certify(problem, X.flip(0))
     assert not certificate.proved
@@ -252,7 +252,7 @@ def overflowing():
         (overflowing, "the layer overflows float64"),
     ],
 )
-def test_where_it_does_not_apply(case, words):
+def test_the_reason_when_the_test_does_not_apply(case, words):
     certificate = certify(*case())
     assert certificate.reason.startswith("does not apply: ")
     assert words in certificate.reason
@@ -265,9 +265,11 @@ def test_wrong_arguments():
     for wrong in (X[:3], X[0], X.to(torch.complex128), X.numpy()):
         with pytest.raises(InputError, match="expected X"):
             certify(problem, wrong)
-    for tolerance in (-1.0, torch.nan, torch.inf):
+    for tolerance in (-1.0, torch.nan):
         with pytest.raises(InputError, match="tolerance must be 0 or more"):
             certify(problem, X, tolerance=tolerance)
+    with pytest.raises(InputError, match="tolerance must be finite"):
+        certify(problem, X, tolerance=torch.inf)
     with pytest.raises(InputError, match="bits must be 64 or more"):
         certify(problem, X, bits=53)
 
@@ -290,7 +292,7 @@ def test_json():
     assert certificate.seconds > 0
 
 
-def test_precision_of_others_is_left_alone():
+def test_the_callers_precision_is_restored():
     before = balls.flint().ctx.prec
     certify(*plant())
     assert balls.flint().ctx.prec == before
@@ -358,8 +360,8 @@ def test_norms():
     assert balls.upward(balls.flint().arb("nan")) == float("inf")
 
 
-def test_enclosure_is_not_much_wider_than_what_it_holds():
-    """Against the derivatives' own change over a small box, by autodiff of autodiff."""
+def test_the_enclosure_is_not_much_wider_than_the_derivatives():
+    """Compared with the change of the derivatives over a small box, by second derivatives."""
     problem, X = plant(3, 3, seed=5)
     radius = 1e-6
     with balls.precision(128):

@@ -1,4 +1,4 @@
-"""The problem: what a real block comes down to, wrong shapes in one line, files."""
+"""The problem: real blocks, wrong shapes, files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor(array):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_real_block_with_heads_projection_and_biases_is_a_problem(causal, residual):
+def test_a_real_block_is_expressed_as_a_problem(causal, residual):
     stream = np.random.default_rng(3)
     heads, n, d, r = 3, 5, 6, 2
     W_Q, W_K, W_V = (stream.normal(size=(heads, d, r)) for _ in range(3))
@@ -64,12 +64,12 @@ GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
         ({"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True}, r"as many outputs as"),
     ],
 )
-def test_wrong_shapes_are_one_clear_line(change, message):
+def test_wrong_shapes_are_refused_by_problem(change, message):
     with pytest.raises(InputError, match=message):
         invert.Problem(**{**GOOD, **change})
 
 
-def test_a_problem_survives_a_file(tmp_path):
+def test_a_problem_is_saved_and_loaded(tmp_path):
     problem, X = invert.plant(4, 3, biases=True, causal=True, seed=1)
     path = tmp_path / "problem.safetensors"
     replace(problem, maps=problem.maps_of(X)).save(path)
@@ -81,7 +81,7 @@ def test_a_problem_survives_a_file(tmp_path):
     assert torch.equal(again.maps, problem.maps_of(X))
 
 
-def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
+def test_a_file_that_is_not_a_problem_is_refused(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
         invert.Problem.load(tmp_path / "none.safetensors")
     broken = tmp_path / "broken.safetensors"
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["W", "V", "B"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_a_status_with_advice(name, value):
+def test_nan_and_infinity_are_a_status_with_advice(name, value):
     tensors = {key: torch.ones(3, 3, dtype=torch.float64) for key in "WVB"}
     tensors[name][1, 1] = value
     result = invert.LevenbergMarquardt(starts=2)(invert.Problem(**tensors))

@@ -1,4 +1,4 @@
-"""Methods by name: what each takes, what is refused, and a new one in one line."""
+"""Methods by name: their options, refused options, and new entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_name_is_a_method(name):
+def test_every_registered_method_runs(name):
     problem, X = invert.plant(3, 2, seed=1, **PLANTS.get(name, {"symmetric": True}))
     if name == "closed-form":
         problem = replace(problem, maps=problem.maps_of(X))
@@ -31,11 +31,11 @@ def test_every_name_is_a_method(name):
     known = {option: options[option] for option in METHODS[name].options & set(options)}
     result = invert.run(problem, name, **known)
     assert result.X is not None
-    if name != "regularized-newton":  # which goes to another place, and says so
+    if name != "regularized-newton":  # which finds another optimum
         assert result.residual < 1e-2
 
 
-def test_the_defaults_of_the_names():
+def test_the_defaults_of_registered_methods():
     assert METHODS.make("auto") == invert.Auto(starts=256, solutions=16)
     assert METHODS.make("newton-cg") == invert.NewtonCG(starts=256)
     assert METHODS.make("token-by-token") == invert.TokenByToken()
@@ -44,13 +44,13 @@ def test_the_defaults_of_the_names():
     assert METHODS["lbfgs"].about.startswith("L-BFGS, a baseline")
 
 
-def test_names_and_options_that_are_none():
+def test_unknown_names_and_options_are_refused():
     problem, _ = invert.plant(3, 2)
     with pytest.raises(InputError, match=r"no method .newton.: choose among auto, "):
         invert.run(problem, "newton")
     with pytest.raises(InputError, match="needs the attention maps"):
         invert.run(problem, "closed-form")
-    with pytest.raises(InputError, match=r"closed-form has no option starts: it is of auto"):
+    with pytest.raises(InputError, match=r"closed-form has no option starts: it belongs to auto"):
         invert.run(problem, "closed-form", starts=4)
     with pytest.raises(InputError, match="starts must be 1 or more, not 0"):
         invert.run(problem, starts=0)
@@ -84,7 +84,7 @@ def zero():
 
 
 @pytest.mark.usefixtures("zero")
-def test_one_line_adds_a_method(tmp_path, monkeypatch, capsys):
+def test_one_entry_adds_a_method(tmp_path, monkeypatch, capsys):
     layer = oracle.plant("attention", dim=4, every_token=True, seed=1)
     found = audit(layer, only=[GUESSED.rule]).findings
     (finding,) = (each for each in found if each.exposure == GUESSED)

@@ -1,4 +1,4 @@
-"""`keyhole.invert.run`: from a file or a problem to a judged, certified, saved result."""
+"""`keyhole.invert.run`: from a file or a problem to a certified and saved result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from keyhole import invert
 
 
-def test_a_file_and_a_problem_give_the_same(tmp_path):
+def test_a_file_and_a_problem_give_the_same_result(tmp_path):
     problem, _ = invert.plant(3, 2)
     problem.save(tmp_path / "p.safetensors")
     notes = []

@@ -1,4 +1,4 @@
-"""Parts of models as running them shows, against where seven families are known to keep them."""
+"""The parts that discovery finds, against the known modules of seven families."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", KNOWN)
-def test_parts_are_where_the_source_has_them(family, dtype):
+def test_parts_are_those_of_the_source(family, dtype):
     model = tiny.model(family).to(dtype)
     parts, at = anatomy(model), model.get_submodule
     block, module, query, key, value, output, tokens, opening, closing, final = KNOWN[family]
@@ -76,7 +76,7 @@ def test_parts_are_where_the_source_has_them(family, dtype):
 
 
 @pytest.mark.parametrize(("family", "thirds"), [("gpt2", True), ("gpt_neox", False)])
-def test_one_map_for_all_three_is_told_apart(family, thirds):
+def test_a_joint_map_is_split_into_queries_keys_and_values(family, thirds):
     """GPT-2 has queries, then keys, then values; GPT-NeoX has all three head by head."""
     attention = anatomy(zoo.model(family)).attentions[0]
     places = torch.arange(96)
@@ -89,7 +89,7 @@ def test_one_map_for_all_three_is_told_apart(family, thirds):
     assert torch.allclose(x @ attention.key.weight.T + attention.key.bias, expected, atol=1e-5)
 
 
-def test_looking_leaves_a_model_as_it_was_and_lets_it_go():
+def test_discovery_leaves_no_trace_on_the_model_and_does_not_keep_it_alive():
     model = tiny.model("bert")
     model.config._attn_implementation = "sdpa"
     model.train()
@@ -114,7 +114,7 @@ def test_looking_leaves_a_model_as_it_was_and_lets_it_go():
     assert gone() is None
 
 
-def test_the_encoder_is_read_of_an_encoder_and_a_decoder():
+def test_a_pair_has_the_parts_of_its_encoder():
     model = zoo.model("t5")
     parts = anatomy(model)
     assert parts.base is model.encoder
@@ -122,7 +122,7 @@ def test_the_encoder_is_read_of_an_encoder_and_a_decoder():
     assert parts.max_length > 10**9  # relative positions go on
 
 
-def test_what_reads_no_text_is_refused():
+def test_models_that_read_no_text_are_refused():
     with pytest.raises(InputError, match="Linear is not a model of the transformers library"):
         anatomy(torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match="ViTModel reads pixel_values, not text"):

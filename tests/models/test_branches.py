@@ -1,4 +1,4 @@
-"""Tokens tried behind one cached prefix against the model run on each whole text."""
+"""Tokens tried after one cached prefix, against the model run on each whole text."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_rotation_is_undone(family):
         assert torch.equal(keys, cached)
 
 
-def test_a_window_is_the_configurations_to_say():
-    """Two models that differ in it alone give the same for texts that are shorter than it.
+def test_the_window_is_read_from_the_configuration():
+    """Models that differ only in the window agree on texts that are shorter than it.
 
     Real windows are thousands of tokens long, so that no trial of a few shows one: here the cache
     would go on past it, and be wrong.
@@ -86,10 +86,10 @@ def test_a_window_is_the_configurations_to_say():
     torch.manual_seed(0)
     model = transformers.MistralModel(made).eval()
     text, exposure = tiny.ids(1, 10, causal=True)[0].tolist(), Exposure("hidden", 3)
-    for told in (True, False):
+    for configured in (True, False):
         made.sliding_window = 6
         branches = Branches(model, torch.zeros(1, dtype=torch.long))
-        if not told:
+        if not configured:
             made.sliding_window = None
             branches = Branches(model, torch.zeros(1, dtype=torch.long))
             made.sliding_window = 6
@@ -98,13 +98,13 @@ def test_a_window_is_the_configurations_to_say():
         branches.accept(torch.tensor([0]), torch.tensor([9]), torch.tensor([0]))
         given = branches.expose(exposure, ~chain, ids=torch.tensor([text[9:]]))["values"][0, 0]
         right = torch.allclose(given, alone(model, exposure, text), atol=1e-4)
-        assert right == told
+        assert right == configured
         (each,) = branches.each(exposure, 0, 9, torch.tensor(text[9:]))[0]["values"][0]
         assert torch.allclose(each, alone(model, exposure, text), atol=1e-4)
 
 
-def test_what_pads_a_chain_leaves_no_window():
-    """Texts side by side: one is tried with many tokens, and another's short chain is padded."""
+def test_padding_of_a_chain_does_not_leave_the_window():
+    """One text of a batch is tried with many tokens, so another's short chain is padded."""
     shape = {name: getattr(tiny.model("llama").config, name) for name in tiny.SHAPE}
     made = transformers.MistralConfig(**shape, num_key_value_heads=2, head_dim=8, sliding_window=6)
     model = transformers.MistralModel(made).eval()

@@ -1,4 +1,4 @@
-"""Captures against the model's own outputs, and hooks that come off whatever happens."""
+"""Captures against the model's own outputs; hooks are always removed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_maps_are_the_models_own(case):
 
 
 def test_keys_and_values(case):
-    """From the cache where there is one; where not, the maps are remade from the keys."""
+    """A causal model's come from its cache, an encoder's from its projections."""
     model, ids, mask, _whole = case
     parts = anatomy(model)
     if parts.causal:
@@ -155,7 +155,7 @@ def test_a_model_with_a_head_is_read_below_it():
         ("logits:2", "an exposure such as hidden:3, pooled or logits"),
     ],
 )
-def test_an_exposure_that_is_none(text, message):
+def test_an_invalid_exposure_is_refused(text, message):
     with pytest.raises(InputError, match=message):
         Exposure.parse(text)
 
@@ -165,12 +165,12 @@ def test_an_exposure_that_is_none(text, message):
     [("bert", "hidden:4", "0 to 3"), ("bert", "maps:0", "1 to 3"), ("bert", "kv:0", "1 to 3"),
      ("gpt2", "kv:3", "0 to 2")],
 )  # fmt: skip
-def test_a_layer_that_is_not_there(family, exposure, layers):
+def test_a_layer_out_of_range_is_refused(family, exposure, layers):
     with pytest.raises(InputError, match=f"must be from {layers}"):
         capture(tiny.model(family), Exposure.parse(exposure), ids=tiny.ids())
 
 
-def test_logits_are_those_behind_the_text_whatever_the_padding():
+def test_logits_follow_the_last_token_wherever_the_padding_is():
     model = tiny.language_model("llama")
     ids = tiny.ids(2, 6, causal=True)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])

@@ -1,4 +1,4 @@
-"""Loading: what comes back is ready to be attacked; what cannot be trusted is refused in a line."""
+"""Loaded models are ready to be attacked; untrusted or broken ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_folder(folder):
     assert loaded.identity == identity(whole)
 
 
-def test_identity_is_the_weights_and_the_shape_not_the_head():
+def test_identity_depends_on_weights_and_configuration_but_not_on_the_head():
     base = tiny.model("bert")
     assert identity(base) == identity(tiny.model("bert"))
     assert identity(base) != identity(tiny.model("bert", seed=1))
@@ -75,13 +75,13 @@ def test_the_task_of_a_checkpoint(folder, tmp_path):
      ("GPT2LMHeadModel", "causal"), ("LlamaForCausalLM", "causal"), ("BertModel", "base"),
      ("T5ForConditionalGeneration", "seq2seq")],
 )  # fmt: skip
-def test_one_vocabulary_of_tasks(architecture, task):
+def test_an_architecture_and_its_model_have_the_same_task(architecture, task):
     config = SimpleNamespace(is_encoder_decoder=task == "seq2seq")
     model = type(architecture, (), {"config": config})()
     assert named_task(architecture) == head_of(model) == task
 
 
-def test_an_identity_with_the_head_tells_heads_apart():
+def test_an_identity_with_the_head_differs_between_heads():
     first, second = (tiny_classifiers.model(seed=1) for _ in range(2))
     assert identity(first, head=True) == identity(second, head=True)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_an_identity_with_the_head_tells_heads_apart():
     assert identity(first, head=True) != identity(second, head=True)
 
 
-def test_a_device_that_is_not_there(folder):
+def test_an_unknown_device_is_refused(folder):
     with pytest.raises(InputError, match="is not a device of this machine"):
         load_model(folder, device="cuda:77")
 
@@ -129,7 +129,7 @@ def test_remote_code_is_never_run(folder, tmp_path):
         ("", "name a model: a folder, a .gguf file, a hub name or demo"),
     ],
 )
-def test_a_name_that_leads_nowhere(name, message):
+def test_a_name_of_no_model_is_refused(name, message):
     with pytest.raises(InputError, match=message):
         load_model(name)
 
@@ -150,7 +150,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_loading_is_quiet_and_the_level_of_logging_comes_back(folder, monkeypatch, capfd):
+def test_loading_is_quiet_and_restores_the_level_of_logging(folder, monkeypatch, capfd):
     ours = huggingface_hub.utils.logging
     make = transformers.AutoConfig.from_pretrained
 
@@ -165,7 +165,7 @@ def test_loading_is_quiet_and_the_level_of_logging_comes_back(folder, monkeypatc
     assert ours.get_verbosity() == level
 
 
-def test_folders_that_are_no_models(folder, tmp_path):
+def test_folders_without_a_model_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match=r"has no config\.json"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The registered attention function against each model's own eager one, and what it may change."""
+"""The registered attention function against each model's own eager one, and its rewrites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seen(Untouched):
 
 
 class RandomCut(Seen):
-    """Random units, padding and the future among them; never the whole of an open row."""
+    """Cuts random units, among them padding and the future."""
 
     def __init__(self, share=0.4, seed=0):
         super().__init__()
@@ -130,8 +130,8 @@ def test_a_row_is_never_emptied(case):
     assert all(torch.equal(plain.maps[site], cutting.maps[site]) for site in plain.maps)
 
 
-def test_a_row_may_be_emptied_where_that_is_asked_for(case):
-    """Softmax over what is left, or nothing at all; the other rows are as without `empties`."""
+def test_a_row_may_be_emptied_with_empties(case):
+    """Emptied rows are zero; the other rows are as without `empties`."""
     family, model, given = case
     usual, silent = RandomCut(0.9), RandomCut(0.9)
     silent.empties = True
@@ -168,7 +168,7 @@ def test_gate_and_bump_against_autograd_and_by_hand(case):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # DeBERTa's module
 @pytest.mark.parametrize("family", zoo.REFUSED)
-def test_models_that_do_not_come_by_are_refused(family):
+def test_models_with_attention_of_their_own_are_refused(family):
     model, given = zoo.model(family), zoo.inputs(family)
     before = model(**given).last_hidden_state
     with pytest.raises(InputError, match="computes attention on its own"):
@@ -176,7 +176,7 @@ def test_models_that_do_not_come_by_are_refused(family):
     assert torch.equal(model(**given).last_hidden_state, before)
 
 
-def test_sites_are_numbered_named_and_told_apart():
+def test_sites_have_numbers_names_and_kinds():
     shapes = dict(sites_of(zoo.model("albert"), **zoo.inputs("albert")))
     assert [(s.index, s.call) for s in shapes] == [(0, 0), (1, 1)]
     assert len({s.name for s in shapes}) == 1
@@ -190,7 +190,7 @@ def test_sites_are_numbered_named_and_told_apart():
         ]  # fmt: skip
 
 
-def test_it_is_off_when_the_context_ends_whatever_happens():
+def test_the_model_is_restored_when_the_context_ends_or_raises():
     model, given = zoo.model("t5"), zoo.inputs("t5")
     model.decoder.config._attn_implementation = "sdpa"
     counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -217,7 +217,7 @@ def test_a_failing_pass_does_not_confuse_the_next():
         assert sites.forwards == 2
 
 
-def test_the_base_model_inside_opens_a_pass_too():
+def test_the_encoder_inside_starts_a_pass_too():
     model, given = zoo.model("t5"), zoo.inputs("t5")
     with rewriting(model, Untouched()) as sites:
         for _ in range(2):
@@ -225,7 +225,7 @@ def test_the_base_model_inside_opens_a_pass_too():
             assert [site.index for site, _ in sites.calls] == [0, 1]
 
 
-def test_nesting():
+def test_several_models_may_be_rewritten_at_once():
     bert, two = zoo.model("bert"), zoo.model("gpt2")
     inner, outer = RandomCut(seed=1), RandomCut(seed=2)
     with rewriting(bert, outer), rewriting(two, inner):
@@ -321,7 +321,7 @@ def test_dropout_in_training_only():
     assert torch.allclose(model(**given)[0], ours, atol=1e-5)
 
 
-def test_wrong_tensors_are_one_clear_line():
+def test_tensors_that_do_not_fit_are_refused():
     model, given = zoo.model("bert"), zoo.inputs("bert")
 
     class Wrong(Untouched):
@@ -363,7 +363,7 @@ def test_begin_names_positional_arguments():
     assert len(inputs_seen) == 1
 
 
-def test_a_pass_that_is_left_alone_is_the_models_own():
+def test_a_pass_that_begin_declines_is_the_models_own():
     model, given = zoo.model("t5"), zoo.inputs("t5")
     model.set_attn_implementation("sdpa")
     before = model(**given)[0]

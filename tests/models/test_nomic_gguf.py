@@ -1,4 +1,4 @@
-"""A GGUF file of NomicBERT is the model that it was written from."""
+"""A GGUF file of NomicBERT gives the model that it was written from."""
 
 from __future__ import annotations
 

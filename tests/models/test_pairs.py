@@ -1,4 +1,4 @@
-"""A decoder behind an encoder's states: the same numbers as the whole model's own decoder."""
+"""A decoder given an encoder's states computes the same as inside the whole model."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.tensor([[7, 9, 20, 31, 8], [11, 12, 50, 6, 33]])
 
 
 @pytest.mark.parametrize("family", zoo.PAIRS)
-def test_what_the_whole_model_gives(family):
+def test_the_decoder_computes_what_the_whole_model_does(family):
     model = zoo.model(family)
     source = zoo.inputs(family)["input_ids"][:1]
     given = model(
@@ -33,7 +33,7 @@ def test_what_the_whole_model_gives(family):
     assert not anatomy(model).causal  # the whole is its encoder
 
 
-def test_the_states_are_taken_away_again():
+def test_the_states_are_removed_when_the_context_ends():
     model = zoo.model("bart")
     decoder, states = decoder_of(model), torch.randn(4, zoo.WIDTH)
     alone = decoder(input_ids=IDS).last_hidden_state
@@ -42,7 +42,7 @@ def test_the_states_are_taken_away_again():
     assert torch.equal(decoder(input_ids=IDS).last_hidden_state, alone)
 
 
-def test_what_is_a_pair():
+def test_only_an_encoder_with_a_decoder_is_a_pair():
     model = zoo.model("bart")
     assert is_pair(model)
     assert not is_pair(decoder_of(model))
@@ -56,6 +56,6 @@ def test_what_is_a_pair():
         pass
 
 
-def test_an_encoder_of_sounds_reads_no_text():
+def test_an_encoder_of_sounds_is_refused():
     with pytest.raises(InputError, match="WhisperEncoder reads input_features, not text"):
         anatomy(zoo.model("whisper"))

@@ -1,4 +1,4 @@
-"""Tokens as they are written, and whether a text's characters came back."""
+"""The text of each token, and whether a text was recovered to the character."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def test_exact_is_every_character_up_to_the_normaliser(wordpiece):
     assert not original.is_exactly(wordpiece, other)
 
 
-def test_what_has_no_token_did_not_come_back(wordpiece):
+def test_characters_without_a_token_are_not_recovered(wordpiece):
     original = Original.of(wordpiece, "a 日 and 本 , 国 , 語 film", 64)
     assert original.notes == ("the tokenizer knows no token for 日, 本, 国 and 1 more",)
     assert not original.is_exactly(wordpiece, original.ids)
 
 
-def test_what_was_cut_off_did_not_come_back(wordpiece):
+def test_tokens_that_were_cut_off_are_not_recovered(wordpiece):
     original = Original.of(wordpiece, "a film " * 20, 16)
     assert len(original.ids) == 16
     assert original.notes == ("cut off after 16 of 42 tokens",)
     assert not original.is_exactly(wordpiece, original.ids)
 
 
-def test_characters_that_are_dropped_without_a_trace():
+def test_characters_that_the_tokenizer_drops_are_noticed():
     inner = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
     assert Original.of(words, "abba", 9).is_exactly(words, [0, 1, 1, 0])

@@ -14,6 +14,6 @@ def test_a_text_is_cut_off_where_positions_end(family, most):
     assert fitting(model, words, 7) == 7
 
 
-def test_something_of_the_text_is_left_within_its_frame():
+def test_a_length_without_place_for_text_is_refused():
     with pytest.raises(InputError, match="more than the 2 tokens that frame it: 2 are allowed"):
         fitting(tiny.model("bert"), tiny.tokenizer(), 2)

@@ -1,7 +1,7 @@
 """A small server on the loopback address that speaks the Open Inference Protocol.
 
-It answers with a function of the inputs of a request, states what it is told to state, and keeps
-what it was asked. `keyhole lab serve` is the real one; this one has tensors that MLServer has not.
+It answers with a function of the inputs of a request, states the metadata that it is given, and
+records the requests. Unlike MLServer, behind `keyhole lab serve`, it can state any tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ Answer = Callable[[Inputs], list[dict[str, Any]]]
 
 
 class Endpoint:
-    """What the server states, how it answers, and what it saw."""
+    """The metadata and the answers of the server, and the requests that it received."""
 
     def __init__(self, inputs: list[dict[str, Any]], answer: Answer, **stated: Any) -> None:
         self.metadata = {"name": "m", "inputs": inputs, **stated}
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.token: str | None = None  # whoever has none is refused, and told what was sent
+        self.token: str | None = (
+            None  # without it requests are refused, by an error that quotes what was sent
+        )
         self.routes: dict[str, Any] = {}
-        self.twice = False  # every answer comes twice, without the number of its request
+        self.twice = False  # every answer is sent twice, without the id of its request
         self.url = ""
 
     @property
@@ -41,7 +43,7 @@ class Endpoint:
 
 
 def scores(target: Callable[[torch.Tensor], torch.Tensor], datatype: str = "FP64") -> Answer:
-    """Answers of an oracle to the first float input."""
+    """Answer with an oracle's answers to the first float input."""
 
     def answer(inputs: Inputs) -> list[dict[str, Any]]:
         tensor = next(item for item in inputs.values() if item["datatype"].startswith("FP"))
@@ -65,7 +67,7 @@ def vectors(dim: int, datatype: str = "FP64", name: str = "sequences") -> dict[s
 def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[Endpoint]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # head and body in one piece: two would wait for an acknowledgement
+        wbufsize = -1  # one packet for head and body: the second would wait for an acknowledgement
 
         def do_GET(self):
             if self._refused():
@@ -106,7 +108,7 @@ def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[End
     class Quiet(ThreadingHTTPServer):
         daemon_threads = True
 
-        def handle_error(self, request, client_address):  # a client that went away
+        def handle_error(self, request, client_address):  # of a client that closed its connection
             pass
 
     server = Quiet(("127.0.0.1", 0), Handler)
@@ -128,7 +130,7 @@ def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[End
 
 
 def self_signed(folder: Path, address: str = "IP:127.0.0.1") -> Path:
-    """A key and a certificate that vouches for itself, in one PEM file."""
+    """Write a key and a self-signed certificate into one PEM file."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = [
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",

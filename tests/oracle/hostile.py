@@ -1,7 +1,7 @@
-"""A server on the loopback address that answers well until it is told to be hostile.
+"""A server on the loopback address that answers correctly until it is told to be hostile.
 
-What is large is sent again and again from a small buffer. The server and its threads end with the
-`with` block, which fails if one does not, or if anybody came to the address next door.
+Large bodies are sent repeatedly from a small buffer. The server and its threads end with the `with`
+block, which fails if a thread does not end, or if a client connected to the neighbouring port.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Wire:
         self._connection.sendall(data)
 
     def flood(self, piece: bytes, count: int = 2**62) -> None:
-        """Send `piece` so many times, until nobody listens or the server is stopped."""
+        """Send `piece` `count` times, or until the client or the server is stopped."""
         for _ in range(count):
             if self._server.stopped.is_set():
                 return
@@ -47,7 +47,7 @@ class Wire:
                 return
 
     def hold(self) -> None:
-        """Say nothing more, but keep the connection."""
+        """Send nothing more, but keep the connection open."""
         self._server.stopped.wait(60)
 
     def reset(self) -> None:
@@ -86,7 +86,7 @@ class Server:
         self._next_door.settimeout(0)
         with self._next_door, suppress(BlockingIOError):
             self._next_door.accept()
-            raise AssertionError("somebody came to the address next door")
+            raise AssertionError("a client connected to the neighbouring port")
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
@@ -111,7 +111,7 @@ class Server:
 
     def _converse(self, connection: socket.socket) -> None:
         wire = Wire(connection, self)
-        # With `with`, a client that waits for the end of the stream sees it.
+        # `with connection` ends the stream, for which a client may wait.
         with suppress(OSError), connection, connection.makefile("rb") as requests:
             while head := requests.readline():
                 verb = head.split()[0]
@@ -143,7 +143,7 @@ def head(status: int = 200, *fields: str) -> bytes:
 
 
 def answer(body: str | bytes, status: int = 200, *fields: str, coding: str = "") -> Behaviour:
-    """A well-formed HTTP answer, whatever is in it."""
+    """Return a well-formed HTTP answer with any body."""
     content = body.encode() if isinstance(body, str) else body
     if coding:
         content = packed(content, coding)
@@ -165,7 +165,7 @@ def packed(content: bytes, coding: str) -> bytes:
 
 
 def flood(status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a": "') -> Behaviour:
-    """`size` bytes of body, as framed: by a length, in chunks, by one-byte chunks, by the end."""
+    """Send a body of `size` bytes, framed by its length, its end, chunks, or one-byte chunks."""
     piece = b"a" * 2**16
 
     def behave(wire: Wire) -> None:
@@ -183,7 +183,7 @@ def flood(status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a":
 
 
 def bomb(status: int, coding: str, megabytes: int, framing: str = "end") -> Behaviour:
-    """A body that unpacks to so many megabytes of spaces, from a block of about a kilobyte."""
+    """Send a body that decompresses to megabytes of spaces, from a block of about a kilobyte."""
     packer = zlib.compressobj(9, wbits=-15)
     block = packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)
     start = {"gzip": b"\x1f\x8b\x08\0\0\0\0\0\0\xff", "deflate": b"\x78\xda", "bare": b""}[coding]
@@ -202,7 +202,7 @@ def bomb(status: int, coding: str, megabytes: int, framing: str = "end") -> Beha
 
 
 def repeated(opening: bytes, item: bytes, count: int, closing: bytes) -> Behaviour:
-    """A body of `count` items, 4,096 of them in memory at a time."""
+    """Send a body of `count` items, of which 4,096 are in memory at a time."""
     rounds, rest = divmod(count, 2**12)
     length = len(opening) + len(item) * count + len(closing)
 
@@ -215,7 +215,7 @@ def repeated(opening: bytes, item: bytes, count: int, closing: bytes) -> Behavio
 
 
 def slowly(*pieces: bytes, then: bytes = b"a") -> Behaviour:
-    """The pieces at once, then one byte after another for ever."""
+    """Send the pieces at once, then one byte after another without an end."""
 
     def behave(wire: Wire) -> None:
         raw(*pieces)(wire)
@@ -225,7 +225,7 @@ def slowly(*pieces: bytes, then: bytes = b"a") -> Behaviour:
 
 
 def held(*pieces: bytes) -> Behaviour:
-    """The pieces, then nothing, on a connection that stays open."""
+    """Send the pieces and keep the connection open."""
 
     def behave(wire: Wire) -> None:
         raw(*pieces)(wire)
@@ -235,7 +235,7 @@ def held(*pieces: bytes) -> Behaviour:
 
 
 def redirect(status: int, target: str) -> Behaviour:
-    """To `target`, where {next_door} is the address next door and {address} this one."""
+    """Redirect to `target`: {next_door} is the neighbouring port, {address} this server."""
 
     def behave(wire: Wire) -> None:
         where = target.format(next_door=wire.next_door, address=wire.address)
@@ -245,7 +245,7 @@ def redirect(status: int, target: str) -> Behaviour:
 
 
 def endless(piece: bytes, opening: bytes = b"") -> Behaviour:
-    """The same bytes for ever: interim answers, header lines, empty blocks."""
+    """Send the same bytes without an end: interim answers, header lines, empty blocks."""
 
     def behave(wire: Wire) -> None:
         wire.send(opening)

@@ -1,4 +1,4 @@
-"""A client that asks a hostile server, and what that costs it."""
+"""A client that asks a hostile server, and the time and memory that this costs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keyhole.oracle import OpenInference
 
 
 def resident(field: str) -> int:
-    """VmRSS or its peak VmHWM, in bytes."""
+    """Return VmRSS or its peak VmHWM, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def attack(case: Case) -> tuple[Exception | None, float, int]:
-    """The error a server ends in, the seconds it took, the memory at its peak above the start."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    """Return the error, the seconds until it was raised, and the peak of memory above the start."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, started, caught = resident("VmRSS"), time.monotonic(), None
     with Server(case.behave, case.where, reads=case.reads) as server:
         try:
@@ -33,7 +33,7 @@ def attack(case: Case) -> tuple[Exception | None, float, int]:
 
 
 def _ask(url: str, case: Case) -> None:
-    length = 3 if case.reads else 400_000  # a question that no buffer of the kernel takes whole
+    length = 3 if case.reads else 400_000  # larger than the kernel's buffers
     with closing(
         OpenInference(url, "m", batch=2, timeout=case.timeout, retries=case.retries)
     ) as remote:

@@ -1,4 +1,4 @@
-"""The table of hostile servers: what they do, where, under which status, in which encoding."""
+"""The table of hostile servers: their behaviour, by route, status and encoding."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _times() -> Iterator[Case]:
             if name == "a dripping chunk size":
                 match += "|illegal chunk"
             yield Case(name, where, behave, match, timeout=1.0)
-        if where != "metadata":  # its request fits into what the kernel takes
+        if where != "metadata":  # whose request fits into the kernel's buffers
             yield Case("a question unread", where, never, "within 1 s", timeout=1.0, reads=False)
         failing = slowly(head(500, "Connection: close"))
         yield Case("a dripping error", where, failing, "status 500: a+", timeout=1.0)
@@ -250,7 +250,7 @@ def _texts() -> Iterator[Case]:
 
 
 def _crowds(where: str) -> Iterator[Case]:
-    """Bodies below 64 MiB that hold more than fits into memory, or nearly so."""
+    """Bodies below 64 MiB whose contents hardly fit into memory, or do not."""
     too_many = "brackets, quotes and commas, more than 4,000,000"
     items = {
         "lists": (b"[],", 2),
@@ -345,6 +345,7 @@ def _outputs() -> Iterator[Case]:
         "strings": ({"outputs": ["0.5"]}, outputs),
         "no shape": ({"outputs": [{"data": [1, 2]}]}, outputs),
         "no data": ({"outputs": [{"shape": [2]}]}, outputs),
+        "a list for a datatype": ({"outputs": [{"datatype": [], "shape": [2]}]}, outputs),
         "an error": ({"error": "no\x1b[31m"}, outputs),
         "another model": ({"model_name": "n", "outputs": []}, f"answers for model .*, not {MODEL}"),
     }

@@ -1,4 +1,4 @@
-"""Addresses without their passwords, and whose machines may be asked."""
+"""Addresses without their passwords, and machines that need an authorization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from keyhole.core.endpoint import expect_authorized, without_password
 from keyhole.core.errors import InputError
-from keyhole.oracle.connection import parted
+from keyhole.oracle.http import split_password
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ from keyhole.oracle.connection import parted
         ("folder/a@b", "folder/a@b"),
     ],
 )
-def test_what_is_shown_of_an_address(given, public):
+def test_addresses_are_shown_without_passwords(given, public):
     assert without_password(given) == public
 
 
 def test_the_password_becomes_a_header():
-    assert parted("http://h/x") == ("http://h/x", {})
-    public, headers = parted("http://me%40work:p%2Fss@h/x")
+    assert split_password("http://h/x") == ("http://h/x", {})
+    public, headers = split_password("http://me%40work:p%2Fss@h/x")
     assert public == "http://h/x"
     kind, pair = headers["Authorization"].split()
     assert (kind, base64.b64decode(pair)) == ("Basic", b"me@work:p/ss")
@@ -39,19 +39,19 @@ def test_the_password_becomes_a_header():
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.8.9.1:99", "[::1]:80", "u:p@[::1]"]
 )
-def test_this_machine_needs_no_word(host):
+def test_this_machine_needs_no_authorization(host):
     expect_authorized(f"http://{host}/x", authorized=False)
 
 
 @pytest.mark.parametrize(
     "host", ["example.org", "10.0.0.1", "localhost.example.org", "u:localhost@10.0.0.1", "0.0.0.0"]
 )
-def test_others_do(host):
+def test_other_machines_need_authorization(host):
     with pytest.raises(InputError, match="is another machine: give --authorized"):
         expect_authorized(f"http://{host}/x", authorized=False)
     expect_authorized(f"http://{host}/x", authorized=True)
 
 
-def test_half_an_address_is_refused():
+def test_an_incomplete_address_is_refused():
     with pytest.raises(InputError, match="expected a URL such as"):
         expect_authorized("http://[::1/x", authorized=True)

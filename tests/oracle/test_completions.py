@@ -1,4 +1,4 @@
-"""Log-probabilities of next tokens over llama.cpp's own server, compared with a plain request."""
+"""Log-probabilities from llama.cpp's own server, compared with a plain request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostile import Server, answer
 import tiny_gguf
 from keyhole.core.errors import InputError
 from keyhole.oracle import ask
-from keyhole.oracle.completions import OPENAI, Completions, cut_out
+from keyhole.oracle.completions import OPENAI, Completions, parse_entries
 from keyhole.oracle.http import Http
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
 
@@ -33,7 +33,7 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(url):
-    """What one request of somebody else gives, by token."""
+    """The log-probabilities that a plain request returns, by token."""
     content = {"prompt": PROMPT.tolist(), "n_predict": 1, "n_probs": 300, "cache_prompt": False,
                "logit_bias": [[60, 100.0]]}  # fmt: skip
     answer = httpx.post(f"{url}/completion", json=content, timeout=60).json()
@@ -48,9 +48,9 @@ def server(request, url):
         yield made
 
 
-def test_all_one_and_several(server, plain):
+def test_log_probabilities_of_all_one_and_several_tokens(server, plain):
     assert (server.dim, server.vocabulary, server.width) == (2, WORDS, tiny_gguf.WIDTH)
-    for number in range(8):  # after some prompts comes half a character: nothing is said of those
+    for number in range(8):  # after some prompts half a character follows, with no answer
         answer = ask(server, question(PROMPT + number))[0]
         assert answer.shape == (WORDS,)
         assert bool((answer == ABSENT).all()) or abs(float(torch.logsumexp(answer, 0))) < 1e-4
@@ -66,7 +66,7 @@ def test_all_one_and_several(server, plain):
     assert float(too_low.max()) == ABSENT
 
 
-def test_an_answer_once_a_token_is_known_that_is_spoken_of(url, plain):
+def test_answers_are_whole_once_a_suitable_token_is_known(url, plain):
     with closing(Completions.at(url)) as server:
         answers = torch.cat([ask(server, question(PROMPT + number)) for number in range(12)])
         again = ask(server, question(PROMPT))[0]
@@ -85,25 +85,25 @@ def written(values, text):
 @pytest.mark.parametrize("text", [
     "a", '"', "\\", '\\"', '{"id":7,"token":"x","bytes":[1],"logprob":-3.5}', "\u00e9\u2028", "{",
 ])  # fmt: skip
-def test_entries_cut_out_are_those_that_a_parser_reads(text):
-    """Whatever a token's text is: nobody vouches for it."""
+def test_parse_entries_agrees_with_a_json_parser(text):
+    """For any text of a token, since the server is not trusted."""
     draw = np.random.default_rng(0)
     values = list(zip(range(1500), (-draw.exponential(10, 1500)).tolist(), strict=True))
     draw.shuffle(values)
     body = written(values, text)
     entries = json.loads(body)["completion_probabilities"][0]["top_logprobs"]
-    ids, numbers = cut_out(bytearray(body))
+    ids, numbers = parse_entries(bytearray(body))
     assert ids.tolist() == [entry["id"] for entry in entries]
     assert numbers.tolist() == [entry["logprob"] for entry in entries]
     few = written([(2, -0.5), (0, -1.5), (1, -2.5)], text)
-    assert cut_out(bytearray(few)) is None  # left to the parser
+    assert parse_entries(bytearray(few)) is None  # left to the parser
     by_id = [value for _, value in sorted(values)]
     for content, expected in ((body, by_id), (few, [-1.5, -2.5, -0.5])):
         assert answered(content, question(PROMPT)) == expected
 
 
 def answered(content, asked, **settings):
-    """What is made of a server's answer, given as it is sent."""
+    """Return what Completions reads from a server's answer with this body."""
     with (
         Server(answer(content), "infer") as server,
         closing(Completions(server.url, **settings)) as completions,
@@ -112,7 +112,7 @@ def answered(content, asked, **settings):
 
 
 def test_the_form_of_vllm():
-    """As its documentation has it: the best by `token_id:…`, and the sampled token with its own."""
+    """From its documentation: the best tokens as `token_id:…`, and the sampled token."""
     best = {"token_id:1": -0.5, "token_id:2": -2.5, "token_id:0": -3.5}
     given = {"tokens": ["token_id:2"], "token_logprobs": [-2.5], "top_logprobs": [best]}
     content = json.dumps({"choices": [{"text": "x", "logprobs": given}]})
@@ -124,7 +124,7 @@ def test_the_form_of_vllm():
     assert asked('{"choices": []}', question(PROMPT), vocabulary=3) == [ABSENT] * 3
 
 
-def test_a_server_that_names_no_probabilities():
+def test_a_server_without_probabilities():
     raised = question(PROMPT, torch.tensor([5, 6]), torch.tensor([60.0, 61.0]))
     for content in ('{"content": "x", "tokens": [6]}', '{"choices": [{"token_ids": [6]}]}'):
         assert answered(content, raised) == [ABSENT, 0.0]
@@ -146,8 +146,8 @@ def test_questions_are_prompts_and_raised_tokens():
     assert ask(squares, chosen).tolist() == [[1849.0, 1600.0]]
 
 
-def test_a_server_that_says_nothing_of_half_a_character(monkeypatch, url):
-    """By chance llama.cpp samples one: its log-probabilities are null then."""
+def test_a_server_that_samples_half_a_character(monkeypatch, url):
+    """If llama.cpp samples half a character, its log-probabilities are null."""
     with closing(Completions.at(f"{url}/v1/completions")) as server:
         said = {"choices": [{"text": "\ufffd", "logprobs": None}]}
         monkeypatch.setattr(Http, "ask", lambda *_, **__: said)

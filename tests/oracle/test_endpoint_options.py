@@ -1,4 +1,4 @@
-"""What a server states is obeyed, and what people say about it: tensors, formats, batches, TLS."""
+"""Metadata of a server and options of the user are obeyed: tensors, formats, batches, TLS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(endpoint: Endpoint, **options) -> closing:
     return closing(OpenInference(endpoint.url, "m", options=EndpointOptions(**options), retries=0))
 
 
-def test_single_precision_is_sent_as_such_and_said():
+def test_single_precision_is_sent_and_noted():
     endpoint = Endpoint([vectors(DIM, "FP32")], scores(TARGET, "FP32"))
     with serving(endpoint), opened(endpoint) as remote:
         answers = remote(draw(5))
@@ -84,7 +84,7 @@ def test_a_stated_batch_and_length_in_the_shape_are_kept():
     assert max(r["inputs"][0]["shape"][0] for r in endpoint.requests) == 8
 
 
-def test_batches_that_people_ask_for_are_smaller_still():
+def test_the_batch_option_lowers_a_stated_batch():
     endpoint = Endpoint([vectors(DIM)], scores(TARGET), parameters={"max_batch_size": 8})
     with serving(endpoint), opened(endpoint, batch=3) as remote:
         remote(draw(6))
@@ -183,8 +183,8 @@ def test_requests_keep_to_the_rate():
         assert time.monotonic() - started > 7 / 20  # between 8 turns
 
 
-def test_an_answer_that_comes_twice_is_not_the_next_ones():
-    """What is left on the connection belongs to an old question, though nothing says so."""
+def test_a_repeated_answer_is_not_taken_for_the_next():
+    """The second copy stays on the connection, and it has no id that would give it away."""
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     endpoint.twice = True
     with serving(endpoint), closing(OpenInference(endpoint.url, "m", batch=1)) as remote:
@@ -193,14 +193,14 @@ def test_an_answer_that_comes_twice_is_not_the_next_ones():
             assert torch.equal(remote(question), TARGET(question))
 
 
-def test_an_answer_with_another_number_is_not_taken():
+def test_an_answer_with_another_id_is_not_taken():
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     seen: list[str] = []
 
     def late(inputs):
         outputs = scores(TARGET)(inputs)
         request = endpoint.requests[-1]
-        if len(seen) % 3 == 1:  # as a stale answer would look: another request's number
+        if len(seen) % 3 == 1:  # as in a late answer: the id of another request
             request["id"] = seen[-1]
         seen.append(request["id"])
         return outputs
@@ -260,7 +260,7 @@ def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
             open_endpoint(address, options=both)
 
 
-def test_other_machines_need_a_word():
+def test_other_machines_need_authorized():
     for address in ("http://192.0.2.1/v2/models/m", "https://example.org/v2/models/m"):
         with pytest.raises(InputError, match="is another machine: give --authorized"):
             open_endpoint(address)

@@ -64,7 +64,7 @@ def test_a_model_that_was_trained_again_gets_a_new_generation(endpoint, tmp_path
     assert "answers_2" in notices[0]
 
 
-def test_the_same_model_is_asked_little_and_nothing_is_paid(endpoint, tmp_path):
+def test_checking_for_the_same_model_is_cheap_and_uncounted(endpoint, tmp_path):
     first, _ = extracted(endpoint, tmp_path / "run.db")
     before = asked(endpoint)
     again, notices = extracted(endpoint, tmp_path / "run.db", budget=0)
@@ -75,7 +75,7 @@ def test_the_same_model_is_asked_little_and_nothing_is_paid(endpoint, tmp_path):
     assert f"{checks} remembered answers were asked for again, uncounted" in again.reason
 
 
-def test_rounding_and_stated_errors_are_no_change(endpoint, tmp_path):
+def test_rounding_and_stated_errors_are_not_another_model(endpoint, tmp_path):
     noisy = oracle.Noisy(OLD, 1e-6, seed=1)
     path = tmp_path / "run.db"
 
@@ -125,7 +125,7 @@ def test_a_server_that_is_down_changes_nothing(endpoint, tmp_path):
             assert ledger.remembered == 9
 
 
-def test_ledgers_from_before_are_taken_as_they_are(endpoint, tmp_path):
+def test_ledgers_without_witnesses_are_accepted(endpoint, tmp_path):
     path = tmp_path / "run.db"
     with closing(OpenInference(endpoint.url, "m")) as remote:
         with Ledger(remote, path) as ledger:
@@ -141,7 +141,7 @@ def test_ledgers_from_before_are_taken_as_they_are(endpoint, tmp_path):
             assert ledger.asked_again == 2  # of the three that were new
 
 
-def test_an_endpoint_behind_a_wrapper_is_looked_at_too(endpoint, tmp_path):
+def test_an_endpoint_inside_a_wrapper_is_checked_too(endpoint, tmp_path):
     for answer, count in ((scores(OLD), 0), (scores(OLD), 0), (scores(NEW), 1)):
         endpoint.answer, notices = answer, []
         with closing(OpenInference(endpoint.url, "m")) as remote:

@@ -1,4 +1,4 @@
-"""Whatever a server does, it ends in one line, in bounded memory and time.
+"""Whatever a server does, it ends in a one-line error, in bounded memory and time.
 
 A dozen of the cases run by default; KEYHOLE_FULL=1 runs them all.
 """
@@ -24,7 +24,7 @@ from keyhole.oracle import OpenInference, OracleError
 CASES = cases()
 SAMPLE = CASES if os.environ.get("KEYHOLE_FULL") else random.Random(17).sample(CASES, 12)
 MEMORY = 500e6
-SECONDS = 30.0  # beyond the time-out that was asked for: two cores, and others on them
+SECONDS = 30.0  # beyond the timeout, since other programs share the two cores
 
 
 def test_the_table_is_long_and_names_each_case_once():
@@ -34,7 +34,7 @@ def test_the_table_is_long_and_names_each_case_once():
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_hostile_server_ends_in_one_line(case):
+def test_a_hostile_server_ends_in_a_one_line_error(case):
     threads = threading.active_count()
     error, seconds, memory = attack(case)
     assert isinstance(error, InputError | OracleError), repr(error)
@@ -50,7 +50,7 @@ def test_a_hostile_server_ends_in_one_line(case):
 
 @pytest.mark.release
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
-def test_several_large_answers_at_a_time_are_bounded_together():
+def test_several_large_answers_share_the_memory_bound():
     numbers = repeated(b'{"outputs": [{"shape": [1], "data": [', b"0.25,", 3_999_000, b"1]}]}")
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")

@@ -1,4 +1,4 @@
-"""The limits of a server: stated, raised where asked, and out of the way of good answers."""
+"""The limits of a server are stated in errors, can be raised, and let good answers through."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _metadata(dim):
     return answer(json.dumps(METADATA | {"inputs": [{"name": "x", "shape": [-1, -1, dim]}]}))
 
 
-def test_a_dimension_beyond_the_limit_is_taken_where_it_is_asked_for():
+def test_a_dimension_beyond_the_limit_can_be_requested():
     for asked in ({"dim": 20_000}, {"limits": Limits(dim=20_000)}):
         with (
             Server(_metadata(20_000), "metadata") as server,
@@ -31,7 +31,7 @@ def test_a_dimension_beyond_the_limit_is_taken_where_it_is_asked_for():
             assert remote.dim == 20_000
 
 
-def test_limits_reach_a_target_by_its_address():
+def test_limits_apply_to_a_target_given_by_its_address():
     with Server(_metadata(20), "metadata") as server:
         with pytest.raises(
             OracleError, match=r"dimension 20, above the limit of 10: give --endpoint dim"
@@ -41,14 +41,14 @@ def test_limits_reach_a_target_by_its_address():
             assert remote.dim == 20
 
 
-def test_a_smaller_body_limit_is_stated_in_the_line():
+def test_the_error_states_a_smaller_body_limit():
     stated = r"has more than 50 bytes \(Content-Length \d+\): raise Limits\(body=\)"
     with Server(raw(), "none") as server, pytest.raises(OracleError, match=stated):
         OpenInference(server.url, "m", limits=Limits(body=50))
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "bare"])
-def test_a_packed_answer_is_unpacked(coding):
+def test_a_compressed_answer_is_decompressed(coding):
     packer = zlib.compressobj(wbits={"gzip": 31, "deflate": 15, "bare": -15}[coding])
     body = packer.compress(json.dumps(METADATA).encode()) + packer.flush()
     name = "deflate" if coding == "bare" else coding
@@ -58,7 +58,7 @@ def test_a_packed_answer_is_unpacked(coding):
 
 
 @pytest.mark.parametrize("connections", [1, 2])
-def test_connections_are_kept_and_few(connections):
+def test_connections_are_reused(connections):
     with (
         Server(raw(), "none") as server,
         closing(OpenInference(server.url, "m", batch=1, connections=connections)) as remote,
@@ -80,7 +80,7 @@ def test_long_questions_are_spread_over_requests_that_fit():
 
 
 @pytest.mark.parametrize("connections", [1, 4])
-def test_answers_next_to_a_failure_are_kept(connections):
+def test_answers_besides_a_failure_are_kept(connections):
     with (
         Server(answer("no", 500), "later") as server,
         closing(
@@ -91,23 +91,23 @@ def test_answers_next_to_a_failure_are_kept(connections):
         remote(QUESTIONS)
     answers = caught.value.answers
     assert answers is not None
-    # Either of two requests that are under way together may be the second to arrive.
+    # Either of two concurrent requests may be the second to arrive.
     assert answers[answers.isfinite()].tolist() == [0.5, 0.5]
     if connections == 1:
         assert answers.tolist() == [0.5, 0.5]
 
 
-def test_a_passing_failure_is_tried_again():
+def test_a_transient_failure_is_retried():
     good = answer(json.dumps(METADATA))
     garbage = answer("<html>")
     replies = iter([answer("", 503, "Retry-After: 1"), garbage, answer("", 500), good, good])
     with Server(lambda wire: next(replies)(wire), "metadata") as server:
         with closing(OpenInference(server.url, "m")) as remote:
             assert remote.dim == DIM
-        assert server.connections == 5  # the last asks whether the model is ready
+        assert server.connections == 5  # the last one asks whether the model is ready
 
 
-def test_a_model_that_is_not_ready_is_waited_for():
+def test_waits_for_a_model_that_is_not_ready():
     good, early = answer(json.dumps(METADATA)), answer("loading", 503)
     replies = iter([good, early, early, answer("")])
     with (
@@ -124,7 +124,7 @@ def test_a_model_that_is_not_ready_is_waited_for():
         OpenInference(server.url, "m")
 
 
-def test_a_proxy_of_the_environment_is_asked(monkeypatch):
+def test_the_proxy_of_the_environment_is_used(monkeypatch):
     with Server(raw(), "none") as server:
         monkeypatch.setenv("http_proxy", server.url)
         with closing(OpenInference("http://nobody.invalid", "m")) as remote:
@@ -135,9 +135,11 @@ def test_a_proxy_of_the_environment_is_asked(monkeypatch):
         assert "secret" not in str(caught.value)
 
 
-def test_a_handshake_without_end_ends_in_time():
+def test_an_endless_handshake_ends_at_the_deadline():
     with (
-        socket.create_server(("127.0.0.1", 0)) as silent,  # the kernel connects, nobody answers
+        socket.create_server(
+            ("127.0.0.1", 0)
+        ) as silent,  # the kernel connects, but no program answers
         pytest.raises(OracleError, match=r"within 1 s: raise --endpoint timeout"),
     ):
         OpenInference(f"https://127.0.0.1:{silent.getsockname()[1]}", "m", timeout=1)
@@ -146,7 +148,7 @@ def test_a_handshake_without_end_ends_in_time():
 @pytest.mark.parametrize(
     "url", ["http://", "http://[::1", "http://a..b", "http://a:99999", "http://a:-1", "ftp://a"]
 )
-def test_an_address_that_is_none_is_refused(url):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(InputError, match="expected a URL such as http://localhost:8080, got"):
         OpenInference(url, "m")
 

@@ -1,4 +1,4 @@
-"""The ledger: durable before used, nothing asked twice, nobody else's answers."""
+"""The ledger: answers are stored before they are used, and no question is asked twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(count: int, n: int = 2, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, n, DIM, dtype=torch.float64, generator=stream)
 
 
-def test_remembers_within_and_across_openings(tmp_path):
+def test_answers_are_remembered_across_openings(tmp_path):
     counted = oracle.Counted(TARGET)
     with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
         first = ledger(draw(100))
@@ -47,7 +47,7 @@ def test_a_question_repeated_in_one_batch_is_asked_once(tmp_path):
     ledger.close()
 
 
-def test_one_bit_makes_another_question(tmp_path):
+def test_a_single_bit_makes_another_question(tmp_path):
     counted = oracle.Counted(TARGET)
     with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
         question = draw(1)
@@ -65,7 +65,7 @@ def test_vector_answers(tmp_path, every):
             assert torch.equal(ledger(draw(5)), target(draw(5)))
 
 
-def test_what_was_paid_for_before_the_budget_ended_is_kept(tmp_path):
+def test_answers_paid_for_before_the_budget_ended_are_kept(tmp_path):
     with (
         oracle.Ledger(oracle.Counted(TARGET, budget=7), tmp_path / "run.db") as ledger,
         pytest.raises(oracle.BudgetExhausted) as caught,
@@ -101,7 +101,7 @@ def test_good_answers_are_kept_and_nan_is_not(tmp_path):
     assert counted.queries == 11
 
 
-def test_an_outage_keeps_what_came_before(tmp_path):
+def test_answers_before_an_outage_are_kept(tmp_path):
     path = tmp_path / "run.db"
     with oracle.Ledger(Failing(TARGET, after=64), path) as ledger:
         with pytest.raises(oracle.OracleError, match="down"):
@@ -144,7 +144,7 @@ def test_a_ledger_of_another_version_or_dtype_is_refused(tmp_path, name):
         oracle.Ledger(TARGET, tmp_path / "run.db")
 
 
-def test_files_that_are_no_ledger_are_refused(tmp_path):
+def test_other_files_are_refused_as_ledgers(tmp_path):
     (tmp_path / "text.db").write_text("no database at all, but long enough to have a header" * 9)
     with pytest.raises(InputError, match=r"cannot read .*text\.db as a Keyhole ledger"):
         oracle.Ledger(TARGET, tmp_path / "text.db")
@@ -160,7 +160,7 @@ def test_files_that_are_no_ledger_are_refused(tmp_path):
         oracle.Ledger(TARGET, tmp_path)
 
 
-# A real process attacks a target that writes every question it is about to answer to a log.
+# A process attacks a target that logs every question before it answers.
 ATTACKER = """
 import hashlib, os, signal, sys, time
 import torch
@@ -185,7 +185,7 @@ with oracle.Ledger(Logged(), ledger) as memory:
     result = extract.SingleHead()(memory)
 print(result.status.value, result.queries, result.remembered)
 """
-QUESTIONS = 12 * 12 + 12 + 96  # the attack's and the judge's, those asked again counted once
+QUESTIONS = 12 * 12 + 12 + 96  # of the attack and the judge; repeated questions count once
 
 
 def attacker(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> AbstractContextManager[Warm]:
@@ -194,7 +194,7 @@ def attacker(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> AbstractCon
 
 
 def finish(process: Warm) -> list[str]:
-    """Status, queries and how many of them were remembered."""
+    """Return the status, the queries, and how many of these were remembered."""
     done = process.finish()
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -220,7 +220,7 @@ def test_killed_in_the_middle_and_resumed_asks_nothing_twice(tmp_path):
 
 @pytest.mark.release
 @pytest.mark.slow
-def test_killed_from_outside_at_any_moment(tmp_path):
+def test_an_attack_killed_at_any_moment_resumes(tmp_path):
     with attacker(tmp_path, pause=0.05) as killed:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (tmp_path / "log").exists():
@@ -234,7 +234,7 @@ def test_killed_from_outside_at_any_moment(tmp_path):
     stored.close()
     with attacker(tmp_path) as last:
         assert finish(last)[0] == "recovered"
-    # Only a batch whose answers had not come back yet may be asked again.
+    # Only a batch whose answers had not arrived may be asked again.
     assert len(asked(tmp_path)) - QUESTIONS == before - durable
 
 
@@ -246,7 +246,7 @@ def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
     assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
 
 
-def test_an_extraction_says_what_it_had_for_free(tmp_path):
+def test_an_extraction_counts_remembered_answers(tmp_path):
     with oracle.Ledger(TARGET, tmp_path / "run.db") as ledger:
         first = extract.SingleHead()(ledger)
         again = extract.SingleHead()(ledger)

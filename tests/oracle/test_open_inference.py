@@ -46,7 +46,7 @@ def test_a_head_is_stolen_over_the_network(served, tmp_path):
     assert torch.allclose(result.model.W, target.W, rtol=0, atol=1e-12)
 
 
-def test_what_the_server_refuses_is_one_line(served):
+def test_a_refusal_of_the_server_is_a_one_line_error(served):
     url, _ = served
     with pytest.raises(OracleError, match="status 404") as caught:
         OpenInference(url, "nobody")

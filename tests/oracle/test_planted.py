@@ -1,4 +1,4 @@
-"""Planted targets answer as the formulas say, and survive a trip through a file."""
+"""Planted targets answer by their formulas, also after they were saved and loaded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_identity_tells_targets_apart():
     assert len({target.identity for target in targets}) == len(targets)
 
 
-def test_rank_is_what_was_asked_for():
+def test_planted_weights_have_the_requested_rank():
     W = oracle.plant(dim=12, rank=3).tensors()["W"]
     assert int(torch.linalg.matrix_rank(W)) == 3
 
@@ -92,7 +92,7 @@ def test_rank_is_what_was_asked_for():
         (X * torch.nan, "the sequences hold NaN or infinity"),
     ],
 )
-def test_bad_questions_are_refused_in_one_line(sequences, message):
+def test_invalid_questions_are_one_line_errors(sequences, message):
     with pytest.raises(InputError, match=message) as caught:
         oracle.plant(dim=5)(sequences)
     assert "\n" not in str(caught.value)
@@ -107,7 +107,7 @@ def test_bad_questions_are_refused_in_one_line(sequences, message):
         ({"scale": float("nan")}, "scale must be 0 or more"),
     ],
 )
-def test_bad_plans_are_refused(arguments, message):
+def test_invalid_arguments_of_plant_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         oracle.plant(**arguments)
 
@@ -146,7 +146,7 @@ def test_a_truncated_file_is_refused(tmp_path):
         oracle.load(path)
 
 
-def test_what_is_done_to_answers_is_stored_with_the_target(tmp_path):
+def test_defences_are_stored_with_the_target(tmp_path):
     target = oracle.plant(dim=5, seed=3)
     change = oracle.Degradation(max_norm=1.5, noise=0.1, decimals=2, seed=4)
     oracle.save(target, tmp_path / "t.safetensors", change)
@@ -172,7 +172,7 @@ def test_what_is_done_to_answers_is_stored_with_the_target(tmp_path):
         ({"max_norm": "0"}, "a norm must be above 0, not 0.0 in"),
     ],
 )
-def test_a_file_that_degrades_wrongly_is_refused(flags, message, tmp_path):
+def test_a_file_with_invalid_defences_is_refused(flags, message, tmp_path):
     tensors = oracle.plant(dim=3).tensors()
     path = tmp_path / "t.safetensors"
     save_file(tensors, path, metadata={"keyhole": "1", "kind": "head", **flags})
@@ -191,7 +191,5 @@ def test_orthogonal_heads_live_in_their_subspaces():
         assert torch.allclose(inside @ v, v, atol=1e-14)
     same = oracle.plant("orthogonal-heads", dim=7, heads=3, seed=2)
     assert torch.equal(same(torch.ones(1, 2, 7).double()), target(torch.ones(1, 2, 7).double()))
-    with pytest.raises(
-        InputError, match="there can be at most one head a dimension, 2, got 3 heads"
-    ):
+    with pytest.raises(InputError, match="heads must not exceed dim = 2: there are 3 heads"):
         oracle.plant_orthogonal(2, 3)

@@ -1,4 +1,4 @@
-"""Questions that a server refuses, and what each client may ask of it."""
+"""Questions that defences refuse, and those that they answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(count: int, n: int = 3, seed: int = 0) -> torch.Tensor:
 
 
 def usual(count: int, n: int = 3) -> torch.Tensor:
-    """Tokens of the usual norm in random directions, none of them alike."""
+    """Return tokens of the usual norm in random directions, no two of which are similar."""
     tokens = torch.nn.functional.normalize(draw(50 * count, n), dim=-1)
     cosines = (tokens @ tokens.mT).triu(1).abs().amax((1, 2))
     return NORM * tokens[(cosines < 0.8) & (tokens.abs().amax((1, 2)) < 0.9)][:count]
@@ -68,9 +68,9 @@ def test_fresh_noise_differs_each_time_and_averages_out():
     assert float(errors.view(1000, 4).mean(0).abs().max()) < 0.1 / math.sqrt(3) * 5 / 1000**0.5
 
 
-def test_a_degradation_survives_its_flags():
+def test_a_degradation_round_trips_through_flags():
     whole = Degradation(2.0, 0.1, 3, True, 7, 0.2, 3, 9, 1.5)
     assert Degradation.of(whole.flags()) == whole
     assert "3 tokens or more, 9 tokens at most, tokens of norm about 1.5" in str(whole)
-    with pytest.raises(Refused):  # what is refused is refused whatever becomes of the answers
+    with pytest.raises(Refused):  # a refusal precedes all changes of answers
         whole.applied(TARGET)(draw(1, 2))

@@ -31,7 +31,7 @@ def served(folder, *options):
         yield remote
 
 
-def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
+def test_served_defences_equal_the_wrappers(tmp_path):
     options = ["-o", "noise=0.1", "-o", "decimals=2", "-o", "max_norm=1.5", "--seed", "4",
                "-o", "min_tokens=3", "-o", "max_tokens=5", "-o", "usual_norm=2"]  # fmt: skip
     wrapped = Degradation(1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0)

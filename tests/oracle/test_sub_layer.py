@@ -1,4 +1,4 @@
-"""Sub-layers answer as the naive witness does, and survive a trip through a file."""
+"""Sub-layers answer as the naive witness does, also after they were saved and loaded."""
 
 from __future__ import annotations
 

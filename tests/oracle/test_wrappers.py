@@ -1,4 +1,4 @@
-"""Counting, budgets, rounding, noise, signs, clipping, failing; and oracles that misbehave."""
+"""Counting, budgets, rounding, noise, signs, clipping; and oracles that fail or misbehave."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_outer_count_does_not_charge_for_what_an_inner_budget_refused():
     assert outer.queries == 2
 
 
-def test_progress_hears_the_count():
+def test_progress_receives_the_count():
     progress_calls: list[int] = []
     counted = oracle.Counted(TARGET, progress=progress_calls.append)
     counted(draw(2))
@@ -87,14 +87,14 @@ def test_clipped_shortens_long_tokens_and_leaves_short_ones():
     assert torch.allclose(clipped(long), TARGET(long / norms), rtol=0, atol=1e-14)
 
 
-def test_failing_goes_down():
+def test_an_oracle_that_goes_down():
     failing = Failing(TARGET, after=3)
     failing(draw(3))
     with pytest.raises(oracle.OracleError, match="the endpoint is down"):
         failing(draw(1))
 
 
-def test_identities_tell_what_was_done_to_the_answers():
+def test_identities_name_the_defences():
     wrapped = [
         TARGET, oracle.Rounded(TARGET, 2), oracle.Rounded(TARGET, 3), oracle.Noisy(TARGET, 0.1),
         oracle.Noisy(TARGET, 0.1, 1), oracle.SignOnly(TARGET), oracle.Clipped(TARGET, 1.0),
@@ -103,7 +103,7 @@ def test_identities_tell_what_was_done_to_the_answers():
     assert oracle.identity_of(oracle.Counted(TARGET)) == TARGET.identity
 
 
-def test_identity_of_a_stranger_is_made_of_its_tensors():
+def test_identity_of_another_oracle_depends_on_its_tensors():
     class Stranger:
         dim = DIM
 
@@ -150,7 +150,7 @@ def answering(answer):
         (lambda s: s @ torch.ones(9), "the oracle failed on 3 questions .*: RuntimeError"),
     ],
 )
-def test_bad_answers_are_one_line(answer, message):
+def test_invalid_answers_are_one_line_errors(answer, message):
     with pytest.raises(oracle.OracleError, match=message) as caught:
         oracle.ask(answering(answer), draw(3))
     assert "\n" not in str(caught.value)

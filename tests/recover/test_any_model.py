@@ -1,4 +1,4 @@
-"""Models of families that nothing here knows by name: their text comes back all the same."""
+"""Text is read from model families that the code does not know by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keyhole.recover.simulate import leak_of
 SHAPE = {**tiny.SHAPE, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
 ENCODERS = {
-    "mpnet": SHAPE,  # attention of its own, relative positions
+    "mpnet": SHAPE,  # its own attention module, relative positions
     "modernbert": {**SHAPE, "cls_token_id": 2, "sep_token_id": 3, "global_attn_every_n_layers": 2},
     "t5": {
         "vocab_size": SHAPE["vocab_size"], "d_model": 32, "num_layers": 3, "num_heads": 4,
@@ -24,9 +24,9 @@ ENCODERS = {
 DECODERS = {
     "mistral": GROUPED,
     "gemma": GROUPED,  # norms of 1 + weight, embeddings times √d
-    "gpt_neox": SHAPE,  # one map for all three, a quarter of each key turned
-    "bloom": {**SHAPE, "n_layer": 3, "n_head": 4},  # no positions but in the scores
-    "cohere": GROUPED,  # planes of neighbours
+    "gpt_neox": SHAPE,  # a joint projection, rotary positions in a quarter of each key
+    "bloom": {**SHAPE, "n_layer": 3, "n_head": 4},  # positions only in the scores
+    "cohere": GROUPED,  # rotary planes of neighbouring numbers
 }
 WORDS = tiny.WORDS[7], tiny.WORDS[100], tiny.WORDS[42], tiny.WORDS[3], tiny.WORDS[150]
 
@@ -69,7 +69,7 @@ def test_what_is_captured_is_the_model_s_own(family):
         got = capture(model, Exposure("hidden", layer), ids=ids)["values"]
         assert torch.allclose(got, whole.hidden_states[layer], atol=1e-6)
     for number in (1, 3):
-        if whole.attentions:  # nothing without asking for it in sdpa
+        if whole.attentions:  # sdpa returns no maps unless asked
             got = capture(model, Exposure("maps", number), ids=ids)["values"]
             assert torch.allclose(got.sum(-1), torch.ones(2, 4, 9), atol=1e-5)
         if parts.causal:

@@ -1,4 +1,4 @@
-"""Models that tell nothing apart, or compute nothing: every attack ends in a status."""
+"""Models whose tokens are all alike, or whose weights are broken: every attack ends in a status."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Example
 from keyhole.models.capture import Exposure
-from keyhole.recover import CachedKeys, EncoderStates, SubLayerOutput, TokenSearch, recover_texts
+from keyhole.recover import (
+    CachedKeys,
+    EncoderStates,
+    SubLayerOutput,
+    TokenSearch,
+    recover_text,
+    recover_texts,
+)
 from keyhole.recover.gradients import recover_batch
 from keyhole.recover.gradients.update import batch_of, update_of
-from keyhole.recover.run import recover_text
 from keyhole.recover.simulate import degrade, leak_of
 
 TEXTS = ("w3 w5 w77 w8 w9 w11", "w100 w40 w41")
@@ -96,7 +102,7 @@ def test_a_model_without_numbers_is_refused_by_the_name_of_the_weight(family):
         leak_of(model, tokenizer, TEXTS[0], Exposure("hidden", 3))
 
 
-SHORT = {  # searches that do not arrive
+SHORT = {  # searches too short to find the text
     "hidden:2": EncoderStates(rounds=4, opening=4, most=0),
     "kv:1": CachedKeys(encoder=EncoderStates(rounds=4, opening=4, most=0)),
     "attention:1": SubLayerOutput(

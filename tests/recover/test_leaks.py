@@ -1,4 +1,4 @@
-"""Leaks: what is refused, and files that come back bit for bit or not at all."""
+"""Leaks: wrong input is refused, and files are read back bit for bit or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts: memory grows with the length, not with its square."""
+"""Memory grows with the length of a text, not with its square."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = {"num_hidden_layers": 2, "initializer_range": 0.05}
 
 
 class Largest(TorchDispatchMode):
-    """How many bytes the largest tensor has that any operation returns."""
+    """Records the size in bytes of the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(given):
-            # A view is no memory: an expanded mask has its storage's size.
+            # A view takes no memory: an expanded mask counts as its storage.
             if isinstance(leaf, torch.Tensor):
                 self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
         return given
@@ -32,12 +32,12 @@ class Largest(TorchDispatchMode):
 
 def long_model(family, positions):
     model = tiny.model(family, max_position_embeddings=positions, **SMALL)
-    model.config._attn_implementation = "sdpa"  # as load_model chooses it
+    model.config._attn_implementation = "sdpa"  # as load_model sets it
     return model
 
 
 def recovered(model, ids, method, words):
-    """The recovery of a text from layer 2, and the largest tensor on the way."""
+    """Return the recovery of a text from layer 2, and the size of the largest tensor."""
     leak = HiddenStates(capture(model, Exposure("hidden", 2), ids=ids)["values"], 2)
     with Largest() as largest:
         result = recover_text(model, words, leak, method=method)
@@ -51,7 +51,7 @@ def test_a_thousand_tokens_of_a_decoder():
     result, most = recovered(model, ids, method, words)
     assert result.ids == ids[0].tolist()
     assert result.verified
-    assert most < 4 * 1000 * 1000  # one map of attention in float32
+    assert most < 4 * 1000 * 1000  # one attention map in float32
 
 
 def test_512_tokens_of_an_encoder():

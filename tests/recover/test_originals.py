@@ -1,4 +1,4 @@
-"""What came back of a text that is not exact: tokens, names and numbers."""
+"""The tokens, names and numbers that an inexact recovery shares with the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_models as tiny
 from keyhole.models.demo import load_demo
-from keyhole.recover.originals import Original, named
+from keyhole.recover.originals import Original, names_and_numbers
 
 WORDS = tiny.tokenizer()
 
@@ -24,7 +24,7 @@ def test_tokens_count_once_wherever_they_stand(given, f1):
 
 
 def test_a_space_that_the_tokenizer_puts_before_a_text_costs_no_exactness():
-    """A server may read a text with a space before its first word."""
+    """A server may put a space before the first word."""
     vocabulary = {letter: number for number, letter in enumerate(bytes_to_unicode().values())}
     inner = Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,8 +38,8 @@ def test_a_space_that_the_tokenizer_puts_before_a_text_costs_no_exactness():
 
 def test_names_are_capitalised_within_a_sentence_and_numbers_have_digits():
     text = 'Dear Anna, the 3 letters of May went to "Bob". They left! Room 12b. I know, Anna.'
-    assert named(text) == ["Anna", "3", "May", "Bob", "12b"]
-    assert named("nobody said anything") == []
+    assert names_and_numbers(text) == ["Anna", "3", "May", "Bob", "12b"]
+    assert names_and_numbers("nobody said anything") == []
 
 
 def test_names_come_back_in_the_tokenizers_own_writing():

@@ -1,4 +1,4 @@
-"""The text of a decoder, read behind the states of its encoder."""
+"""The text of a decoder, read with the states of its encoder."""
 
 from dataclasses import replace
 

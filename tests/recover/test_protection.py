@@ -1,4 +1,4 @@
-"""What protects stored vectors: the defences themselves, and what is read by who knows them."""
+"""Defences of stored vectors, and the texts that an attacker reads who knows the defence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recovery says with the text: what is lost in the tokens, and the seconds of each step."""
+"""A recovery reports what the tokens lost, and the seconds of each leak."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def leaks(exposure, texts=TEXTS):
 def test_the_unknown_token_is_said():
     model, given = leaks("hidden:1", ["w1 nobody w3 somebody"])
     recovery = recover_text(model, WORDS, given[0])
-    assert recovery.verified  # the tokens are; the characters behind them are gone
+    assert recovery.verified  # the tokens are right, but their characters are lost
     assert recovery.status is Status.INEXACT
     assert recovery.text == "w1 [UNK] w3 [UNK]"
-    assert "2 [UNK]: something stood there that the tokenizer has no token for" in recovery.reason
+    assert "2 [UNK]: the text had characters that the tokenizer has no token for" in recovery.reason
 
 
 def test_a_leak_as_long_as_the_model_allows_was_probably_cut():
@@ -53,7 +53,7 @@ def test_seconds_add_up_to_the_whole(exposure):
 
 @dataclass(frozen=True)
 class Slow:
-    """Half a tenth of a second for all together, then a tenth for each number in turn."""
+    """Sleeps 0.05 s per leak at first, then 0.1 s before each following leak."""
 
     fails: bool = False
 
@@ -68,7 +68,7 @@ class Slow:
 
 @pytest.fixture
 def slept(monkeypatch):
-    """A clock on which time passes by sleeping alone."""
+    """A clock that only `sleep` advances."""
     passed = [0.0]
 
     def sleep(seconds):
@@ -84,7 +84,7 @@ def test_each_leak_has_its_own_seconds():
     judged = []
     for _, recovery in recovering(model, WORDS, given, method=Slow()):
         judged.append(recovery.seconds)
-        time.sleep(0.2)  # what is done with a result is nobody's
+        time.sleep(0.2)  # the time of the consumer counts for no leak
     assert judged == pytest.approx([0.15, 0.1, 0.1])
 
 

@@ -34,7 +34,7 @@ def test_fewer_pairs_give_as_many_numbers_exactly(pairs):
     assert alignment.own.shape == (D, pairs)
     assert torch.allclose(alignment.own.T @ alignment.own, torch.eye(pairs).double(), atol=1e-10)
     assert torch.allclose(alignment.numbers(NEW @ ROTATION), NEW @ alignment.own, atol=1e-10)
-    # and nothing of the rest: what comes back is the part in the span of the known vectors
+    # the result is the part in the span of the known vectors
     inside = NEW @ torch.linalg.pinv(known) @ known
     assert torch.allclose(alignment.undo(NEW @ ROTATION), inside, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""`keyhole.recover.run` and `capture`: leaks written, read, remembered, and saved as results."""
+"""`keyhole.recover.run` and `capture`: leaks are written, read, resumed and saved as results."""
 
 from __future__ import annotations
 

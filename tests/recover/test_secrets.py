@@ -1,4 +1,4 @@
-"""Leaks behind a secret, and texts of one's own that give it away."""
+"""Leaks with a secret, and known texts that give it away."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from keyhole.recover.defences import DEFENCES, own_texts, read_behind
 from keyhole.recover.leaks import HiddenStates, KeyValues
 from keyhole.recover.secrets import (
     SECRETS,
-    hidden_behind,
+    hidden_by,
     matrices_of,
+    secrets_of,
     unrotated,
 )
 from keyhole.recover.simulate import degrade, leak_of
@@ -42,7 +43,7 @@ def leak(loaded, exposure, text=TEXTS[0]):
 
 
 def behind(plain, form, key=3, seed=0):
-    return hidden_behind(plain, form, key, torch.Generator().manual_seed(seed))
+    return hidden_by(secrets_of(plain, form, key, torch.Generator().manual_seed(seed)), plain)
 
 
 @pytest.mark.parametrize("exposure", ["hidden:1", "kv:1"])

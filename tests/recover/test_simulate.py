@@ -1,4 +1,4 @@
-"""Leaks made on purpose: the model's own numbers, rounded as it says."""
+"""Simulated leaks hold the model's own numbers, with the stated rounding and noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real browser for tests of pages: no network, no sandbox where root has none to offer."""
+"""A real browser for tests of pages, without network, and without a sandbox if root runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chromium() -> Generator[Any]:
 
 @contextmanager
 def opened(launched: Any, path: Path, fragment: str = "", **options: Any) -> Generator[Any]:
-    """A page that must ask for nothing but itself and complain of nothing."""
+    """Open a page that must request nothing but itself and log no error."""
     trouble: list[str] = []
     asked: list[str] = []
     context = launched.new_context(offline=True, **options)
@@ -47,7 +47,7 @@ def opened(launched: Any, path: Path, fragment: str = "", **options: Any) -> Gen
 
 
 def axe() -> str:
-    """The script of axe-core: what AXE_CORE names, or what a package from PyPI carries."""
+    """The script of axe-core, from the file in AXE_CORE or from a package."""
     if named := os.environ.get("AXE_CORE"):
         return Path(named).read_text("utf-8")
     try:

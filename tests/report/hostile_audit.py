@@ -1,4 +1,4 @@
-"""An audit in which every string, and many a number, is what an enemy would write there."""
+"""An audit in which every string and many numbers are hostile."""
 
 from __future__ import annotations
 

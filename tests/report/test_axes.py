@@ -1,4 +1,4 @@
-"""Where numbers stand along an axis, also those at the ends of what a number can be."""
+"""Positions of numbers along an axis, also of the largest and smallest floats."""
 
 from __future__ import annotations
 

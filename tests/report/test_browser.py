@@ -1,4 +1,4 @@
-"""The page as a browser shows it: first screens, folds, links, keys, print, and who cannot see."""
+"""The page in a browser: first screens, folds, links, keys, print and accessibility."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text_finding(layer: int) -> Finding:
 
 
 def every_kind() -> Audit:
-    """Findings of all four families, a control and a skip, as an audit of a large target has."""
+    """An audit with findings of all four families, a control and a skip."""
     planted = audit(target_of({"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}, "it"))
     inverted = Finding(
         called("a layer's output", "the attention layer"), "Auto", Status.RECOVERED,
@@ -107,12 +107,14 @@ def test_the_first_screen_has_the_verdict_and_four_cards(browser, path, size, sc
 def test_a_permalink_shows_its_finding(browser, path, made, script):
     item = assess(made).items[-1]
     options = {"viewport": DESK, "java_script_enabled": script}
+    with opened(browser, path, **options) as page:  # texts that were read are shown as it opens
+        before = page.locator("details .reason:visible").count()
+        assert before == 3
     with opened(browser, path, f"#{item.id}", **options) as page:
         fold = page.locator(f'details[id="{item.id}"]')
         assert fold.locator(".reason").is_visible()
         assert fold.bounding_box()["y"] < DESK["height"]
-        others = page.locator("details .reason:visible").count()
-        assert others == 1
+        assert page.locator("details .reason:visible").count() == before + 1
         assert fold.locator("button").is_visible() == script
 
 
@@ -185,7 +187,7 @@ def test_hostile_strings_stay_strings(browser, tmp_path):
 
 
 def test_the_policy_stops_what_would_get_in(browser, path, tmp_path):
-    """Not what this page does: what a browser does with a script that somehow got into it."""
+    """A script that somehow got into the page is not run by a browser."""
     bad = tmp_path / "bad.html"
     text = path.read_text("utf-8")
     strange = "<script>window.stolen = 1</script><img src='https://example.org/x.png'>"

@@ -1,4 +1,4 @@
-"""Tokens of a byte-level tokenizer, in a terminal and on a page: characters, not their spelling."""
+"""Tokens of a byte-level tokenizer are shown as characters, not in its own spelling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keyhole(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def bytes_model(tmp_path_factory):
-    """A language model with a tokenizer like GPT-2's: bytes, a few merges, Ġ for a space."""
+    """A language model with a tokenizer like GPT-2's: bytes, a few merges, and Ġ for a space."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     table = {letter: id_ for id_, letter in enumerate([*letters, "Ġg", "oo"])}
     inner = Tokenizer(BPE(table, [("Ġ", "g"), ("o", "o")]))

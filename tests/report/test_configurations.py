@@ -1,4 +1,4 @@
-"""What check-config found as SARIF and JSON: valid, and in agreement."""
+"""SARIF and JSON of check-config are valid and agree."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_files_above_this_folder_by_their_whole_name(tmp_path, monkeypatch):
 
 
 def test_every_example_is_valid(root):
-    """All rules on real files: places, names and words of each."""
+    """The results of all rules on real files: locations, names and messages."""
     checked = check([Path(root / "tests/configs/examples")])
     assert len({finding.rule.id for finding in checked.findings}) > 20
     assert sarif_errors(json.loads(rendered("sarif", checked))) == []

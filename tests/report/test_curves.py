@@ -1,4 +1,4 @@
-"""Places on logarithmic axes, against logarithms taken by hand."""
+"""Positions on logarithmic axes, against logarithms by hand."""
 
 from __future__ import annotations
 

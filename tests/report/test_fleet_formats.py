@@ -1,4 +1,4 @@
-"""A fleet in one file: a run, a suite and a row for each target, by the same schemas."""
+"""A fleet in one file, with a run or an entry for each target, valid by the same schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All formats from one assessment: valid by the schemas of those who own them, and in agreement."""
+"""All formats of one assessment are valid by their official schemas, and agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training gave: every figure once, mean and range where there are several seeds."""
+"""The table of a training: every figure once, with mean and range over seeds."""
 
 from __future__ import annotations
 

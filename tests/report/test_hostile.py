@@ -1,4 +1,4 @@
-"""Whatever a target, a server or a saved file says: documents stay valid, and it does nothing."""
+"""Documents stay valid and harmless whatever a target, a server or a saved file says."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LIVE = re.compile(r"@\w|#\d|GH-\d|https?:|www\.|evil|!\d|[0-9a-f]{40}|:\+1:|::s
 
 @pytest.fixture(scope="module", params=HOSTILE)
 def assessment(request) -> Assessment:
-    """An audit in which every string is hostile, as it comes back from a saved file."""
+    """An audit in which every string is hostile, loaded from a saved file."""
     text = HOSTILE[request.param]
     short = replace(whole(), findings=whole().findings[3:5], skips=whole().skips[:1])
     bad = spoiled(short if len(text) > 10_000 else whole(), text)
@@ -103,7 +103,7 @@ def test_junit(assessment):
 
 
 class _Outside(HTMLParser):
-    """What is left of a rendered comment outside of code, and the tags in it."""
+    """Return the text of a rendered comment outside of code, and its tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_markdown(assessment):
 
 
 def test_no_row_has_a_cell_too_many(assessment):
-    """A cell ends at a pipe, also one behind a backslash or two, by one reader or another."""
+    """Some readers end a cell at a pipe even after one or two backslashes."""
     rows = [line for line in FORMATS["markdown"](assessment).splitlines() if line[:1] == "|"]
     assert rows
     assert {row.count("|") for row in rows} == {6}

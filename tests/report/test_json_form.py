@@ -1,4 +1,4 @@
-"""The JSON file: a strict schema that holds what is written, loads back, and trusts no verdict."""
+"""The JSON file: it fits a strict schema and can be loaded, and its verdict is not trusted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Path = tuple[str | int, ...]
 
 
 def dense() -> dict[str, Any]:
-    """A file with every kind of object in it, few times."""
+    """A file with every kind of object, each a few times."""
     rich = finding(
         "stored embedding",
         "text",
@@ -48,7 +48,7 @@ def dense() -> dict[str, Any]:
 
 
 def objects(data: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every object of a document, and where it is."""
+    """Yield every object of a document, with its place."""
     if isinstance(data, dict):
         yield path, data
     parts = data.items() if isinstance(data, dict) else enumerate(data)

@@ -1,4 +1,4 @@
-"""JUnit: a test case for each check, which fails where the exit code says that something does."""
+"""JUnit: a test case for each check, in agreement with the exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sample_audits import clean, judged, whole
 
 
 def ends(assessment):
-    """How each test case ended, by its name."""
+    """Return how each test case ended, by its name."""
     root = ElementTree.fromstring(junit.render(assessment))
     tags = ("failure", "error", "skipped")
     return {

@@ -1,4 +1,4 @@
-"""Texts of a store by their length: counted by hand, and the same on the page and the terminal."""
+"""Texts of a store by length: counted by hand, and the same on the page and the terminal."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_the_verdict_the_cards_and_the_findings():
 
 
 def test_what_was_not_tried_has_no_severity():
-    """No green light for what nobody looked at."""
+    """A family that was not tried is not shown as green."""
     findings = tuple(f for f in whole().findings if f.exposure.family != "predictions")
     comment = markdown.render(assess(replace(whole(), findings=findings)))
     assert "| – | predictions | not tried | – | |" in comment

@@ -1,4 +1,4 @@
-"""The page and the table say what the assessment says, and nothing in them is taken for markup."""
+"""The page and the table agree with the assessment, and nothing in them is taken for markup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found() -> Audit:
 
 def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(report.table(found, assessment))
+    console.print(report.table(assessment or found))
     return console.file.getvalue()
 
 
@@ -112,7 +112,7 @@ BOX = "the classifier in the box"
 
 
 def read(found: Audit, right: int, of: int) -> Audit:
-    """An audit with one finding: a text of which `right` tokens of `of` came back."""
+    """An audit with one finding: a text of which `right` of `of` tokens were recovered."""
     pieces = tuple(Piece(f" w{number}", "likely", number < right) for number in range(of))
     texts = (Readings("hidden", 1, "float32", (Reading("a text", pieces, False, False),)),)
     made = Finding(

@@ -1,4 +1,4 @@
-"""SARIF: rules in full, places, levels and kinds, fingerprints that stay, and what GitHub gets."""
+"""SARIF: rules, locations, levels and kinds, stable fingerprints, and the form for GitHub."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_fingerprints_stay_where_findings_move():
     ],
 )
 def test_github_calls_a_severity_by_our_name(severity, least, most):
-    """Whatever the score: a policy may have set the severity outright."""
+    """The number follows the severity, which a policy may set whatever the score is."""
     made = assess(whole(), override=lambda *_: severity)
     shown = [
         float(rule["properties"]["security-severity"])
@@ -160,7 +160,7 @@ def test_states_and_suppressions():
 
 
 def test_github_gets_what_needs_somebody_and_nothing_else():
-    """It takes every result for an open alert, whatever its kind, state or suppressions."""
+    """GitHub takes every result for an open alert, whatever its kind, state or suppressions."""
     alerts = by_exposure(run_of(judged(whole()), sarif.render_alerts))
     assert {result["kind"] for result in alerts.values()} == {"fail", "open"}
     assert "hidden states of layer 3" in alerts

@@ -1,4 +1,4 @@
-"""What is said of a store while it is read: a share that holds whatever the rest comes to."""
+"""The interval that is shown while a store is read holds whatever the rest is."""
 
 from __future__ import annotations
 

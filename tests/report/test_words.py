@@ -1,4 +1,4 @@
-"""Words are made last: whatever an exposure is called, ids, gates and baselines stay."""
+"""Ids, gates and baselines do not depend on the words for exposures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sample_audits import finding, judged, whole
 
 
 def decided_of() -> dict[str, object]:
-    """Everything that a pipeline may rely on."""
+    """Return everything that a pipeline may rely on."""
     made = judged(whole())
     results = json.loads(sarif.render(made))["runs"][0]["results"]
     return {

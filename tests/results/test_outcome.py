@@ -1,4 +1,4 @@
-"""What a status means, once for all commands: exit codes and headlines as a table."""
+"""The meaning of each status for all commands: exit codes and headlines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def audit_of(status):
 
 
 def results_of(status):
-    """What each command's function gives when it ends in a status."""
+    """What each command's function returns when it ends in a status."""
     ids = [1] if status is Status.RECOVERED else []
     return {
         "audit": audit_of(status),

@@ -1,4 +1,4 @@
-"""What every result shares: a kind, a short repr, a dictionary and files that come back."""
+"""All results have a kind, a short repr, a dictionary, and files that can be loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keyhole.core.errors import InputError
 
 @dataclass(frozen=True, repr=False)
 class Weighed(Result):
-    """A result with a number and, if it found any, weights."""
+    """A result with a number and, optionally, weights."""
 
     kind: ClassVar[str] = "weighing"
     tensors_key: ClassVar[str] = "weights"

@@ -1,4 +1,4 @@
-"""Results survive a trip through JSON, with weights in a second file."""
+"""Results are the same after saving and loading, with weights in a second file."""
 
 from __future__ import annotations
 

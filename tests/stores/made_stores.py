@@ -1,4 +1,4 @@
-"""A real store of every kind with vectors that are known, written by the kind's own library."""
+"""A real store of every kind with known vectors, written by the kind's own library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def faiss(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
 
 
 def faiss_inverted(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
-    """Vectors in lists around centres, under numbers of their own."""
+    """Write an inverted file: vectors in lists around centres, with ids of their own."""
     library = _faiss()
     width = vectors.shape[1]
     index = library.IndexIDMap2(library.IndexIVFFlat(library.IndexFlatL2(width), width, 2))
@@ -106,7 +106,7 @@ WITH_TEXTS = (jsonl, parquet, qdrant, chroma, lancedb, milvus)
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and folder under a folder: when it was last changed, and what is in it."""
+    """Return the modification time and the content of every file and folder in a folder."""
     return {
         str(path.relative_to(folder)): (
             path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes(),

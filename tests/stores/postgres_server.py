@@ -1,4 +1,4 @@
-"""A real PostgreSQL for the length of a block, on a socket in a folder of its own, or a skip."""
+"""A real PostgreSQL for the length of a block, on a socket in its own folder; or a skip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 
 def _programs() -> dict[str, str]:
-    """Where initdb and pg_ctl are: on the PATH, or where Debian keeps them."""
+    """Return the paths of initdb and pg_ctl, on the PATH or in Debian's folder."""
     places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
     path = os.pathsep.join([*map(str, places), os.environ.get("PATH", "")])
     found = {name: shutil.which(name, path=path) for name in ("initdb", "pg_ctl")}
@@ -25,7 +25,7 @@ def _programs() -> dict[str, str]:
 
 
 def _user() -> dict[str, object]:
-    """PostgreSQL refuses to run as root: then as the user that its package made."""
+    """Return the user of its package if the tests run as root, since PostgreSQL does not."""
     if os.geteuid() != 0:
         return {}
     try:
@@ -37,7 +37,7 @@ def _user() -> dict[str, object]:
 
 @contextmanager
 def postgres(folder: Path) -> Generator[str]:
-    """The address of a database that nobody else can reach; `folder` is short and new."""
+    """Yield the address of a private database in `folder`, whose path must be short."""
     programs, user = _programs(), _user()
     if user:
         os.chown(folder, int(str(user["user"])), int(str(user["group"])))

@@ -59,7 +59,7 @@ def serving(models=("tiny",), answer=None):
             thread.join()
 
 
-def test_it_is_asked_for_texts_that_are_known(monkeypatch):
+def test_the_server_embeds_known_texts(monkeypatch):
     monkeypatch.setenv("KEYHOLE_API_KEY", "a key")
     with serving() as (url, asked), open_store(url, TEXTS) as store:
         assert (store.count, store.dim) == (40, 32)
@@ -74,7 +74,7 @@ def test_it_is_asked_for_texts_that_are_known(monkeypatch):
     assert (way.pooling, way.normalised, target.pooling.sure) == ("cls", True, True)
 
 
-def test_one_of_several_models_is_asked_for():
+def test_one_of_several_models_must_be_named():
     with serving(models=("a", "b")) as (url, asked):
         with pytest.raises(InputError, match=r"several models \(a, b\): add \?model=NAME"):
             open_store(url, TEXTS).__enter__()
@@ -86,7 +86,7 @@ def test_one_of_several_models_is_asked_for():
     "answer", [{}, {"data": []}, {"data": [{"index": 0}]}, {"data": 3},
                {"data": [{"index": 0, "embedding": ["a"]}]}]
 )  # fmt: skip
-def test_a_wrong_answer_is_one_line(answer):
+def test_a_wrong_answer_is_a_one_line_error(answer):
     with (
         serving(answer=answer) as (url, _),
         pytest.raises(OracleError, match=r"http.* answer(ed)? with .*embeddings"),
@@ -94,6 +94,6 @@ def test_a_wrong_answer_is_one_line(answer):
         open_store(url, TEXTS).__enter__()
 
 
-def test_without_texts_there_is_nothing_to_ask():
+def test_known_texts_are_required():
     with pytest.raises(InputError, match="give --known with texts"):
         open_store("http://127.0.0.1:9/v1/embeddings").__enter__()

@@ -1,4 +1,4 @@
-"""Real indexes of FAISS that keep codes: what shares a code is read with them, and judged by it."""
+"""Real indexes of FAISS that keep codes: texts are judged by the code of their vector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAM = np.random.default_rng(0)
 
 
 def indexed(folder: Path, index, vectors):
-    """The store of an index that has learnt from, and holds, these vectors."""
+    """Return the store of an index that is trained on these vectors and holds them."""
     index.train(vectors)
     index.add(vectors)
     faiss.write_index(index, str(folder / "vectors.faiss"))
@@ -43,11 +43,11 @@ def test_steps(tmp_path, kind):
     index = faiss.IndexScalarQuantizer(8, getattr(faiss.ScalarQuantizer, kind))
     with indexed(tmp_path, index, vectors) as store:
         off = (store.read(range(500)) - torch.from_numpy(vectors)).abs() / store.steps
-        assert 0.49 < float(off.max()) <= 0.5 + 1e-3  # half a step, and no less than that
+        assert 0.49 < float(off.max()) <= 0.5 + 1e-3  # half a step, and not less
         assert store.codebook is None
 
 
-def test_whole_vectors_have_neither(tmp_path):
+def test_whole_vectors_have_no_quantiser(tmp_path):
     vectors = STREAM.normal(size=(20, 8)).astype(np.float32)
     with indexed(tmp_path, faiss.IndexFlatL2(8), vectors) as store:
         assert store.steps is None
@@ -71,5 +71,5 @@ def test_a_text_is_judged_by_its_code(tmp_path, kind):
     assert verdict.verified, verdict.reason
     for other in (texts[0], "w1 w20 w4", "w20 w1 w3", "w1 w20", "w1 w1 w20 w3"):
         assert not judge_vector(target, leak, words(other)["input_ids"]).verified
-    plain = Pooled(leak.values)  # nobody says what else the code stands for
+    plain = Pooled(leak.values)  # the quantiser is not known
     assert not judge_vector(target, plain, ids).verified

@@ -36,8 +36,8 @@ def loaded(weights):
 @pytest.mark.parametrize(
     "pooling", ["mean", pytest.param("last", marks=FULL), pytest.param("cls", marks=FULL)]
 )
-def test_its_pooling_is_found_out(pooling, weights, loaded):
-    """Its arithmetic is in 4 and 8 bits, ours in float32 with the same weights."""
+def test_the_pooling_is_found(pooling, weights, loaded):
+    """llama.cpp computes in 4 and 8 bits, and Keyhole in float32 with the same weights."""
     with (
         serving(weights, f"pooling={pooling.upper()}") as url,
         open_store(f"{url}/v1/embeddings", TEXTS) as store,

@@ -1,4 +1,4 @@
-"""Milvus by its own client: a folder of Milvus Lite, and a server that listens at a port."""
+"""Milvus by its own client: a folder of Milvus Lite, and a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def address(folder):
-    """A server of Milvus Lite on the folder, which it holds while it runs."""
+    """Yield the address of a server of Milvus Lite, which locks the folder while it runs."""
     from milvus_lite.adapter.grpc.server import start_server_in_thread
 
     server, database, port = start_server_in_thread(str(folder), port=0)
@@ -39,7 +39,7 @@ def opening(target):
         pass
 
 
-def test_a_server_is_read_by_the_same_client(address):
+def test_a_server_is_read(address):
     with pytest.raises(InputError, match=r"letters of http://.* is not loaded: load it first"):
         opening(f"milvus:{address}")
     loaded = MilvusClient(address)
@@ -56,7 +56,7 @@ def test_a_server_is_read_by_the_same_client(address):
         assert torch.equal(whole.float(), torch.from_numpy(VECTORS))
 
 
-def test_what_is_not_there_is_said(folder, address, tmp_path):
+def test_missing_parts_are_named(folder, address, tmp_path):
     with pytest.raises(InputError, match="has no collection nothing: choose among letters"):
         opening(f"milvus:{address}?collection=nothing")
     with pytest.raises(InputError, match="is not a folder of Milvus Lite"):
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_said(folder, address, tmp_path):
     assert "s3cret" not in str(refused.value)
 
 
-def test_somebody_elses_server_is_asked_only_if_one_may(folder):
+def test_another_machine_needs_authorization(folder):
     assert address_of("milvus:https://host:19530?collection=a") == "https://host:19530"
     assert address_of(f"milvus:{folder}") is None
     with pytest.raises(InputError, match="another machine: give --authorized"):

@@ -21,7 +21,7 @@ ROWS = [0, 2, 3, 9]
 
 @pytest.fixture(scope="module")
 def server():
-    # Not in pytest's own folder: another user must get there, and a socket's name is short.
+    # Not in pytest's own folder, which another user cannot enter and whose path is too long.
     with (
         tempfile.TemporaryDirectory(prefix="keyhole-pg-") as folder,
         postgres(Path(folder)) as address,
@@ -47,7 +47,7 @@ def fill(database, kind="real[]", table="letters", vectors=VECTORS):
 
 
 @pytest.mark.parametrize("kind", ["real[]", "double precision[]", "vector(6)", "halfvec(6)"])
-def test_what_went_in_comes_out(kind, server, database):
+def test_vectors_are_read(kind, server, database):
     if "vec" in kind:
         try:
             database.execute("CREATE EXTENSION vector")
@@ -65,7 +65,7 @@ def test_what_went_in_comes_out(kind, server, database):
 
 
 def test_nothing_is_written(server, database):
-    """By the content, and by the transactions that last wrote each row."""
+    """Compare the content, and the transactions that last wrote each row."""
     fill(database)
     content = "SELECT l::text, xmin::text, ctid::text FROM letters l ORDER BY ctid"
     before = database.execute(content).fetchall()
@@ -75,7 +75,7 @@ def test_nothing_is_written(server, database):
 
 
 def test_nothing_could_be_written(server, database):
-    """A view that writes when it is read: the server itself refuses, and nothing was written."""
+    """Read a view that writes when it is read: the server itself refuses."""
     fill(database)
     database.execute("CREATE TABLE readers (at timestamptz)")
     database.execute(
@@ -86,11 +86,11 @@ def test_nothing_could_be_written(server, database):
     with pytest.raises(InputError, match="cannot execute INSERT in a read-only transaction"):
         open_store(f"{server}&table=watched").__enter__()
     assert database.execute("SELECT count(*) FROM readers").fetchone() == (0,)
-    database.execute("SELECT count(embedding) FROM watched")  # which anybody else's reading does
+    database.execute("SELECT count(embedding) FROM watched")  # as any other client does
     assert database.execute("SELECT count(*) FROM readers").fetchone() == (10,)
 
 
-def test_one_of_several_tables_and_columns_is_asked_for(server, database):
+def test_one_of_several_tables_and_columns_must_be_named(server, database):
     fill(database)
     database.execute("CREATE SCHEMA other")
     fill(database, table='other."odd ""name"""', vectors=VECTORS + 1)
@@ -102,7 +102,7 @@ def test_one_of_several_tables_and_columns_is_asked_for(server, database):
         open_store(f"{server}&table=letters&column=none").__enter__()
 
 
-def test_wrong_addresses_are_one_line(server, database):
+def test_wrong_addresses_are_one_line_errors(server, database):
     with pytest.raises(InputError, match=r"has no table with a vector column"):
         open_store(server).__enter__()
     for wrong in ("postgresql://owner:secret@127.0.0.1:1/none", "postgresql:///x?host=/none"):

@@ -1,4 +1,4 @@
-"""Every kind of store: what went in comes out, and nothing in it changes."""
+"""Every kind of store: the vectors are read, and no file changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [0, 2, 3, 9]
 
 
 @pytest.mark.parametrize("maker", made_stores.MAKERS, ids=lambda maker: maker.__name__)
-def test_what_went_in_comes_out_and_nothing_changes(maker, tmp_path):
+def test_vectors_are_read_and_nothing_changes(maker, tmp_path):
     target = maker(tmp_path, VECTORS, TEXTS)
     before = made_stores.fingerprint(tmp_path)
     with open_store(target) as store:
@@ -37,7 +37,7 @@ def test_what_went_in_comes_out_and_nothing_changes(maker, tmp_path):
     assert made_stores.fingerprint(tmp_path) == before
 
 
-def test_the_identity_is_that_of_the_vectors(tmp_path):
+def test_the_identity_depends_on_the_vectors_alone(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
@@ -78,7 +78,7 @@ def test_the_identity_is_that_of_the_vectors(tmp_path):
         ("target.safetensors", None),
     ],
 )
-def test_a_target_tells_its_kind(target, name):
+def test_the_kind_of_a_target(target, name):
     kind = kind_of(target)
     assert (None if kind is None else kind.name) == name
 
@@ -87,7 +87,7 @@ def test_every_kind_has_a_name_and_a_form_of_its_own():
     assert len({kind.name for kind in KINDS}) == len({kind.form for kind in KINDS}) == len(KINDS)
 
 
-def test_half_precision_stays_what_it_is(tmp_path):
+def test_half_precision_is_kept(tmp_path):
     with open_store(made_stores.npy(tmp_path, VECTORS.astype(np.float16), TEXTS)) as store:
         assert store.read(ROWS).dtype == torch.float16
 
@@ -97,7 +97,7 @@ def opening(target):
         return store.read(range(store.count))
 
 
-def test_one_of_several_is_asked_for(tmp_path):
+def test_one_of_several_columns_must_be_named(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text(json.dumps({"a": [1.0, 2.0], "b": [3.0, 4.0]}) + "\n")
     with pytest.raises(InputError, match=r"has more than one .* \(a, b\): add \?column=NAME"):
@@ -122,7 +122,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_store_is_one_line(name, tmp_path):
+def test_files_without_vectors_are_one_line_errors(name, tmp_path):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     if name.endswith(".faiss"):
@@ -136,13 +136,13 @@ def test_what_is_no_store_is_one_line(name, tmp_path):
 @pytest.mark.parametrize(
     "target", ["none.npy", "none.faiss", "chroma:none", "qdrant:none", "lancedb:none"]
 )
-def test_what_is_not_there_is_one_line(target, tmp_path, monkeypatch):
+def test_missing_stores_are_one_line_errors(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"none\b.*:"):
         opening(target)
 
 
-def test_arrays_that_are_no_vectors(tmp_path):
+def test_arrays_without_vectors_are_refused(tmp_path):
     np.save(tmp_path / "flat.npy", VECTORS[0])
     np.save(tmp_path / "whole.npy", VECTORS.astype(int))
     np.save(tmp_path / "objects.npy", np.array([[{}]]), allow_pickle=True)
@@ -151,7 +151,7 @@ def test_arrays_that_are_no_vectors(tmp_path):
             opening(tmp_path / f"{name}.npy")
 
 
-def test_numbers_that_are_none(tmp_path):
+def test_nan_is_refused(tmp_path):
     broken = VECTORS.copy()
     broken[4, 1] = np.nan
     with pytest.raises(InputError, match=r"row 4 of .* holds NaN or infinity"):
@@ -159,14 +159,14 @@ def test_numbers_that_are_none(tmp_path):
 
 
 def test_a_pickled_point_runs_nothing(tmp_path):
-    """A point that would write a file if it were unpickled as its bytes say."""
+    """Unpickling this point would write a file."""
     witness = tmp_path / "witness"
 
     class Trap:
         def __reduce__(self):
             return (exec, (f"open({str(witness)!r}, 'w').close()",))
 
-    with pytest.raises(AttributeError):  # what it does where nobody stops it
+    with pytest.raises(AttributeError):  # what plain unpickling does
         pickle.loads(pickle.dumps(Trap())).fields  # noqa: B018
     assert witness.exists()
     witness.unlink()
@@ -181,7 +181,7 @@ def test_a_pickled_point_runs_nothing(tmp_path):
     assert not witness.exists()
 
 
-def test_a_store_that_is_being_written_is_left_alone(tmp_path):
+def test_a_store_that_is_being_written_is_refused(tmp_path):
     target = made_stores.qdrant(tmp_path, VECTORS, TEXTS)
     (tmp_path / "qdrant" / "collection" / "letters" / "storage.sqlite-wal").touch()
     with pytest.raises(InputError, match="Qdrant is writing to"):

@@ -1,4 +1,4 @@
-"""Weaviate by its own client, against a stand-in for its server (weaviate_stand_in.py)."""
+"""Weaviate by its own client, with a stand-in for its server (weaviate_stand_in.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opening(target):
         return store.read(range(store.count))
 
 
-def test_what_went_in_comes_out_in_several_answers(server):
+def test_vectors_are_read_in_several_answers(server):
     with open_store(f"{server}&collection=Letters") as store:
         assert (store.count, store.dim, store.note) == (2500, 4, "")
         assert store.name == f"{server[9:].partition('?')[0]}, Letters"
@@ -61,7 +61,7 @@ def test_what_went_in_comes_out_in_several_answers(server):
         assert torch.equal(whole.float(), torch.from_numpy(VECTORS))
 
 
-def test_one_of_several_vectors_is_asked_for(server):
+def test_one_of_several_vectors_must_be_named(server):
     named = f"{server}&collection=Named"
     with pytest.raises(InputError, match=r"vector of an object \(title, body\): add \?vector=NAME"):
         opening(named)
@@ -73,13 +73,13 @@ def test_one_of_several_vectors_is_asked_for(server):
         opening(f"{named}&vector=body&text=n")
 
 
-def test_a_tenant_is_asked_for(server):
+def test_a_tenant_must_be_named(server):
     with pytest.raises(KeyholeError, match="'' is not the tenant"):
         opening(f"{server}&collection=Shared")
     assert opening(f"{server}&collection=Shared&tenant=a").shape == (3, 4)
 
 
-def test_what_is_not_there_is_said(server):
+def test_missing_parts_are_named(server):
     with pytest.raises(InputError, match=r"collection \(Bare, Empty, .*add \?collection=NAME"):
         opening(server)
     with pytest.raises(InputError, match="has no collection Nothing: choose among"):
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_said(server):
         opening(f"{server}&collection=Bare")
 
 
-def test_who_does_not_answer_is_said(server, tmp_path):
+def test_servers_that_do_not_answer_are_named(server, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = free.getsockname()[1]
     address = server.partition("?")[0]
@@ -106,7 +106,7 @@ def test_who_does_not_answer_is_said(server, tmp_path):
             opening(wrong)
 
 
-def test_the_key_is_that_of_the_environment(monkeypatch):
+def test_the_key_comes_from_the_environment(monkeypatch):
     with served({"Letters": Collection(objects(VECTORS[:3]))}, key="s3cret") as (address, port):
         target = f"weaviate:{address}?grpc_port={port}"
         for key in ("", "wrong"):
@@ -117,7 +117,7 @@ def test_the_key_is_that_of_the_environment(monkeypatch):
         assert opening(target).shape == (3, 4)
 
 
-def test_somebody_elses_server_is_asked_only_if_one_may():
+def test_another_machine_needs_authorization():
     assert address_of("weaviate:https://host:8080?collection=a") == "https://host:8080"
     with pytest.raises(InputError, match="another machine: give --authorized"):
         keyhole.audit("weaviate:http://192.0.2.1:8080", model="demo")

@@ -1,9 +1,9 @@
-"""A stand-in for Weaviate's server, which no package carries: what its own client asks to read.
+"""A stand-in for Weaviate's server, which no package contains, as its own client reads it.
 
-It answers GET /v1/meta and /v1/schema over HTTP and `Search` over gRPC, in the messages that the
-client ships with, for objects sorted by id: after an id, or those of a filter by id. Whatever would
-change something is not answered. Weaviate itself was not asked how it answers: the fields are those
-that the client reads, and those that the server's source fills.
+It answers GET /v1/meta and /v1/schema over HTTP, and `Search` over gRPC in the messages that the
+client contains: objects sorted by id, those after an id, or those of a filter by id. It answers no
+request that changes anything. The fields are those that the client reads and the server's source
+fills; the answers were not compared with a real server.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from uuid import UUID
 import grpc
 from weaviate.proto.v1 import base_pb2, search_get_pb2, weaviate_pb2_grpc
 
-_DEFAULT_LIMIT = 10  # of objects in an answer, where a request names none
+_DEFAULT_LIMIT = 10  # objects in an answer if a request states no limit
 _FLAT = {"distance": "cosine", "vectorCacheMaxObjects": 1}
 
 
 @dataclass
 class Collection:
-    """Objects by their ids: vectors by name, or one without a name, and properties."""
+    """Objects by id, each with vectors by name (or one without a name) and properties."""
 
     objects: Mapping[UUID, tuple[Any, Mapping[str, Any]]]
     tenant: str = ""
@@ -127,7 +127,7 @@ def _handler(collections: Mapping[str, Collection], key: str) -> type[BaseHTTPRe
 
 @contextmanager
 def served(collections: Mapping[str, Collection], key: str = "") -> Generator[tuple[str, int]]:
-    """The stand-in's address and its port of gRPC."""
+    """Yield the address of the stand-in and its gRPC port."""
     calls = grpc.server(ThreadPoolExecutor(2))
     weaviate_pb2_grpc.add_WeaviateServicer_to_server(_Service(collections, key), calls)
     port = calls.add_insecure_port("127.0.0.1:0")

@@ -1,7 +1,7 @@
-"""What an audit means: rules, severities, families and a verdict, computed once for all formats.
+"""The meaning of an audit: rules, severities, families and a verdict.
 
-`assess(audit)` reads an `Audit` and nothing else; pages, tables and files for pipelines are made
-from the `Assessment` that it gives, so no two of them can disagree.
+`assess(audit)` reads an `Audit` and nothing else. All pages, tables and files are made from the
+`Assessment` that it returns, so that no two of them can disagree.
 """
 
 from keyhole.assess.assessment import (

@@ -1,32 +1,32 @@
-"""What a team has decided: what to audit, what fails, what is ignored and until when.
+"""Policies: the decisions of a team about what to audit, what fails, and what is ignored.
 
 A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject.toml`:
 
     targets = ["./model"]                      # what `keyhole audit` without TARGET audits
     data = "texts.tsv"
     exposures = ["text", "KH-WEIGHTS-*"]       # families or rules to check; all by default
-    returns = ["labels", "embeddings"]         # the rest is hypothetical; by default anything
-    fail-on = ["high", "text.exact > 0.1"]     # see below; by default all that is given away
-    allow-unchecked = false                    # true: what could not be checked does not count
+    returns = ["labels", "embeddings"]         # what the service returns; by default anything
+    fail-on = ["high", "text.exact > 0.1"]     # by default everything that is given away
+    allow-unchecked = false                    # true: a check without a result does not fail
 
     [severity]
-    KH-PREDICTIONS-CUTS = "low"                # a rule's or a finding's severity, set outright
+    KH-PREDICTIONS-CUTS = "low"                # the severity of a rule or of a finding
 
-    [[rule]]                                   # rules by what a framework calls them:
+    [[rule]]                                   # all rules under an entry of a framework:
     owasp = "LLM08:2025"                       # owasp, aisvs, atlas or cwe
-    severity = "critical"                      # of all of them, or
+    severity = "critical"                      # their severity, or
     fail = true                                # they fail, whatever fail-on says
 
     [[ignore]]
-    finding = "KH-TEXT-KEYS-AND-VALUES"        # an id of a finding or rule; * stands for anything
+    finding = "KH-TEXT-KEYS-AND-VALUES"        # the id of a finding or rule; * is a wildcard
     reason = "the cache never leaves the cluster"
     until = 2027-06-30
 
     [environment.production]                   # with --environment production
     fail-on = ["low"]
 
-What an environment says replaces what stands above it, but for its ignores and severities, which
-are added. Names of files are relative to the policy's.
+The settings of an environment replace those above it, except that its ignores and severities are
+added. File names are relative to the policy's folder.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -61,28 +62,28 @@ from keyhole.core.files import exists, read_toml
 from keyhole.core.standards import FRAMEWORKS, expect_standard
 
 FILES = ("keyhole.toml", "pyproject.toml")
-_USUAL = ("low",)  # everything that is given away
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is audited and what fails; without a file, everything that is given away does."""
+    """The settings of a policy; by default everything that is given away fails.
+
+    `standards` are the conditions from [[rule]], by which findings fail besides `fail_on`.
+    """
 
     source: str = "no policy: whatever is given away fails"
     targets: tuple[str, ...] = ()
     data: str | None = None
     exposures: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
-    fail_on: tuple[Condition, ...] = field(
-        default_factory=lambda: tuple(condition(words) for words in _USUAL)
-    )
+    fail_on: tuple[Condition, ...] = field(default_factory=lambda: (condition("low"),))
     allow_unchecked: bool = False
     severities: Mapping[str, Severity] = field(default_factory=dict[str, Severity])
     ignores: tuple[Ignore, ...] = ()
-    standards: tuple[Condition, ...] = ()  # what fails besides, by the ids of frameworks
+    standards: tuple[Condition, ...] = ()
 
     def severity(self, name: str, rule: Rule, finding: Finding) -> Severity | None:  # noqa: ARG002
-        """The severity that the policy gives a finding: by its id first, then by its rule."""
+        """Return the severity that the policy sets for a finding: by its id, then by its rule."""
         for key in (name, rule.id):
             for pattern, severity in self.severities.items():
                 if fnmatchcase(key, pattern):
@@ -91,7 +92,7 @@ class Policy:
 
 
 def find_policy(folder: Path) -> Path | None:
-    """The policy of a folder, if it has one; a pyproject.toml without [tool.keyhole] is none."""
+    """Return the policy of a folder, if any; a pyproject.toml counts if it has [tool.keyhole]."""
     for name in FILES:
         path = folder / name
         if exists(path) and (name == FILES[0] or "keyhole" in _tool(read_toml(path, "a policy"))):
@@ -100,7 +101,7 @@ def find_policy(folder: Path) -> Path | None:
 
 
 def read_policy(path: str | Path, environment: str | None = None) -> Policy:
-    """The policy in a file, as it is in an environment."""
+    """Read a policy from a file, with the settings of an environment."""
     path = Path(path)
     table = read_toml(path, "a policy")
     if path.name == FILES[1]:
@@ -111,7 +112,7 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
         raise InputError(f"{path} is empty: give {', '.join(_KEYS)} or environment")
     environments = _table(table.pop("environment", {}), "environment", path)
     policy = _layer(Policy(source=str(path)), table, path)
-    for name, inner in environments.items():  # all of them are read: a mistake shows at once
+    for name, inner in environments.items():  # reads all of them, so that any mistake shows
         layered = _layer(policy, _table(inner, f"environment.{name}", path), path)
         if name == environment:
             policy = replace(layered, source=f"{path}, environment {name}")
@@ -127,18 +128,21 @@ def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
-    """A policy with what a table adds to it or replaces."""
+    """Return a policy with the settings of a table added or replaced."""
     expect_keys(table, _KEYS, str(path))
     changes = {
         _KEYS[key]: _value(key, value, policy, path)
         for key, value in table.items()
         if key != "rule"
     }
-    return _by_standards(replace(policy, **cast("Any", changes)), table.get("rule", []), path)
+    policy = replace(policy, **cast("Any", changes))
+    for entry in _tables(table.get("rule", []), "rule", path):
+        policy = _with_rules(policy, entry, path)
+    return policy
 
 
 def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
-    """What a key of a policy means, or one line that says what may stand there."""
+    """Read the value of a key, or raise an InputError that says what it takes."""
     match key:
         case "targets":
             return tuple(_in_folder(path, name) for name in _words(value, key, path))
@@ -151,7 +155,8 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
         case "severity":
             return _severities(policy, value, path)
         case "ignore":
-            return _ignores(policy, value, path)
+            entries = _tables(value, "ignore", path)
+            return (*policy.ignores, *(_ignore(entry, path) for entry in entries))
         case "data" if isinstance(value, str):
             return _in_folder(path, value)
         case "allow-unchecked" if isinstance(value, bool):
@@ -164,7 +169,10 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
 def _severities(
     policy: Policy, value: Any, path: Path, *, keep: bool = False
 ) -> dict[str, Severity]:
-    """What a table adds before what a policy has; with `keep`, what the policy has comes first."""
+    """Add a table's severities to a policy's; the table's win, or the policy's with `keep`.
+
+    The first pattern that matches a finding decides, so the winning ones come first.
+    """
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
@@ -174,47 +182,35 @@ def _severities(
             )
         given[name] = Severity(word)
     first, then = (policy.severities, given) if keep else (given, policy.severities)
-    return {**first, **{name: s for name, s in then.items() if name not in first}}
+    return {**first, **then, **first}
 
 
-def _by_standards(policy: Policy, value: Any, path: Path) -> Policy:
-    """A policy with what [[rule]] says of the rules under an entry of a framework."""
+def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
+    """Return a policy with a [[rule]], which applies to the rules under entries of a framework."""
+    keys = [key for key in table if key in _STANDARDS]
+    if len(keys) != 1 or not set(table) - set(keys) <= {"severity", "fail"} or len(table) < 2:
+        raise InputError(
+            f"[[rule]] of {path} must have one of {', '.join(_STANDARDS)}, and severity or "
+            f"fail, and has {', '.join(table)[:60] or 'nothing'}"
+        )
     known = {rule.id: rule.standards for rule in RULES}
-    if not isinstance(value, list):
-        raise InputError(f"expected [[rule]] in {path}, got {value!r:.40}")
-    for entry in cast("list[Any]", value):
-        table = _table(entry, "rule", path)
-        keys = [key for key in table if key in _STANDARDS]
-        if len(keys) != 1 or not set(table) - set(keys) <= {"severity", "fail"} or len(table) < 2:
-            raise InputError(
-                f"[[rule]] of {path} must have one of {', '.join(_STANDARDS)}, and severity or "
-                f"fail, and has {', '.join(table)[:60] or 'nothing'}"
-            )
-        ids = _words(table[keys[0]], keys[0], path)
-        under = {rule for word in ids for rule in expect_standard(keys[0], word, known)}
-        if "severity" in table:
-            given = dict.fromkeys(sorted(under), table["severity"])
-            policy = replace(policy, severities=_severities(policy, given, path, keep=True))
-        if table.get("fail", True) is not True:
-            raise InputError(f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses")
-        if "fail" in table:
-            met = Condition(f"{keys[0]} {', '.join(ids)}", _is_under(under))
-            policy = replace(policy, standards=(*policy.standards, met))
+    ids = _words(table[keys[0]], keys[0], path)
+    under = {rule for word in ids for rule in expect_standard(keys[0], word, known)}
+    if "severity" in table:
+        given = dict.fromkeys(sorted(under), table["severity"])
+        policy = replace(policy, severities=_severities(policy, given, path, keep=True))
+    if table.get("fail", True) is not True:
+        raise InputError(f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses")
+    if "fail" in table:
+        met = Condition(
+            f"{keys[0]} {', '.join(ids)}",
+            lambda item: item.finding.exposed and item.rule.id in under,
+        )
+        policy = replace(policy, standards=(*policy.standards, met))
     return policy
 
 
-def _is_under(rules: set[str]) -> Callable[[Item], bool]:
-    return lambda item: item.finding.exposed and item.rule.id in rules
-
-
-def _ignores(policy: Policy, value: Any, path: Path) -> tuple[Ignore, ...]:
-    if not isinstance(value, list):
-        raise InputError(f"expected [[ignore]] in {path}, got {value!r:.40}")
-    return (*policy.ignores, *(_ignore(entry, path) for entry in cast("list[Any]", value)))
-
-
-def _ignore(value: Any, path: Path) -> Ignore:
-    table = _table(value, "ignore", path)
+def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
     if set(table) != {"finding", "reason", "until"}:
         raise InputError(
             f"[[ignore]] of {path} must have finding, reason and until, and has "
@@ -231,11 +227,10 @@ def _ignore(value: Any, path: Path) -> Ignore:
 
 
 _STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
-_KEYS = {  # and the fields that they set
+_KEYS = {  # the keys of a policy's file, and the fields of Policy that they set
     "targets": "targets", "data": "data", "exposures": "exposures", "returns": "returns",
-    "fail-on": "fail_on",
-    "allow-unchecked": "allow_unchecked", "severity": "severities", "ignore": "ignores",
-    "rule": "standards",
+    "fail-on": "fail_on", "allow-unchecked": "allow_unchecked", "severity": "severities",
+    "ignore": "ignores", "rule": "standards",
 }  # fmt: skip
 
 
@@ -252,22 +247,28 @@ def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", value))
 
 
+def _tables(value: Any, key: str, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InputError(f"expected [[{key}]] in {path}, got {value!r:.40}")
+    return [_table(entry, key, path) for entry in cast("list[Any]", value)]
+
+
 def _in_folder(path: Path, name: str) -> str:
-    """A file in the policy's own folder; addresses and other names as they are."""
+    """Return a name relative to the policy's folder if there is such a file, else unchanged."""
     file = path.parent / name
     return str(file) if exists(file) else name
 
 
-# When an audit fails: the conditions that `fail-on` lists, one of which is enough.
+# The conditions in `fail-on`. An audit fails if a finding meets any of them:
 #
-#     "high"                        any finding of this severity or a worse one
+#     "high"                        a finding of this severity or a worse one
 #     "text"                        anything of this family that is given away
-#     "KH-TEXT-*", "text-layer-3"   anything given away under this rule or id; * stands for anything
-#     "text.exact > 0.1"            a figure of this family, whatever the attack's outcome
+#     "KH-TEXT-*", "text-layer-3"   anything given away under this rule or id; * is a wildcard
+#     "text.exact > 0.1"            a figure of this family, whatever the outcome of the attack
 #
-# Figures are `exact` (the share that came back exactly), `share` (the share that is known), `score`
-# (0 to 10), `error`, `queries` and `seconds`. A finding without the figure does not meet the
-# condition; controls never do.
+# Figures are `exact` (the share recovered exactly), `share` (the share that is known), `score` (0
+# to 10), `error`, `queries` and `seconds`. A finding without the figure does not meet the
+# condition, and controls never do.
 
 FIGURES: dict[str, Callable[[Item], float | None]] = {
     "exact": lambda item: item.exact,
@@ -285,7 +286,7 @@ _FAILING = [severity for severity in Severity if severity.rank >= Severity.LOW.r
 
 @dataclass(frozen=True)
 class Condition:
-    """One entry of `fail-on`, as it was written, and whether a finding meets it."""
+    """An entry of `fail-on` as it was written, and a test of whether a finding meets it."""
 
     words: str
     met: Callable[[Item], bool]
@@ -295,7 +296,7 @@ class Condition:
 
 
 def condition(words: str) -> Condition:
-    """What an entry means, or one line that says what may stand there."""
+    """Read an entry of `fail-on`, or raise an InputError that says what it takes."""
     if words in _FAILING:
         least = Severity(words).rank
         return Condition(words, lambda item: item.finding.exposed and item.severity.rank >= least)
@@ -303,7 +304,7 @@ def condition(words: str) -> Condition:
         return Condition(words, lambda item: item.finding.exposed and item.family == words)
     comparison = _COMPARISON.fullmatch(words)
     if comparison:
-        return Condition(words, _figure(words, *comparison.groups()))
+        return Condition(words, _comparing(words, *comparison.groups()))
     if _NAME.fullmatch(words) and "-" in words:
         return Condition(words, lambda item: item.finding.exposed and matches(words, item))
     raise InputError(
@@ -314,11 +315,14 @@ def condition(words: str) -> Condition:
 
 
 def matches(pattern: str, item: Item) -> bool:
-    """Is this the finding, or a finding of the rule, that a pattern names?"""
+    """Return whether a pattern matches the id of a finding or of its rule."""
     return fnmatchcase(item.id, pattern) or fnmatchcase(item.rule.id, pattern)
 
 
-def _figure(words: str, family: str, name: str, sign: str, number: str) -> Callable[[Item], bool]:
+def _comparing(
+    words: str, family: str, name: str, sign: str, number: str
+) -> Callable[[Item], bool]:
+    """Return the test of a comparison such as text.exact > 0.1."""
     if family not in list(Family) or name not in FIGURES:
         raise InputError(
             f"fail-on does not know {words[:60]!r}: give a family ({', '.join(Family)}) and a "
@@ -338,11 +342,8 @@ def _figure(words: str, family: str, name: str, sign: str, number: str) -> Calla
     return met
 
 
-# Whether an audit passes: what a policy says of each finding, and which rule decided.
-
-
 def decided(assessment: Assessment, policy: Policy, today: date | None = None) -> Assessment:
-    """The assessment with the policy's decision, and its ignores marked on the items."""
+    """Return the assessment with the policy's decision, and with ignored findings marked."""
     today = today or datetime.now(UTC).date()
     items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
     rulings = [_ruled(item, policy, today) for item in items]
@@ -354,39 +355,32 @@ def decided(assessment: Assessment, policy: Policy, today: date | None = None) -
 def _decision(
     rulings: Sequence[Ruled], tried: int, policy: Policy, assessment: Assessment
 ) -> Decision:
-    def first(ruling: Ruling) -> list[Ruled]:
-        return [ruled for ruled in rulings if ruled.ruling is ruling]
-
-    failing, unchecked = first(Ruling.FAILS), first(Ruling.UNCHECKED)
-    if failing:
-        rules = list(dict.fromkeys(ruled.rule for ruled in failing))
-        code, rule = FAILED, f"{len(failing)} of {tried} findings fail: {'; '.join(rules)}"
+    count = Counter(ruled.ruling for ruled in rulings)
+    unchecked = count[Ruling.UNCHECKED]
+    if count[Ruling.FAILS]:
+        rules = dict.fromkeys(ruled.rule for ruled in rulings if ruled.ruling is Ruling.FAILS)
+        code, rule = FAILED, f"{count[Ruling.FAILS]} of {tried} findings fail: {'; '.join(rules)}"
     elif not rulings and assessment.hypothetical:
         code = PASSED if policy.allow_unchecked else UNCHECKED
         rule = f"no check is about what is returned ({', '.join(assessment.returns)})"
     elif not rulings:
         code, rule = UNCHECKED, "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
-        code, rule = UNCHECKED, f"{len(unchecked)} could not be checked, and that is not clean"
-    elif unchecked and len(unchecked) == len(rulings):
+        code, rule = UNCHECKED, f"{unchecked} could not be checked, and that is not clean"
+    elif unchecked and unchecked == len(rulings):
         code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
     else:
-        code, rule = PASSED, _passed(rulings)
+        parts = [f"{count[ruling]} {words}" for ruling, words in _EXCUSED.items() if count[ruling]]
+        detail = f" ({', '.join(parts)})" if parts else ""
+        code, rule = PASSED, f"no finding fails{detail}"
     return Decision(code, rule, tuple(rulings), policy.source)
 
 
-def _passed(rulings: Sequence[Ruled]) -> str:
-    words = [
-        f"{sum(ruled.ruling is ruling for ruled in rulings)} {about}"
-        for ruling, about in (
-            (Ruling.IGNORED, "ignored"),
-            (Ruling.KNOWN, "in the baseline already"),
-            (Ruling.UNCHECKED, "could not be checked, which the policy allows"),
-        )
-        if any(ruled.ruling is ruling for ruled in rulings)
-    ]
-    about = f" ({', '.join(words)})" if words else ""
-    return f"no finding fails{about}"
+_EXCUSED = {  # rulings that do not fail an audit, in words for its decision
+    Ruling.IGNORED: "ignored",
+    Ruling.KNOWN: "in the baseline already",
+    Ruling.UNCHECKED: "could not be checked, which the policy allows",
+}
 
 
 def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
@@ -406,7 +400,7 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
-    """A check that would apply and could not be made; ignored by the id of its exposure."""
+    """Rule on a check that could not be made, which is ignored by the id of its exposure."""
     name = skip.exposure.id
     for ignore in policy.ignores:
         if ignore.until >= today and fnmatchcase(name, ignore.finding):
@@ -415,11 +409,11 @@ def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
 
 
 def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
-    """The ignore that holds for a finding today; what gave nothing away needs none."""
-    if not item.finding.exposed and item.finding.outcome is not Outcome.UNCHECKED:
+    """Return the ignore that holds for a finding today; one that gave nothing away needs none."""
+    if item.finding.outcome is Outcome.KEPT:
         return None
-    given = [ignore for ignore in policy.ignores if matches(ignore.finding, item)]
-    return next((ignore for ignore in given if ignore.until >= today), None)
+    given = (i for i in policy.ignores if matches(i.finding, item) and i.until >= today)
+    return next(given, None)
 
 
 def _expired(item: Item, policy: Policy, today: date) -> str:

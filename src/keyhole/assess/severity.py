@@ -1,4 +1,4 @@
-"""How bad a finding is: a score from 0 to 10, in points that anybody can count, and its name.
+"""The severity of a finding: a score from 0 to 10, as a sum of points, and a name for it.
 
     what is lost       text or inputs 4, weights 3, a prediction, or a vector behind a text, 2
     how much of it     all 3, at least half 2, some 1; less than a quarter, none of it proved, 0
@@ -7,11 +7,11 @@
 
     9 and 10 critical, 7 and 8 high, 5 and 6 medium, 1 to 4 low
 
-A finding that gave nothing away, and a control, score 0: none. Of a text, nothing was given away
-where guesses without the leak would have as much of it right (audit/texts.py). What could not be
-checked has no score: unknown, which is never none. Where a way is open and was not tried, what may
-be lost counts, and the cost: for text that is medium. A policy may give a rule or a finding its
-severity outright (assess/policy.py).
+A finding that gave nothing away has the score 0 and the severity none; so has a control. A text
+counts as not given away if guesses without the leak would have as much of it right
+(audit/texts.py). A check without a result has the severity unknown, which is never none. If a way
+is open and was not tried, only what may be lost and the cost count: for text that makes medium. A
+policy may set the severity of a rule or of a finding (assess/policy.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keyhole.core.text import percent
 
 
 class Severity(StrEnum):
-    """From nothing to the worst; `unknown` stands between none and low: nobody knows."""
+    """Severities in ascending order of `rank`."""
 
     NONE = "none"
     UNKNOWN = "unknown"
@@ -39,19 +39,19 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
-_LOST = {  # its points, and what it is called
+_LOST = {  # the points of each family, and the name of what is lost
     Family.TEXT: (4, "text"), Family.INPUTS: (4, "the input"), Family.WEIGHTS: (3, "weights"),
     Family.PREDICTIONS: (2, "the prediction"),
 }  # fmt: skip
-_VECTOR = (2, "a vector (the last state)")
-_NAMES = {Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1}  # at least
+_LOST_VECTOR = (2, "a vector (the last state)")
+_LEAST_POINTS = {Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1}
 ALL, MOST, MUCH = 0.99, 0.5, 0.25  # shares of the secret
 _CHEAP, _AFFORDABLE = 10_000, 1_000_000  # queries
 
 
 @dataclass(frozen=True)
 class Score:
-    """The points of a finding, and the words for each of them."""
+    """The points of a finding, and the reasons for them in words."""
 
     points: int
     severity: Severity
@@ -59,36 +59,35 @@ class Score:
 
 
 def score(finding: Finding) -> Score:
-    """What is lost, how exactly, at what cost, whether proved."""
     if finding.control:
         return Score(0, Severity.NONE, "a control: an attack without choice, for comparison")
     if finding.outcome is Outcome.UNCHECKED:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
-        return Score(0, Severity.NONE, f"nothing was given away{_guessed(finding)}")
-    lost, what = _VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
+        return Score(0, Severity.NONE, f"nothing was given away{_explained_by_chance(finding)}")
+    lost, what = _LOST_VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
     cheap = 2 if finding.queries <= _CHEAP else 1 if finding.queries <= _AFFORDABLE else 0
     if finding.open:
         return _scored(lost + cheap, f"a way to {what} is open, {cost(finding)}")
     proved = is_proved(finding)
-    much, how_much = _much(1.0 if is_vector(finding) else share(finding), proved)
-    how_much += _chance(finding)
+    much, how_much = _points_for_share(1.0 if is_vector(finding) else share(finding), proved)
+    how_much += _compared_with_chance(finding)
     words = (what, how_much, cost(finding), "proved" if proved else "not proved")
     return _scored(lost + much + cheap + proved, ", ".join(words))
 
 
 def _scored(points: int, why: str) -> Score:
-    severity = next((name for name, least in _NAMES.items() if points >= least), Severity.NONE)
-    return Score(points, severity, why)
+    reached = (severity for severity, least in _LEAST_POINTS.items() if points >= least)
+    return Score(points, next(reached, Severity.NONE), why)
 
 
 def is_vector(finding: Finding) -> bool:
-    """Is it a vector that came back, behind which there is a text, and not the text?"""
+    """Return whether a vector was recovered that a text determines, but not the text."""
     return finding.sought == "last state"
 
 
 def share(finding: Finding) -> float:
-    """How much of the secret is known: of texts read whole, of tokens, of unknowns, of flips."""
+    """Return the share of the secret that is known: of texts, tokens, unknowns or predictions."""
     if finding.open or is_vector(finding):
         return 0.0
     if finding.status in (Status.RECOVERED, Status.WITHIN):
@@ -99,9 +98,10 @@ def share(finding: Finding) -> float:
 
 
 def exact(finding: Finding) -> float | None:
-    """The share that came back exactly and verified: of texts, or all or nothing of the rest.
+    """Return the share that was recovered exactly and verified.
 
-    None of what was not tried, and of a vector: no text of it is known.
+    It is a share of texts or predictions; of other secrets it is 0 or 1. None if nothing was tried,
+    or if only a vector was recovered and not its text.
     """
     if finding.open or is_vector(finding):
         return None
@@ -114,9 +114,10 @@ def exact(finding: Finding) -> float | None:
 
 
 def is_proved(finding: Finding) -> bool:
-    """Was the secret compared with the target, and did it agree?
+    """Return whether the secret was compared with the target and agreed.
 
-    Flips are: the model itself gave the other answer. Text is where any whole text was verified.
+    A flipped prediction is proved because the model itself gave the other answer. Text is proved if
+    at least one whole text was verified.
     """
     if finding.exposure.family is Family.PREDICTIONS:
         return finding.exposed
@@ -126,21 +127,21 @@ def is_proved(finding: Finding) -> bool:
 
 
 def cost(finding: Finding) -> str:
-    """What was spent, in the unit that is counted: questions asked, texts seen, passes made."""
+    """Return what the attack cost, in the unit of its rule: queries, texts, passes, and so on."""
     single, several = rule_of(finding.exposure).units
     return f"{finding.queries:,} {single if finding.queries == 1 else several}"
 
 
-def _chance(finding: Finding) -> str:
-    """What guesses without the leak would have right, where little is known."""
+def _compared_with_chance(finding: Finding) -> str:
+    """Return what guesses without the leak would have right, if little of the text is known."""
     chance = finding.texts[0].chance if finding.texts else None
     if chance is None or share(finding) >= MOST or exact(finding):
         return ""
     return f" (guesses without the leak have {percent(chance)} right)"
 
 
-def _guessed(finding: Finding) -> str:
-    """Why tokens that are right are not given away."""
+def _explained_by_chance(finding: Finding) -> str:
+    """Return why tokens that are right are not given away."""
     chance = finding.texts[0].chance if finding.texts else None
     if chance is None or not finding.known:
         return ""
@@ -150,10 +151,10 @@ def _guessed(finding: Finding) -> str:
     )
 
 
-def _much(known: float, proved: bool) -> tuple[int, str]:
-    """Points for how much is known; little is nearly nothing, unless it is proved."""
+def _points_for_share(known: float, proved: bool) -> tuple[int, str]:
+    """Return points for how much is known, and words for it; a little counts only if proved."""
     if known >= ALL:
         return 3, "all of it"
-    little = 0 < known < MUCH and not proved
-    points = 2 if known >= MOST else 0 if little else 1
+    is_little = 0 < known < MUCH and not proved
+    points = 2 if known >= MOST else 0 if is_little else 1
     return points, f"{percent(known)} of it" if known > 0 else "some of it"

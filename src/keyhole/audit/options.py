@@ -99,7 +99,7 @@ class AuditOptions:
         parse=_count,
     )
     flips: int = option(12, "How many of a classifier's answers to try to flip.", CHECKS)
-    layers: Layers | None = option(  # noqa: RUF009 - it is a field
+    layers: Layers | None = option(
         None,
         "Layers to look at, such as 1,6,12, or all; by default all of a small model, of others the "
         "first, middle, last.",

@@ -2,8 +2,8 @@
 
 A target's parts say what is to be checked (target.py); the checks are tasks of one runner
 (core/tasks.py), in this process or on workers, which open the target themselves: neither weights
-nor texts are sent to them. A journal (core/journal.py) holds finished checks; a check that the
-target did not answer is left out of it, and run again.
+nor texts are sent to them. A journal (core/journal.py) holds finished checks, without those that
+the target did not answer: they run again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
-_PRIOR = 0.15  # the share of all checks that is taken to run in the seconds of their weights
+_PRIOR = 0.15  # how much the expected pace counts, as a share of the weight of all checks
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
 
 
@@ -59,10 +59,10 @@ def audit(
     vector store), or an oracle, several by name, or a model with its texts. The fields of
     `AuditOptions` are keywords. Checks run in `processes` worker processes (0: in this one), or on
     the `dask` cluster at that address; an endpoint over the network, or with a ledger, is asked
-    by this process alone. `journal` is the file that remembers finished checks, from which an audit
-    that was stopped goes on (`resuming` is called then); remove it once the findings are saved.
+    by this process alone. `journal` is the file that remembers finished checks: an audit that was
+    stopped goes on from it (and calls `resuming`); remove it once the findings are saved.
     Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
-    those of a server, where the options name no ledger. `notice` is called with what a person
+    a server's answers if the options name no ledger. `notice` is called with what a person
     should know at once.
     """
     options = AuditOptions(**more) if options is None else options
@@ -91,9 +91,9 @@ def audited(
     notice: Notice = ignored,
     complete: bool = True,
 ) -> Audit:
-    """`audit` of a target that is named or opened, by worker number `worker` (which GPU).
+    """Audit a target that is named or already opened; `worker` chooses the GPU.
 
-    With `complete`, a check that fails ends the audit; otherwise a skip says why, in its place.
+    With `complete`, a check that fails ends the audit; otherwise it becomes a skip with the reason.
     """
     started = time.perf_counter()
     named = target if isinstance(target, NamedTarget) else None
@@ -108,9 +108,9 @@ def audited(
         for store in opened.stores.values():
             notice(words.begins(len(store.rows), store.count))
         if workers and named is not None and named.local_only:
-            notice("its checks are made in this process, which holds its ledger and secrets")
+            notice("the checks run in this process, which holds the target's ledger and secrets")
             workers = 0
-        run = _determined(opened, options)
+        run = _identity_of_run(opened, options)
         memory = stack.enter_context(Journal(journal, run, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
@@ -140,8 +140,8 @@ def _audit_of(
         for name, model in opened.models.items()
     )
     skips = checked.skips
-    # That one of several parts lacks an exposure is no news: another part has it. A decoder next
-    # to its encoder is no such part.
+    # If a target has several parts, it is no news that one lacks an exposure that another has. A
+    # decoder does not count as a part next to its encoder.
     if len([part for part in opened.parts if part.name != DECODER]) > 1:
         left = left_out(options.only)
         skips = tuple(skip for skip in skips if skip.unchecked or skip == left)
@@ -165,10 +165,10 @@ def _local(checks: Mapping[str, Check], track: Track, key: str) -> Callable[[int
 
 
 def _sent(named: NamedTarget | None, identity: str, key: str) -> Callable[[int], Checked]:
-    """What a worker is sent: which check of the target it is."""
+    """The task for a worker: the target's name and the key of the check."""
     if named is None:
         raise InputError("--processes and --dask need a target by its name: workers open it")
-    return partial(make, named, identity, key)
+    return partial(run_in_worker, named, identity, key)
 
 
 def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: ARG001
@@ -177,7 +177,7 @@ def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: 
 
 
 def checks_of(target: Target, options: AuditOptions) -> list[Check]:
-    """In the order of the findings; what `only` leaves out keeps its number."""
+    """All checks in the order of the findings; one that `only` leaves out keeps its number."""
     only = options.only
     return [
         check if is_chosen(check.exposure, only) else nothing_to_try(left_out(only), check.exposure)
@@ -187,7 +187,7 @@ def checks_of(target: Target, options: AuditOptions) -> list[Check]:
 
 
 def left_out(only: Sequence[str]) -> Skip:
-    """What an audit of some exposures says of the others."""
+    """The skip that stands for all exposures that `only` leaves out."""
     exposure = Exposure(NOT_CHECKED, "others", name=", ".join(only))
     return Skip(exposure, "none", "left out, as --only or the policy says")
 
@@ -197,8 +197,8 @@ def numbered(checks: Sequence[Check]) -> dict[str, Check]:
     return {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
 
 
-def _determined(target: Target, options: AuditOptions) -> Run:
-    """What the findings depend on: the journal of another run is refused."""
+def _identity_of_run(target: Target, options: AuditOptions) -> Run:
+    """What the findings depend on: a journal in which it differs is refused."""
     return {
         "run": "audit",
         "keyhole": environment()["keyhole"],
@@ -222,7 +222,7 @@ class Checking:
         self._made: dict[str, tuple[Checked, float]] = {}
 
     def begin(self, work: Callable[[str], Callable[[int], Checked]]) -> None:
-        """Checks in the journal are done, the others become tasks."""
+        """Recall checks that are in the journal; the others become tasks."""
         for key in self.checks:
             if key in self.journal:
                 self._made[key] = self.journal.recall(key, _recalled)
@@ -230,7 +230,7 @@ class Checking:
                 self.runner.add(Task(key, work(key)))
 
     def take(self, done: Done) -> None:
-        """Keep what a check found; of one that failed, a skip with the reason."""
+        """Keep what a check found, or a skip with the reason if it failed."""
         key, exposure = done.task.key, self.checks[done.task.key].exposure
         if done.error is not None:
             skip = Skip(exposure, "none", reason_of(done.error), unchecked=True)
@@ -244,7 +244,7 @@ class Checking:
         self.report(words.in_full(exposure))
 
     def _stream(self, checked: Checked) -> None:
-        """Report what was read of a store as soon as a check ends."""
+        """Report what was read from a store as soon as a check ends."""
         for given in checked.findings:
             if given.part in self._facts and given.texts:
                 tried = [
@@ -267,7 +267,7 @@ class Checking:
 
     @property
     def seconds(self) -> float:
-        """Of all checks that are done."""
+        """The time that all finished checks took."""
         return sum(seconds for _, seconds in self._made.values())
 
     def report(self, note: str = "") -> None:
@@ -279,7 +279,7 @@ class Checking:
     def cost(self, key: str) -> float:
         """Seconds that a check will take: its weight, times how slow finished checks were.
 
-        At the beginning that factor is near 1: `_PRIOR` of all weights count as finished in time.
+        That factor starts at 1, as if `_PRIOR` of all weights had taken the expected seconds.
         """
         prior = _PRIOR * sum(check.weight for check in self.checks.values())
         weight = sum(self.checks[done].weight for done in self._made)
@@ -299,7 +299,7 @@ def reason_of(error: Exception) -> str:
 # What a worker does: open the target itself, and run one check.
 
 
-def make(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
+def run_in_worker(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
     """Run one check of a target that has this `identity`; the target stays open for the next."""
     with kept_open((named, worker), partial(_open, named, worker)) as (own, checks):
         if own != identity:

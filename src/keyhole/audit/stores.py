@@ -59,7 +59,7 @@ from keyhole.recover.protection import (
     retrieval,
     rounding,
 )
-from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
+from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
 

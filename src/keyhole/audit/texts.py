@@ -52,8 +52,8 @@ from keyhole.recover.registry import (
     Row,
     readers,
 )
-from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
+from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED
 from keyhole.report import words
 
 _PARTLY = 0.5  # the share of tokens from which on a text is recovered in part

@@ -1,10 +1,9 @@
-"""The application, and how a command ends.
+"""The application with its commands, and the handling of errors and exit codes.
 
-What a command was asked for goes to stdout, in words for people or, with --json, as JSON; progress,
-warnings, names of written files and errors go to stderr. Exit codes: 0 nothing was given away, 1
-something was, 2 wrong usage or input, 3 could not check. Whatever goes wrong is one line: 2 is for
-what the caller gave, 3 for what the machine or a server did, and for faults of Keyhole itself, of
-which `--debug` shows the traceback.
+Results go to stdout, as text or with --json as JSON. Progress, warnings, names of written files and
+errors go to stderr. Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input,
+3 could not check. An error is one line: with code 2 if the caller can correct it, with code 3 if it
+is due to the machine, a server or Keyhole itself. `--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from keyhole.cli.outputs import say, write_in_any_locale
 from keyhole.core.errors import InputError, KeyholeError, missing_extra
 from keyhole.version import __version__
 
-USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: core/status.py
-CLOSED = 141  # nobody reads what is printed: what a shell reports of programs that SIGPIPE ends
-_MAX_LETTERS = 1000  # of a message; what people gave may be longer
+USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # the others follow from statuses (core/status.py)
+CLOSED = 141  # the reader closed the pipe; shells report this code for programs ended by SIGPIPE
+_MAX_LENGTH = 1000  # characters of an error message, which may quote what people gave
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
-# What people type wrong. The class has no public name of its own.
-_Usage = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+# The error for wrong usage, whose class Typer does not export.
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 ORDER = (
     "audit", "extract", "recover", "invert", "disrupt", "harden", "report", "check-config",
     "policy", "lab",
 )  # fmt: skip
-_MODULES = {"lab": ("lab", "lab_targets")}  # of the others, the one of their name
+_MODULES = {"lab": ("lab", "lab_targets")}  # any other command is in the module of its name
 _COMMANDS: dict[str, typer.Typer] = {}
 
 
 class _PlainFlags:
-    """Help without a type after a flag, which takes no value."""
+    """Shows no type after a flag in the help, because a flag takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         given: list[Any] = super().get_params(ctx)  # pyright: ignore
@@ -65,13 +64,13 @@ class Group(_PlainFlags, typer.core.TyperGroup):
 
 
 class _Root(Group):
-    """Whatever a command raises ends here, alike in a shell, a test and a notebook."""
+    """The root group, which turns every exception of a command into a message and an exit code."""
 
     def main(self, *args: Any, **given: Any) -> Any:
         try:
             code = super().main(*args, **given, standalone_mode=False)
-        except _Usage as error:
-            if problem := error.format_message():  # nothing where the help was printed instead
+        except _UsageError as error:
+            if problem := error.format_message():  # empty if the help was printed instead
                 path = "keyhole" if error.ctx is None else error.ctx.command_path
                 stop = "" if problem.endswith((".", "?", ")")) else "."
                 hint = f"See '{path} --help'."
@@ -85,7 +84,7 @@ class _Root(Group):
                 return super().invoke(ctx)
             finally:
                 _flush()
-        except (typer.Exit, typer.Abort, _Usage):
+        except (typer.Exit, typer.Abort, _UsageError):
             raise
         except BaseException as error:
             failure = missing_extra(error) or error
@@ -95,8 +94,11 @@ class _Root(Group):
         return list(ORDER)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Loaded when it is asked for: nobody waits for the others."""
-        for name in (cmd_name,) if cmd_name in ORDER else ORDER:  # to one that is misspelt, all
+        """Return a command, whose module is loaded now.
+
+        If the name is misspelt, all commands are loaded, so that Click can suggest one.
+        """
+        for name in (cmd_name,) if cmd_name in ORDER else ORDER:
             if name not in self.commands:
                 for module in _MODULES.get(name, (name.replace("-", "_"),)):
                     importlib.import_module(f"keyhole.cli.{module}")
@@ -112,7 +114,7 @@ app = typer.Typer(
 def command(
     *examples: str, name: str | None = None, group: typer.Typer | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, whose help ends with examples that run as they stand."""
+    """Register a command, whose help ends with examples that can be run unchanged."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         into = add(name or function.__name__.replace("_", "-")) if group is None else group
@@ -123,7 +125,7 @@ def command(
 
 
 def add(name: str, **about: Any) -> typer.Typer:
-    """A command, or a group of them, at the top."""
+    """Add a command, or a group of commands, to the application."""
     made = typer.Typer(name=name, add_completion=False, rich_markup_mode="rich", **about)
     _COMMANDS[name] = made
     return made
@@ -142,33 +144,28 @@ lab = add(
 )
 
 
-@lab.callback()
-def about_lab() -> None:
-    """Plant, capture, measure and prove: what researchers use."""
-
-
-class _Console(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Prints what the library logs, such as the memory that a model takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
 
 
-_CONSOLE = _Console()
+_HANDLER = _StderrHandler()
 
 
 def main() -> None:
-    """Run a command; whatever goes wrong is one line and an exit code."""
+    """Run the command line."""
     write_in_any_locale()
     log = logging.getLogger("keyhole")
     log.setLevel(logging.INFO)
-    log.addHandler(_CONSOLE)
+    log.addHandler(_HANDLER)
     command_line()(prog_name="keyhole")
 
 
 @cache
 def command_line() -> Any:
-    """Every command, each made of its options once: that takes as long as many a command."""
+    """Return the application as a Click command; cached, because building it takes long."""
     return typer.main.get_command(app)
 
 
@@ -191,12 +188,12 @@ def options(
     ] = False,
 ) -> None:
     """What a Transformer's attention gives away, before someone else finds out."""
-    del version, debug  # read where they are used: by their callback, and where a command ends
+    del version, debug  # read by the callback of --version and by _Root.invoke
 
 
 @contextmanager
 def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
-    """Ctrl-C is one line, which says what is kept, and exit code 130."""
+    """End on Ctrl-C with exit code 130 and a line that says what is `kept`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -206,7 +203,7 @@ def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
 
 
 def report_failure(error: BaseException, debug: bool = False) -> int:
-    """What went wrong, in one line; the exit code."""
+    """Print an error in one line, and return the exit code."""
     if debug:
         traceback.print_exception(error)
     if _caused_by(error, KeyboardInterrupt):
@@ -219,16 +216,11 @@ def report_failure(error: BaseException, debug: bool = False) -> int:
     return USAGE if isinstance(error, InputError) else FAILURE
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY)
-
-
 def _message(error: BaseException, debug: bool) -> str:
     text = str(error)
     if isinstance(error, KeyholeError):
         return text
-    if _out_of_memory(error):
+    if isinstance(error, MemoryError) or any(words in text.lower() for words in _NO_MEMORY):
         return "out of memory: try smaller sizes, or fewer at a time"
     if isinstance(error, OSError):
         place = "" if error.filename is None else f" ({error.filename})"
@@ -241,15 +233,15 @@ def _message(error: BaseException, debug: bool) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """What a terminal can show, whatever people or a library wrote."""
+    """Return a message in one line of printable characters."""
     line = " ".join(text.split())
     safe = "".join(letter if letter.isprintable() else "�" for letter in line)
-    half = _MAX_LETTERS // 2
-    return safe if len(safe) <= _MAX_LETTERS else f"{safe[:half]} … {safe[-half:]}"
+    half = _MAX_LENGTH // 2
+    return safe if len(safe) <= _MAX_LENGTH else f"{safe[:half]} … {safe[-half:]}"
 
 
 def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
-    """Is it this at bottom? Libraries that are stopped, by Ctrl-C say, may call it another name."""
+    """Return whether an error has this cause: libraries may raise their own error on Ctrl-C."""
     while error is not None:
         if isinstance(error, kind):
             return True
@@ -258,7 +250,7 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
 
 
 def _flush() -> None:
-    """Now, while a full disk or a closed pipe can still be reported in one line."""
+    """Flush stdout while a full disk or a closed pipe can still be reported in one line."""
     try:
         if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
             sys.stdout.flush()
@@ -268,10 +260,10 @@ def _flush() -> None:
 
 
 def forget_output() -> None:
-    """What is left to print goes nowhere: Python would try once more, and complain, as it ends."""
+    """Discard what is left to print, because Python would try again at exit, and complain."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    except (OSError, ValueError):  # a stdout that is no file, as in tests
+    except (OSError, ValueError):  # stdout is no file, as in tests
         pass

@@ -1,10 +1,10 @@
-"""`keyhole audit`, of one target or of many: parse, one library call, print."""
+"""`keyhole audit`, of one target or of many."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,19 @@ from keyhole.audit.options import AuditOptions, fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
-from keyhole.cli.outputs import OutputFiles, Outputs, answer, expect_new, say
+from keyhole.cli.outputs import OutputFiles, Outputs, expect_new, say, show
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_folder, unwritable, write_text
 from keyhole.core.journal import digest, records_in
-from keyhole.core.options import OUTPUT, TARGET
+from keyhole.core.options import OUTPUT, TARGET, option
 
 if TYPE_CHECKING:
     from keyhole.assess import FleetAssessment
     from keyhole.audit.fleets import Member
 
-_NAMED = re.compile(r"[^\w.-]+")
+_NO_FILE_NAME = re.compile(r"[^\w.-]+")
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 JOURNALS = "*.journal"
 _TARGET_HELP = (
@@ -49,26 +49,22 @@ _TARGET_HELP = (
 )
 def audit(
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)] = None,
-    targets: Annotated[
-        Path | None,
-        opt.about(
-            "Audit every target of a TOML file instead, with these options by their names; what "
-            "the file does not say is taken from the command line.",
-            TARGET,
-            metavar="FILE",
-        ),
-    ] = None,
+    targets: Path | None = option(
+        None,
+        "Audit every target in a TOML file instead. The file may set all these options by name; "
+        "those that it does not set are taken from the command line.",
+        TARGET,
+        metavar="FILE",
+    ),
     *,
     options: AuditOptions,
     outputs: OutputFiles = None,
-    out: Annotated[
-        Path | None,
-        opt.about(
-            "With --targets: where findings and pages go, keyhole-fleet if not given.",
-            OUTPUT,
-            metavar="FOLDER",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "With --targets: where findings and pages go, keyhole-fleet if not given.",
+        OUTPUT,
+        metavar="FOLDER",
+    ),
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
@@ -81,7 +77,7 @@ def audit(
 
     The page goes to keyhole-NAME.html and the findings to keyhole-NAME.json, where NAME comes from
     the target, unless --output names other files. Every finished check is kept in a journal next to
-    the findings until those are written; the same command goes on from there. Without TARGET the
+    the findings until those are written; the same command resumes from it. Without TARGET, the
     policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
@@ -90,7 +86,7 @@ def audit(
         only=options.only or judge.policy.exposures,
         returns=options.returns or judge.policy.returns,
     )
-    judge = replace(judge, policy=replace(judge.policy, returns=()))  # each audit holds its own
+    judge = replace(judge, policy=replace(judge.policy, returns=()))  # now part of each audit
     named: Sequence[str] = judge.policy.targets if target is None and targets is None else ()
     if named and judge.policy.data is not None:
         options = replace(options, data=options.data or judge.policy.data)
@@ -101,7 +97,7 @@ def audit(
     if fleet:
         own = {"TARGET": target, "--ledger": options.ledger, "--name": options.name}
         if given := next((name for name, value in own.items() if value is not None), ""):
-            raise InputError(f"{given} is for one target: a fleet names its own in --targets FILE")
+            raise InputError(f"{given} is for one target: in a fleet, each target has its own")
         raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
         raise InputError("name a TARGET, a file of them with --targets, or a policy with targets")
@@ -114,7 +110,7 @@ def audit(
 
 @dataclass(frozen=True)
 class _Run:
-    """How targets are audited and judged, and what is written; `scale` is where checks are made."""
+    """The options of a command; `scale` says where checks are made."""
 
     judge: Judge
     options: AuditOptions
@@ -123,60 +119,53 @@ class _Run:
     as_json: bool
     scale: dict[str, Any]
 
-    def start(
-        self, stack: ExitStack, journal: Path, kept: Callable[[], str], unit: str
-    ) -> dict[str, Any]:
-        """Bars until the stack ends; what both library calls take. Ctrl-C says what is `kept`."""
-        stack.enter_context(interruptible(kept))
-        track = stack.enter_context(bars("audit", unit))
-        return {
-            **self.scale, "journal": journal, "track": track,
-            "resuming": partial(report_resuming, unit=unit),
-        }  # fmt: skip
+    @contextmanager
+    def progress(
+        self, journal: Path, kept: Callable[[], str], unit: str
+    ) -> Generator[dict[str, Any]]:
+        """Show progress, and yield what both library calls take; after Ctrl-C, print `kept`."""
+        with interruptible(kept), bars("audit", unit) as track:
+            resuming = partial(report_resuming, unit=unit)
+            yield {**self.scale, "journal": journal, "track": track, "resuming": resuming}
 
 
 def _audit_one(target: str, run: _Run) -> int:
     from keyhole import report
-    from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
     stem = f"keyhole-{short_name(target)}"
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
-    fitting(target, target, run.options)
-    from keyhole.audit.run import audit as audit_target  # torch: mistakes do not wait for it
+    fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
+    from keyhole.audit.run import audit as audit_target
 
     findings = wanted.file("json")
-    # A journal for each command: another one, stopped before it, is not in its way.
-    mine = digest(target, asdict(replace(run.options, ledger=None)))[:8]
-    journal = findings.with_name(f"{findings.name}.{mine}.journal")
+    # The name identifies the command, so that another command that was stopped keeps its journal.
+    command_id = digest(target, asdict(replace(run.options, ledger=None)))[:8]
+    journal = findings.with_name(f"{findings.name}.{command_id}.journal")
     answers = findings.with_name(f"{findings.stem}.answers.db")
     ledger = run.options.ledger or (str(answers) if "://" in target else None)
-    with ExitStack() as stack:
-        started = run.start(stack, journal, lambda: _kept(journal, ledger), "checks")
-        # What this command kept of a target that has changed since is of no use.
-        result = audit_target(
-            target, run.options, **started, answers=answers, force=True, notice=say
-        )
+    with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
+        # force: a journal of this command is useless if the target has changed since.
+        result = audit_target(target, run.options, **given, answers=answers, force=True, notice=say)
         assessment = run.judge(result)
         wanted.write(assessment)
-    again = _unfinished([replace(result, skips=())], journal)
+    kept = _kept_for_another_try([replace(result, skips=())], journal)
     if not wanted.printed(assessment):
-        document = json_form.document(assessment)
-        answer(document, report.table(result, assessment), as_json=run.as_json)
+        show(report.table(assessment))
     wanted.report()
     extras = {part.extra for part in (*result.findings, *result.skips)} - {""}
     if extras:
         missing = ",".join(sorted(extras))
         say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
-    if again:
+    if kept:
         force = " with --force" if run.outputs else ""
-        say(f"some checks had no answer: {again}{force} makes those again")
+        say(f"some checks had no answer: the same command{force} repeats only those ({kept})")
     return assessment.exit_code
 
 
 def short_name(target: str) -> str:
-    """A name for files about a target: its own name, with a digest where that is shortened."""
+    """Return a name for files about a target, with a digest if its own name does not fit."""
     from keyhole.core.endpoint import without_password
 
     public = without_password(target).rstrip("/")
@@ -186,13 +175,13 @@ def short_name(target: str) -> str:
         inside = place.is_relative_to(folder) and place != folder
         shown = str(place.relative_to(folder) if inside else place)
         name = shown if inside else place.name
-    stem = _NAMED.sub("-", name.replace("./", "")).strip("-.")[:60]
+    stem = _NO_FILE_NAME.sub("-", name.replace("./", "")).strip("-.")[:60]
     complete = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
     return stem if complete else "-".join(filter(None, (stem, digest(shown)[:6])))
 
 
 def _kept(journal: Path, ledger: str | None) -> str:
-    """What a stopped audit has behind it."""
+    """Return a sentence about what a stopped audit has saved."""
     from keyhole.oracle.ledger import answers_in
 
     checks = records_in(journal)
@@ -202,68 +191,70 @@ def _kept(journal: Path, ledger: str | None) -> str:
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""
 
 
-def _unfinished(audits: Iterable[Audit], journal: Path) -> str:
-    """Remove the journal where every check had a result; else say what completes the others."""
+def _kept_for_another_try(audits: Iterable[Audit], journal: Path) -> str:
+    """Remove the journal if every check had a result; otherwise return what is kept in it."""
     from keyhole.audit.check import Checked
 
     complete = all(Checked(audit.findings, audit.skips).answered for audit in audits)
     if complete or not exists(journal):
         journal.unlink(missing_ok=True)
         return ""
-    return f"the others are kept in {journal}, and the same command"
+    return f"the results of the others are kept in {journal}"
 
 
 # Many targets: `keyhole audit --targets`.
 
 
 def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: Path | None) -> int:
-    """Audit every target of a file into a folder; the exit code of all of them."""
+    """Audit every target of a file into a folder, and return the exit code."""
     from keyhole import report
     from keyhole.assess import assess_fleet
     from keyhole.audit.fleets import fleet, members_of, read_fleet
-    from keyhole.report.fleet import FLEET_FORMATS, document
+    from keyhole.report.fleet import FLEET_FORMATS
+    from keyhole.report.formats import FORMATS
 
-    read_targets: Callable[..., list[Member]] = (
-        read_fleet if isinstance(targets, Path) else members_of
-    )
-    members = read_targets(targets, run.options)
+    if isinstance(targets, Path):
+        members = read_fleet(targets, run.options)
+    else:
+        members = members_of(targets, run.options)
     journal, index = out / JOURNAL, out / INDEX
     judges = _judges(run.judge, members, baseline, out)
-    _expect_folder(out)
+    _make_folder(out)
     files = [index, *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html"))]
-    # The same command goes on, and writes its own files again.
-    resumes = any(out.glob(JOURNALS))
-    force = run.force or resumes
+    force = run.force or any(out.glob(JOURNALS))  # a run that resumes replaces its own files
     expect_new(*files, force=force)
     wanted = Outputs.of(run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files)
     _expect_few_runs(wanted, len(members))
-    kept = f"what is finished is in {out}/{JOURNALS}: the same command resumes"
-    with ExitStack() as stack:
-        result = fleet(
-            members,
-            **run.start(stack, journal, lambda: kept if any(out.glob(JOURNALS)) else "", "targets"),
-            force=run.force,
-            finished=lambda member, audit: _write(out, member, judges[member.name], audit),
-        )  # fmt: skip
+
+    def kept() -> str:
+        finished = f"what is finished is in {out}/{JOURNALS}: the same command resumes"
+        return finished if any(out.glob(JOURNALS)) else ""
+
+    def write(member: Member, audit: Audit) -> None:
+        assessment = judges[member.name](audit)
+        write_text(out / f"{member.stem}.json", FORMATS["json"](assessment))
+        write_text(out / f"{member.stem}.html", FORMATS["html"](assessment))
+
+    with run.progress(journal, kept, "targets") as given:
+        result = fleet(members, **given, force=run.force, finished=write)
         assessment = assess_fleet(result, lambda name, audit: judges[name](audit))
         pages = {member.name: f"{member.stem}.html" for member in members}
-        write_text(index, report.render_fleet(result, pages, assessment))
+        write_text(index, report.render_fleet(assessment, pages))
         wanted.write(assessment)
-    again = _unfinished(result.audits.values(), journal)
+    again = _kept_for_another_try(result.audits.values(), journal)
     if not wanted.printed(assessment):
-        table = report.fleet_table(result, assessment)
-        answer(document(assessment), table, as_json=run.as_json)
+        show(report.fleet_table(assessment))
     say(f"html: {index}   json: {out}/*.json")
     wanted.report()
     if again:
-        say(f"some targets had checks without a result: {again} makes those again")
+        say(f"some targets had checks without a result: the same command repeats those ({again})")
     return assessment.exit_code
 
 
 def _judges(
     judge: Judge, members: Sequence[Member], baseline: Path | None, out: Path
 ) -> dict[str, Judge]:
-    """A judge for each target: where there is a baseline, what is not in it is new."""
+    """Return a judge for each target; targets that the baseline lacks count as new."""
     if baseline is None:
         return {member.name: judge for member in members}
     if not is_folder(baseline):
@@ -272,7 +263,7 @@ def _judges(
         )
     if exists(out) and baseline.samefile(out):
         raise InputError(f"--baseline and --out are both {out}: choose another --out")
-    earlier = _named_audits(baseline)
+    earlier = _audits_by_name(baseline)
     missing = [member.name for member in members if member.name not in earlier]
     if len(missing) == len(members):
         raise InputError(f"{baseline} holds no findings of these targets")
@@ -284,8 +275,8 @@ def _judges(
     }
 
 
-def _named_audits(folder: Path) -> dict[str, Audit]:
-    """What an earlier fleet wrote there, by the names of its targets."""
+def _audits_by_name(folder: Path) -> dict[str, Audit]:
+    """Read what an earlier fleet wrote into a folder, by the names of its targets."""
     audits: dict[str, Audit] = {}
     for path in sorted(folder.glob("*.json")):
         data = read(path)
@@ -296,26 +287,17 @@ def _named_audits(folder: Path) -> dict[str, Audit]:
 
 
 def _expect_few_runs(wanted: Outputs[FleetAssessment], targets: int) -> None:
-    """Before hours of work: GitHub refuses a file of more runs as a whole."""
+    """Raise, before hours of work, if GitHub would refuse the file for its number of runs."""
     from keyhole.report.fleet import MOST_RUNS
 
-    if "sarif-github" in wanted.asked and targets > MOST_RUNS:
+    if "sarif-github" in wanted.names and targets > MOST_RUNS:
         raise InputError(
-            f"GitHub takes at most {MOST_RUNS} targets in a file, and these are {targets}: write "
-            "sarif, or make several fleets of it"
+            f"GitHub accepts at most {MOST_RUNS} targets in a file, not {targets}: write sarif, or "
+            "split the fleet"
         )
 
 
-def _write(out: Path, member: Member, judge: Judge, audit: Audit) -> None:
-    from keyhole import report
-    from keyhole.report import json_form
-
-    assessment = judge(audit)
-    write_text(out / f"{member.stem}.json", json_form.render(assessment))
-    write_text(out / f"{member.stem}.html", report.render(assessment))
-
-
-def _expect_folder(out: Path) -> None:
+def _make_folder(out: Path) -> None:
     if exists(out) and not is_folder(out):
         raise InputError(f"--out takes a folder; {out} is a file")
     try:

@@ -1,7 +1,7 @@
-"""Bars on stderr while a command runs: one for all of it, and one for what runs now.
+"""Progress bars on stderr: one for the whole command, and one for the part that is running.
 
-Both say what is done, of how much; the first says the time left. Where there is no terminal they
-are lines: one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS silences both.
+Both show counts, and the first also the time left. If stderr is no terminal, lines are printed
+instead: one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS silences both.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rich.text import Text
 
 from keyhole.cli import outputs
 from keyhole.cli.outputs import say, visible
-from keyhole.core.progress import Progress, Standing
+from keyhole.core.progress import Progress, ProgressState
 
-EVERY = 30.0  # seconds between lines where there is no terminal and no part ends
+EVERY = 30.0  # seconds between lines while no part ends
 
 
 @contextmanager
 def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
-    """Bars on stderr while a command runs, lines where that is not a terminal.
+    """Show progress on stderr while a command runs.
 
-    `unit` is what the overall bar counts. `each` says that every step of it is worth a line:
-    checks are, queries are not.
+    `unit` is what the overall bar counts. `each` says that every step is worth a line if stderr is
+    no terminal: checks are, queries are not.
     """
     people = outputs.people
     if os.environ.get("KEYHOLE_NO_PROGRESS"):
         shown = Bars(command, unit)
-    elif people.is_interactive and people.file.isatty():  # FORCE_COLOR makes no terminal of a file
+    elif people.is_interactive and people.file.isatty():  # with FORCE_COLOR a file is interactive
         shown = _Screen(command, unit)
     else:
         shown = _Lines(command, unit, each)
@@ -50,34 +50,26 @@ def report_resuming(done: int, total: int, unit: str) -> None:
 
 
 class Bars:
-    """A `Track`: the track of the command's own name is its overall bar, the others are parts.
+    """A `Track` whose overall bar is the track with the command's own name; the others are parts.
 
-    Work is done one part after the other: a part ends where all of it is done or the next begins.
+    Parts run one after the other: a part ends when all of it is done, or when the next one begins.
     This class shows nothing; its subclasses do.
     """
 
     def __init__(self, command: str, unit: str) -> None:
         self.command, self.unit = command, unit
-        self.overall: Standing | None = None
-        self.part: Standing | None = None
+        self.overall: ProgressState | None = None
+        self.part: ProgressState | None = None
 
     def __call__(self, name: str, total: int | None = None) -> Progress:
-        is_overall = name == self.command and self.overall is None
-        standing = Standing(name, total, self.unit if is_overall else "")
-        if is_overall:
-            self.overall = standing
-        else:
-            self._end_part()
-            self.part = standing
-
-        def changed(rose: bool) -> None:
-            if is_overall and rose:
-                self.advanced(standing)
-            elif not is_overall and standing.complete:
-                self._end_part()
-
-        standing.changed = changed
-        return standing
+        if name == self.command and self.overall is None:
+            overall = self.overall = ProgressState(name, total, self.unit)
+            overall.changed = lambda rose: self.advanced(overall) if rose else None
+            return overall
+        self._end_part()
+        part = self.part = ProgressState(name, total)
+        part.changed = lambda _: self._end_part() if part.complete else None
+        return part
 
     def close(self, finished: bool) -> None:
         if finished:
@@ -93,27 +85,27 @@ class Bars:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Make way for an answer on the same screen."""
+        """Remove the bars while a result is printed to the same terminal."""
         yield
 
-    def advanced(self, overall: Standing) -> None:
-        """More of the whole command is done."""
+    def advanced(self, overall: ProgressState) -> None:
+        """Called when more of the whole command is done."""
 
     def part_ended(self) -> None:
-        """The part that ran is complete, and goes."""
+        """Called when the running part is complete, before its bar is removed."""
 
 
 class _Screen(Bars):
-    """The overall bar, and below it that of the part that runs now."""
+    """Shows the overall bar, and below it the bar of the running part."""
 
     def __init__(self, command: str, unit: str) -> None:
         super().__init__(command, unit)
-        self._live = self._started()
+        self._live = self._start()
 
-    def _started(self) -> Live:
+    def _start(self) -> Live:
         live = Live(
             get_renderable=self._drawn, console=outputs.people, transient=True,
-            redirect_stdout=False,  # it is the answer's, wherever it goes
+            redirect_stdout=False,  # stdout is for results
             refresh_per_second=10,
         )  # fmt: skip
         live.start()
@@ -125,36 +117,34 @@ class _Screen(Bars):
         view.add_column(width=44 if wide else 22, no_wrap=True)
         for _ in ("bar", "count", "time"):
             view.add_column(no_wrap=True)
-        view.add_column(ratio=1, no_wrap=True)  # the note has what width is left
-        for standing in filter(None, (self.overall, self.part)):
-            total = None if standing.share is None else 1.0
-            bar = ProgressBar(total, standing.share or 0.0, width=24 if wide else 12)
-            alone = self.overall is None or standing is self.overall
-            words = [standing.count, standing.time if alone else "", standing.note]
-            view.add_row(
-                Text(visible(standing.name)), bar, *(Text(visible(word)) for word in words)
-            )
+        view.add_column(ratio=1, no_wrap=True)  # the note takes the rest of the width
+        for state in filter(None, (self.overall, self.part)):
+            total = None if state.share is None else 1.0
+            bar = ProgressBar(total, state.share or 0.0, width=24 if wide else 12)
+            has_time = self.overall is None or state is self.overall
+            words = [state.count, state.time if has_time else "", state.note]
+            view.add_row(Text(visible(state.name)), bar, *(Text(visible(word)) for word in words))
         return view
 
     def part_ended(self) -> None:
-        self._live.refresh()  # a full bar is seen before it goes
+        self._live.refresh()  # shows the full bar before it is removed
 
     @contextmanager
     def paused(self) -> Generator[None]:
         self._live.stop()
         try:
             yield
-        finally:  # a new one: what was stopped still thinks that it knows where the cursor is
-            self._live = self._started()
+        finally:  # a new display, because the old one remembers where the cursor was
+            self._live = self._start()
 
     def close(self, finished: bool) -> None:
         super().close(finished)
-        self._live.transient = not finished  # the full bar stays
+        self._live.transient = not finished  # a full bar stays on the screen
         self._live.stop()
 
 
 class _Lines(Bars):
-    """A line for every step worth one, and one now and then where there is none."""
+    """Prints a line for every step if `each`, and otherwise one now and then."""
 
     def __init__(self, command: str, unit: str, each: bool) -> None:
         super().__init__(command, unit)
@@ -162,8 +152,8 @@ class _Lines(Bars):
         self._watch = threading.Thread(target=self._report_now_and_then, daemon=True)
         self._watch.start()
 
-    def advanced(self, overall: Standing) -> None:
-        # The last step is reported at the end, with the time that all of it took.
+    def advanced(self, overall: ProgressState) -> None:
+        # The last step is reported at the end, with the total time.
         if self._each and not overall.complete:
             self._reported.set()
             say(overall.words())
@@ -182,7 +172,7 @@ class _Lines(Bars):
                 self._reported.clear()
                 continue
             overall, part = self.overall, self.part
-            # One time left, that of all: a part's own would contradict it.
+            # The line has one time left, that of the whole command.
             now = "" if part is None else f"now {part.words(timed=overall is None)}"
             if overall is not None:
                 say(overall.words(now))

@@ -1,4 +1,4 @@
-"""`keyhole check-config`: parse, one library call, print."""
+"""`keyhole check-config`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.outputs import OutputFiles, Outputs, answer
-from keyhole.core.options import CHECKS, OUTPUT
+from keyhole.cli.outputs import OutputFiles, Outputs, show
+from keyhole.core.options import CHECKS, OUTPUT, option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,19 +28,17 @@ def check_config(
         list[Path],
         typer.Argument(
             metavar="PATH",
-            help="Files, or folders with all that is in them: settings of models, of inference "
-            "servers and of stores, Compose files, manifests, values of Helm charts, Dockerfiles, "
-            "units, variables, shell scripts.",
+            help="Files and folders: settings of models, of inference servers and of stores, "
+            "Compose files, manifests, values of Helm charts, Dockerfiles, units, variables, shell "
+            "scripts.",
         ),
     ],
-    fail_on: Annotated[
-        Literal["low", "medium", "high"],
-        opt.about("The least level that ends with exit code 1; others are only shown.", OUTPUT),
-    ] = "medium",
-    ignore: Annotated[
-        list[str] | None,
-        opt.about("A rule not to report; may be given several times.", CHECKS, metavar="RULE"),
-    ] = None,
+    fail_on: Literal["low", "medium", "high"] = option(
+        "medium", "The least level that ends with exit code 1; others are only shown.", OUTPUT
+    ),
+    ignore: list[str] | None = option(
+        None, "A rule not to report; may be given several times.", CHECKS, metavar="RULE"
+    ),
     outputs: OutputFiles = None,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -64,6 +62,6 @@ def check_config(
     checked = check(paths, ignore or ())
     wanted.write(checked)
     if not wanted.printed(checked):
-        answer(checked.to_dict(least), as_text(checked), as_json=as_json)
+        show(as_text(checked))
     wanted.report()
     raise typer.Exit(checked.exit_code(least))

@@ -1,8 +1,8 @@
-"""`keyhole disrupt`: parse, one library call, print."""
+"""`keyhole disrupt`."""
 
 from __future__ import annotations
 
-from typing import Annotated, cast, get_args
+from typing import cast, get_args
 
 import typer
 
@@ -13,7 +13,7 @@ from keyhole.cli.outputs import answer, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable
-from keyhole.core.options import CHECKS, TARGET
+from keyhole.core.options import CHECKS, TARGET, option
 
 
 @command(
@@ -23,16 +23,16 @@ from keyhole.core.options import CHECKS, TARGET
 )
 def disrupt(
     model: opt.ModelName,
-    task: Annotated[
-        str | None, opt.about("What the model's head is for, where its files do not say.", TARGET)
-    ] = None,
+    task: str | None = option(
+        None, "The task of the model's head, if its files do not say.", TARGET
+    ),
     data: opt.Data = None,
     *,
     method: opt.Method = None,
-    option: opt.MethodOptions = None,
-    share: Annotated[
-        float | None, opt.about("The largest share of attention to cut: 0.01 by default.", CHECKS)
-    ] = None,
+    hyperparameters: opt.MethodOptions = None,
+    share: float | None = option(
+        None, "The largest share of attention to cut: 0.01 by default.", CHECKS
+    ),
     seed: opt.Seed = 0,
     out: opt.Out = None,
     resume: opt.Resume = None,
@@ -42,7 +42,7 @@ def disrupt(
     processes: opt.Processes = 0,
     dask: opt.Dask = None,
 ) -> None:
-    """Flip predictions by cutting a small share of attention, the text left alone."""
+    """Flip predictions by cutting a small share of attention, without changing the text."""
     from keyhole.disrupt.registry import ATTACKERS
     from keyhole.disrupt.run import run
     from keyhole.models.loading import Task
@@ -51,9 +51,9 @@ def disrupt(
     if resume is not None:
         expect_writable(resume)
     if task is not None and task not in get_args(Task):
-        raise InputError(f"--task is one of {', '.join(get_args(Task))}, not {task[:40]!r}")
+        raise InputError(f"--task must be one of {', '.join(get_args(Task))}, not {task[:40]!r}")
     name = method or "strongest"
-    options = opt.method_options(ATTACKERS, name, option)
+    options = opt.method_options(ATTACKERS, name, hyperparameters)
     if share is not None:
         options["share"] = share
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""

@@ -1,4 +1,4 @@
-"""`keyhole extract`: parse, one library call, print."""
+"""`keyhole extract`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say
 from keyhole.core import exit_code
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.core.options import CHECKS, ENDPOINT
+from keyhole.core.options import CHECKS, ENDPOINT, option
 
 
 @command(
@@ -29,27 +29,25 @@ def extract(
         typer.Argument(
             metavar="TARGET",
             help="A .safetensors file, http://host:port/v2/models/NAME, MODEL:block.LAYER (one "
-            "block, from 0) or MODEL:attention.LAYER (its "
-            "attention; +residual adds the input), or demo; for the last layer of "
-            "a language model http://host:port, a folder, a .gguf file or a hub name.",
+            "block, from 0) or MODEL:attention.LAYER (its attention; +residual adds the input), or "
+            "demo; for the last layer of a language model http://host:port, a folder, a .gguf file "
+            "or a hub name.",
         ),
     ],
     method: opt.Method = None,
-    option: opt.MethodOptions = None,
-    reference: Annotated[
-        Path | None,
-        opt.about(
-            "A .gguf file or a folder: compare the extracted last layer with its own.",
-            CHECKS,
-            metavar="MODEL",
-        ),
-    ] = None,
+    hyperparameters: opt.MethodOptions = None,
+    reference: Path | None = option(
+        None,
+        "A .gguf file or a folder: compare the extracted last layer with its own.",
+        CHECKS,
+        metavar="MODEL",
+    ),
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     *,
     endpoint: EndpointOptions,
     authorized: opt.Authorized = False,
-    budget: Annotated[int | None, opt.about("Ask at most this many queries.", ENDPOINT)] = None,
+    budget: int | None = option(None, "Ask at most this many queries.", ENDPOINT),
     ledger: opt.Ledger = None,
     out: opt.Out = None,
     force: opt.Force = False,
@@ -57,7 +55,7 @@ def extract(
 ) -> None:
     """Read the weights back from black-box answers.
 
-    Without --method it is found out from the answers which one applies.
+    Without --method, the answers decide which method applies.
     """
     from keyhole.core.machine import expect_device
     from keyhole.extract.registry import METHODS
@@ -66,7 +64,7 @@ def extract(
     expect_new(*and_tensors(out), force=force)
     expect_device(device)
     with interruptible(lambda: _kept(ledger)):
-        options = opt.method_options(METHODS, method or "auto", option or [])
+        options = opt.method_options(METHODS, method or "auto", hyperparameters)
         with bars("extract", "queries, the judge's included", each=False) as track:
             result = run(
                 target, method or "auto", reference=reference, budget=budget, ledger=ledger,
@@ -80,7 +78,7 @@ def extract(
 
 
 def _kept(ledger: Path | None) -> str:
-    """What a stopped run has paid for already."""
+    """Return a sentence about the answers that a stopped run has paid for."""
     from keyhole.oracle.ledger import answers_in
 
     if ledger is None:

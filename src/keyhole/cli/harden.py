@@ -1,4 +1,4 @@
-"""`keyhole harden`: parse, one library call, print."""
+"""`keyhole harden`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.outputs import say, show
 from keyhole.core import dump
-from keyhole.core.options import CHECKS, DATA, OUTPUT, settings
+from keyhole.core.options import CHECKS, DATA, OUTPUT, option, settings
 
-# How any method trains: parameters of harden.run that are set as -o, like the method's own.
+# Parameters of harden.run that any method has, and that are set as -o like the method's own.
 TRAINING = {
     "batch": int, "learning_rate": float, "plain_first": float, "average": float, "amp": bool,
 }  # fmt: skip
@@ -41,34 +41,26 @@ def harden(
         Path, opt.about("Where to write the trained model and its card.", OUTPUT, metavar="FOLDER")
     ],
     *,
-    dev: Annotated[
-        str | None,
-        opt.about(
-            "Measure accuracy and flips on these examples, before and after.", DATA, metavar="FILE"
-        ),
-    ] = None,
-    flips: Annotated[
-        int | None,
-        opt.about(
-            "How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS
-        ),
-    ] = None,
-    certify: Annotated[
-        bool,
-        opt.about(
-            "Prove how many of those answers no cut of 1, 2, 4, … units changes, when the model "
-            "votes over the masks of --method sattend -o emptied=true.",
-            CHECKS,
-            "--certify",
-        ),
-    ] = False,
+    dev: str | None = option(
+        None,
+        "Measure accuracy and flips on these examples, before and after.",
+        DATA,
+        metavar="FILE",
+    ),
+    flips: int | None = option(
+        None, "How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS
+    ),
+    certify: bool = option(
+        False,
+        "Prove how many of those answers survive any cut of 1, 2, 4, … units of "
+        "attention, as votes over the masks of --method sattend -o emptied=true.",
+        CHECKS,
+    ),
     method: opt.Method = None,
-    option: opt.MethodOptions = None,
-    epochs: Annotated[int, opt.about("How many times to go over all examples.", CHECKS)] = 3,
+    hyperparameters: opt.MethodOptions = None,
+    epochs: int = option(3, "How many times to go over all examples.", CHECKS),
     seed: opt.Seed = 0,
-    seeds: Annotated[
-        int, opt.about("Train this many models, and report the mean and the range.", CHECKS)
-    ] = 1,
+    seeds: int = option(1, "Train this many models, and report the mean and the range.", CHECKS),
     resume: opt.Resume = None,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -77,16 +69,18 @@ def harden(
     """Train a model against the attack on attention, and measure whether it helped.
 
     Besides the method's own hyperparameters, -o sets batch (32), learning_rate (2e-5), amp
-    (bfloat16 where that is precise enough), plain_first (the share of the steps without the
-    defence, before it: hard tasks are not learnt otherwise) and average (the decay of a moving
-    average of the weights, such as 0.999).
+    (bfloat16 where that is precise enough), plain_first (the share of the steps that come first,
+    without the defence: hard tasks need them) and average (the decay of a moving average of the
+    weights, such as 0.999).
     """
     from keyhole import report
     from keyhole.harden.defences import DEFENCES
     from keyhole.harden.run import run
 
     name = method or "strongest"
-    options = settings(option or (), {**opt.option_types(DEFENCES[name]), **TRAINING}, name)
+    options = settings(
+        hyperparameters or (), {**opt.option_types(DEFENCES[name]), **TRAINING}, name
+    )
     given = examples.keywords()
     given["label"] = given["label"] or "label"
     with interruptible(lambda: _kept(resume)), bars("harden", "parts") as track:
@@ -105,7 +99,7 @@ def harden(
 
 
 def _kept(checkpoint: Path | None) -> str:
-    """What a stopped training has saved."""
+    """Return a sentence about what a stopped training has saved."""
     if checkpoint is None or not any(checkpoint.rglob("epoch-*[0-9]")):
         return ""
     return f"whole epochs are in {checkpoint}: the same command resumes"

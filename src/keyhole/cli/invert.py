@@ -1,9 +1,9 @@
-"""`keyhole invert`: parse, one library call, print."""
+"""`keyhole invert`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,7 +12,7 @@ from keyhole.cli.app import INTERRUPTED, command, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.outputs import and_tensors, answer, expect_new, say
 from keyhole.core import Status, exit_code
-from keyhole.core.options import CHECKS
+from keyhole.core.options import CHECKS, option
 
 if TYPE_CHECKING:
     from keyhole.core.progress import Progress
@@ -25,19 +25,15 @@ if TYPE_CHECKING:
 def invert(
     problem: opt.ProblemFile,
     method: opt.Method = None,
-    option: opt.MethodOptions = None,
-    start: Annotated[
-        Path | None,
-        opt.about(
-            "Start from the tensor X of this .safetensors file, one input or several, with a "
-            "method that searches from starts.",
-            CHECKS,
-            metavar="FILE",
-        ),
-    ] = None,
-    certify: Annotated[
-        bool, opt.about("Prove how close an exact input is to the one found.", CHECKS, "--certify")
-    ] = False,
+    hyperparameters: opt.MethodOptions = None,
+    start: Path | None = option(
+        None,
+        "Start from the tensor X of this .safetensors file, one input or several, with a "
+        "method that searches from starts.",
+        CHECKS,
+        metavar="FILE",
+    ),
+    certify: bool = option(False, "Prove how close an exact input is to the one found.", CHECKS),
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     out: opt.Out = None,
@@ -46,7 +42,8 @@ def invert(
 ) -> None:
     """Read the input of an attention layer back from its weights and output.
 
-    Without --method the problem's structure decides. Ctrl-C gives the best input found so far.
+    Without --method, the problem's structure decides which method is used. Ctrl-C ends the search
+    with the best input found so far.
     """
     from keyhole.invert.problem import Problem
     from keyhole.invert.registry import METHODS
@@ -54,12 +51,12 @@ def invert(
 
     expect_new(*and_tensors(out), force=force)
     name = method or "auto"
-    options = opt.method_options(METHODS, name, option)
+    options = opt.method_options(METHODS, name, hyperparameters)
     with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
 
         def begun(name: str, total: int | None = None) -> Progress:
-            """When the search begins: a refusal comes before it, as the only line."""
+            """Print a line when the search begins, but not if the problem is refused first."""
             n, d = asked.length, asked.dim
             say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
             return track(name, total)

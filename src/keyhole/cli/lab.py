@@ -1,4 +1,4 @@
-"""`keyhole lab`: what researchers use, besides planting and serving targets (lab_targets.py)."""
+"""`keyhole lab`: commands for researchers, except those about planted targets (lab_targets.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_folder
-from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
+from keyhole.core.options import CHECKS, DATA, OUTPUT, option, settings, types_of
 
 if TYPE_CHECKING:
     from keyhole.core.registry import Registry
     from keyhole.data import Example
 
-Columns = Annotated[str | None, opt.declared("column")]
+Columns = Annotated[str | None, opt.of_audit("column")]
 
 
 @command(
@@ -36,24 +36,21 @@ def methods(
     as_json: opt.Json = False,
 ) -> None:
     """List methods; of one, the hyperparameters that -o sets, with their defaults."""
-    found = [
-        (command, entry)
-        for command, registry in _registries().items()
-        for entry in registry.values()
-        if name in (None, entry.name)
-    ]
-    if not found:
-        raise InputError(f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them")
-    data: list[dict[str, Any]] = [
-        {"command": command, "name": entry.name, "about": entry.about, "options": _fields(entry)}
-        for command, entry in found
-    ]
+    data: list[dict[str, Any]] = []
     lines: list[str] = []
-    for row in data:
-        lines.append(f"{row['command']} --method {row['name']}: {row['about']}")
-        if name is not None:
-            lines += [f"  -o {part['name']}={part['default']}  {part['help']}".rstrip()
-                      for part in row["options"]]  # fmt: skip
+    for package, registry in _registries().items():
+        for entry in registry.values():
+            if name not in (None, entry.name):
+                continue
+            about, options = entry.about, _fields(entry)
+            data.append(
+                {"command": package, "name": entry.name, "about": about, "options": options}
+            )
+            lines.append(f"{package} --method {entry.name}: {about}")
+            for row in options if name else ():
+                lines.append(f"  -o {row['name']}={row['default']}  {row['help']}".rstrip())
+    if not data:
+        raise InputError(f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them")
     answer({"methods": data}, "\n".join(lines), as_json=as_json)
 
 
@@ -71,20 +68,17 @@ def _registries() -> dict[str, Registry[Any, Any]]:
 
 
 def _fields(entry: Any) -> list[dict[str, Any]]:
-    """What -o sets of a method, with the help of its fields where they have any."""
+    """Return what -o sets for a method, with the defaults and the help of its fields."""
     parameters = inspect.signature(entry.make).parameters
-    helps = {
-        name: field.metadata.get("help", "")
-        for name, field in getattr(entry.method or entry.make, "__dataclass_fields__", {}).items()
-    }
-    return [
-        {
-            "name": name, "help": helps.get(name, ""),
-            "default": "…" if (default := parameters[name].default) is inspect.Parameter.empty
-            else "" if default is None else str(default),
-        }
-        for name in opt.option_types(entry)
-    ]  # fmt: skip
+    fields = getattr(entry.method or entry.make, "__dataclass_fields__", {})
+    rows: list[dict[str, Any]] = []
+    for name in opt.option_types(entry):
+        default = "" if parameters[name].default is None else str(parameters[name].default)
+        if parameters[name].default is inspect.Parameter.empty:
+            default = "…"
+        help_ = fields[name].metadata.get("help", "") if name in fields else ""
+        rows.append({"name": name, "help": help_, "default": default})
+    return rows
 
 
 @command(
@@ -107,61 +101,52 @@ def capture(
             CHECKS,
         ),
     ],
-    text: Annotated[
-        list[str] | None,
-        opt.about("A text to run the model on; may be repeated.", DATA, metavar="TEXT"),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        opt.about(
-            "A file of texts: .txt (one a line), or .tsv, .csv, .jsonl with a column of them.",
-            DATA,
-            metavar="FILE",
-        ),
-    ] = None,
+    text: list[str] | None = option(
+        None, "A text to run the model on; may be repeated.", DATA, metavar="TEXT"
+    ),
+    data: Path | None = option(
+        None,
+        "A file of texts: .txt (one a line), or .tsv, .csv, .jsonl with a column of them.",
+        DATA,
+        metavar="FILE",
+    ),
     column: Columns = None,
     examples: opt.Examples = None,
-    precision: Annotated[
-        str,
-        opt.about(
-            "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
-            "scale for each row); a pooled embedding also to binary, its signs.",
-            CHECKS,
-        ),
-    ] = "float32",
-    noise: Annotated[
-        float,
-        opt.about(
-            "How much noise to add, in standard deviations of the leak; to a gradient, in units of "
-            "clip.",
-            CHECKS,
-        ),
-    ] = 0.0,
-    degrade: Annotated[
-        list[str] | None,
-        opt.about(
-            "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
-            "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
-            "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
-            "keys and values, by a secret drawn from the number KEY: rotated:KEY. "
-            "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
-            CHECKS,
-            metavar="FORM",
-        ),
-    ] = None,
-    option: opt.MethodOptions = None,
-    out: Annotated[
-        Path,
-        opt.about(
-            "The file to write the leak to, or a folder for several.", OUTPUT, metavar="PATH"
-        ),
-    ] = Path("leak.safetensors"),
+    precision: str = option(
+        "float32",
+        "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
+        "scale for each row); a pooled embedding also to binary, its signs.",
+        CHECKS,
+    ),
+    noise: float = option(
+        0.0,
+        "How much noise to add, in standard deviations of the leak; to a gradient, in units of "
+        "clip.",
+        CHECKS,
+    ),
+    degrade: list[str] | None = option(
+        None,
+        "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
+        "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
+        "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
+        "keys and values, by a secret drawn from the number KEY: rotated:KEY. "
+        "Keys and values: shielded:KEY (KV-Shield), cloaked:KEY (KV-Cloak). May be repeated.",
+        CHECKS,
+        metavar="FORM",
+    ),
+    hyperparameters: opt.MethodOptions = None,
+    out: Path = option(
+        Path("leak.safetensors"),
+        "The file to write the leak to, or a folder for several.",
+        OUTPUT,
+        metavar="PATH",
+    ),
     force: opt.Force = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     allow_pickle: opt.AllowPickle = False,
 ) -> None:
-    """Write down what a model leaks about a text, to try an attack on.
+    """Save what a model leaks about a text, to try an attack on.
 
     For a gradient, -o sets clip (the norm that each text's gradient is clipped to), epsilon (the
     privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of the client on its batch;
@@ -183,15 +168,15 @@ def capture(
         expect_new(out, force=force)
         batch = _examples(text, data, column, examples)
         written = _capture_gradient(
-            model, batch, out, option or [], noise=noise, precision=precision, device=device,
+            model, batch, out, hyperparameters, noise=noise, precision=precision, device=device,
             allow_pickle=allow_pickle, seed=seed,
         )  # fmt: skip
         show(written)
         return
-    settings(option or (), {}, f"a capture of {expose}")
+    settings(hyperparameters, {}, f"a capture of {expose}")
     texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
     files = files_of(out, len(texts))
-    if is_folder(files[0].parent):  # a folder that is not there yet is made
+    if is_folder(files[0].parent):  # otherwise the folder is made
         expect_new(*files, force=force)
     states = ", ".join([precision, *forms])
     capture_leaks(
@@ -206,7 +191,7 @@ def capture(
 def _examples(
     texts: list[str] | None, data: Path | None, column: str | None, limit: int | None
 ) -> list[Example]:
-    """The batch of a client: its texts, with their classes where the file has them."""
+    """Return the batch of a client: its texts, with their classes if the file has them."""
     from keyhole.data import NO_LABEL, Example, read_examples
 
     given = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts or [], 1)]
@@ -216,9 +201,10 @@ def _examples(
 
 
 def _capture_gradient(
-    model: str, examples: list[Example], out: Path, words: list[str], *, noise: float, **more: Any
-) -> str:
-    """What a client hands over for a batch of texts; what was written."""
+    model: str, examples: list[Example], out: Path, words: list[str] | None, *, noise: float,
+    **more: Any,
+) -> str:  # fmt: skip
+    """Write what a client hands over for a batch of texts, and describe it in a line."""
     from keyhole.recover.gradients.recover_batch import capture_update
     from keyhole.recover.gradients.update import Protocol, epsilon_of
 
@@ -250,7 +236,7 @@ def bounds(
             "keyhole invert --out writes.",
         ),
     ],
-    option: opt.MethodOptions = None,
+    hyperparameters: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
 ) -> None:
@@ -261,7 +247,7 @@ def bounds(
     """
     from keyhole.invert.run import measure_bounds
 
-    options = settings(option or (), {"R": float, "neighbours": int}, "bounds")
+    options = settings(hyperparameters, {"R": float, "neighbours": int}, "bounds")
     with interruptible():
         found = measure_bounds(problem, at, **options, seed=seed)
     answer(found.to_dict(), found.summary(), as_json=as_json)
@@ -277,7 +263,7 @@ def certify(
     k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
     data: opt.Data = None,
     *,
-    option: opt.MethodOptions = None,
+    hyperparameters: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     out: opt.Out = None,
     force: opt.Force = False,
@@ -286,15 +272,15 @@ def certify(
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
-    Of any classifier or multiple choice that votes over masks of its attention, as keyhole harden
-    --method sattend -o emptied=true trains them. -o sets keep (the share of units that a mask
-    keeps, 0.05), kind (random, or partition for a proof), samples (of random masks, 1000),
-    confidence (0.999) and spare (what is never cut: padding, special or "first token").
+    It works for any classifier or multiple choice that votes over masks of its attention, as
+    keyhole harden --method sattend -o emptied=true trains them. -o sets keep (the share of units
+    that a mask keeps, 0.05), kind (random, or partition for a proof), samples (of random masks,
+    1000), confidence (0.999) and spare (what is never cut: padding, special or "first token").
     """
     from keyhole.harden.smoothing import Smoothing, certify_all
 
     expect_new(out, force=force)
-    options = settings(option or (), types_of(Smoothing, hidden=("seed",)), "smoothing")
+    options = settings(hyperparameters, types_of(Smoothing, hidden=("seed",)), "smoothing")
     way = Smoothing(**options, seed=seed)
     with interruptible(), bars("disrupt", "examples") as track:
         proofs = certify_all(model, data, k, way, **examples.keywords(), track=track)
@@ -321,10 +307,11 @@ def defences(
     force: opt.Force = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Measure every defence in one table, each attacked by somebody who knows it.
+    """Measure every defence in one table, each against an attacker who knows it.
 
-    Caches, hidden states, embeddings, gradients and logits behind noise, rounding, secrets and
-    encryption; weights behind a server's defences; predictions behind S-Attend and smoothing.
+    The defences of caches, hidden states, embeddings, gradients and logits are noise, rounding,
+    secrets and encryption; those of weights are a server's defences; those of predictions are
+    S-Attend and smoothing.
     """
     from rich.table import Table
 

@@ -13,7 +13,7 @@ from keyhole.cli.app import command, lab
 from keyhole.cli.outputs import answer, expect_new, show
 from keyhole.core import dump
 from keyhole.core.errors import InputError, MissingExtra, expect_count
-from keyhole.core.options import CHECKS, OUTPUT, TARGET, settings, types_of
+from keyhole.core.options import CHECKS, OUTPUT, TARGET, option, settings, types_of
 
 if TYPE_CHECKING:
     from keyhole.oracle import MultiHead
@@ -23,9 +23,8 @@ _TYPES: dict[str, Any] = {
     "scale": float, "every_token": bool, "causal": bool, "residual": bool, "maps": bool,
     "bases": Path, "sign_only": bool, "decimals": int, "noise": float, "max_norm": float,
 }  # fmt: skip
-_ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # what is done to a target's answers
-# What each kind takes: an option of another kind is refused.
-_TAKES = {
+_ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # options that change a target's answers
+_TAKES = {  # the options of each kind; those of another kind are refused
     "head": ("dim", "rank", "scale", *_ANSWERS),
     "multi-head": ("dim", "rank", "heads", "scale", *_ANSWERS),
     "one-layer": ("dim", "rank", "width", "scale", *_ANSWERS),
@@ -55,26 +54,26 @@ Tolerance = Annotated[
 )
 def plant(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
-    kind: Annotated[
-        str, opt.about(f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME")
-    ] = "head",
-    option: opt.MethodOptions = None,
+    kind: str = option("head", f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME"),
+    hyperparameters: opt.MethodOptions = None,
     force: opt.Force = False,
     seed: opt.Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
-    Every kind takes dim (64) and scale (1 gives a W of norm about 2). head, multi-head, one-layer,
-    attention and attention-layers take rank; all but head, one-layer and relu heads; one-layer and
-    relu width (32); attention every_token and causal, attention-layers these and layers (2), each
-    with its heads; orthogonal-heads bases, the file to write their bases to. inversion takes tokens
-    (8), residual, causal and maps (they leak too). Answers may be changed by sign_only, decimals,
-    noise and max_norm.
+    -o sets, for every kind, dim (64) and scale (1 gives a W of norm about 2), and further:
+    head: rank; multi-head: rank, heads; one-layer: rank, width (32); relu: width (32);
+    attention: rank, heads, every_token, causal; attention-layers: the same, in each of layers (2);
+    orthogonal-heads: heads, bases (the file to write their bases to);
+    inversion: tokens (8), heads, residual, causal, maps (true: attention maps leak too).
+    All but inversion may change their answers: sign_only, decimals, noise, max_norm.
     """
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
     types = {name: _TYPES[name] for name in _TAKES[kind]}
-    options: dict[str, Any] = {"dim": 64, "scale": 1.0} | settings(option or (), types, kind)
+    options: dict[str, Any] = {"dim": 64, "scale": 1.0} | settings(
+        hyperparameters or (), types, kind
+    )
     bases = options.pop("bases", None)
     expect_new(path, bases, force=force)
     if kind == "inversion":
@@ -97,7 +96,7 @@ def plant(
 
 
 def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
-    """A layer's output; what was planted."""
+    """Write a layer's output, and describe in a line what was planted."""
     from dataclasses import replace
 
     from keyhole import invert
@@ -123,21 +122,21 @@ def serve(
     target: Annotated[
         Path, typer.Argument(metavar="FILE", help="A target written by keyhole lab plant.")
     ],
-    name: Annotated[str, opt.about("The model's name on the server.", TARGET)] = "target",
-    port: Annotated[int, opt.about("The port to listen on, at 127.0.0.1.", TARGET)] = 8080,
-    option: opt.MethodOptions = None,
+    name: str = option("target", "The model's name on the server.", TARGET),
+    port: int = option(8080, "The port to listen on, at 127.0.0.1.", TARGET),
+    hyperparameters: opt.MethodOptions = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Put a planted target behind a real inference server (MLServer).
 
-    -o changes its answers: sign_only, decimals, noise (the same each time for a question),
-    fresh_noise (anew each time), max_norm (longer tokens are shortened); or refuses questions:
+    -o changes its answers: sign_only, decimals, noise (the same whenever a question is repeated),
+    fresh_noise (new each time), max_norm (longer tokens are shortened); or refuses questions:
     min_tokens, max_tokens, usual_norm (of honest clients' tokens).
     """
     from keyhole.oracle.defences import Degradation
 
-    options = settings(option or (), types_of(Degradation, hidden=("seed",)), "serve")
+    options = settings(hyperparameters, types_of(Degradation, hidden=("seed",)), "serve")
     degradation = Degradation(**options, seed=seed)
     try:
         from keyhole.lab.server import serve as run
@@ -166,9 +165,7 @@ def serve(
 )
 def canonical(
     file: Heads,
-    out: Annotated[
-        Path | None, opt.about("Write the canonical heads here.", OUTPUT, metavar="FILE")
-    ] = None,
+    out: Path | None = option(None, "Write the canonical heads here.", OUTPUT, metavar="FILE"),
     tolerance: Tolerance = 1e-12,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -198,23 +195,22 @@ def same(
     first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: opt.Json = False
 ) -> None:
     """Tell whether two sets of heads, or two blocks, are one function: exit code 0, or 1 if not."""
-    from keyhole.extract.blocks.canonical import difference as difference_of_blocks
-    from keyhole.extract.canonical import difference
+    from keyhole.extract.canonical import difference, difference_of_blocks
     from keyhole.oracle import Block, Blocks, load_plain
 
-    one, two = (load_plain(file)[0] for file in (first, second))
-    if isinstance(one, Block | Blocks) and isinstance(two, Block | Blocks):
-        apart = difference_of_blocks(one, two, tolerance)
+    a, b = (load_plain(file)[0] for file in (first, second))
+    if isinstance(a, Block | Blocks) and isinstance(b, Block | Blocks):
+        found = difference_of_blocks(a, b, tolerance)
     else:
-        apart = difference(_read_heads(first), _read_heads(second), tolerance)
-    words = f"not the same function: {apart}" if apart else "the same function"
-    data = {"same": not apart, "difference": apart, "tolerance": tolerance}
+        found = difference(_read_heads(first), _read_heads(second), tolerance)
+    words = f"not the same function: {found}" if found else "the same function"
+    data = {"same": not found, "difference": found, "tolerance": tolerance}
     answer(data, words, as_json=as_json)
-    raise typer.Exit(1 if apart else 0)
+    raise typer.Exit(1 if found else 0)
 
 
 def _read_heads(file: Path) -> MultiHead:
-    """The heads in a file; one alone is a set of one."""
+    """Read the heads in a file; a single head becomes a set of one."""
     from keyhole.oracle import Head, MultiHead, load_plain
 
     target, degradation = load_plain(file)

@@ -1,6 +1,7 @@
-"""Options that several commands share, and commands whose options a dataclass declares.
+"""Options that several commands share, and commands whose options are declared as dataclasses.
 
-What `AuditOptions` declares (audit/options.py) has its help there, for every command that takes it.
+A command takes its options in three forms: as parameters of the types below, as parameters whose
+default is `option(…)`, and as dataclasses such as `AuditOptions`, whose fields become options.
 Hyperparameters are given as `-o name=value`; `method_options` reads them by the fields of the
 method's dataclass.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -26,7 +27,8 @@ from keyhole.core.options import (
     OUTPUT,
     SCALE,
     TARGET,
-    Declared,
+    Option,
+    declared,
     option,
     options_of,
     settings,
@@ -61,27 +63,24 @@ def about(
     metavar: str | None = None,
     **more: Any,
 ) -> Any:
-    """An option with its help and the group that it is shown in."""
-    return typer.Option(
-        *names, help=escape(help), rich_help_panel=group, metavar=metavar, **more
-    )  # fmt: skip
+    """Return Typer's description of an option, which is shown in a group."""
+    return typer.Option(*names, help=escape(help), rich_help_panel=group, metavar=metavar, **more)
 
 
-def declared(name: str) -> Any:
-    """An option as the audit declares it."""
-    return _option(_AUDIT[name])
+def of_audit(name: str) -> Any:
+    """Return Typer's description of an option of the audit."""
+    return _described(_AUDIT[name])
 
 
-def _option(declared: Declared) -> Any:
-    shown = declared.about
-    names = [f"--{declared.name.replace('_', '-')}"] if declared.type is bool else []
-    more: dict[str, Any] = {} if shown.parse is None else {"parser": shown.parse}
-    return about(shown.help, shown.group, *names, metavar=shown.metavar, **more)
+def _described(option: Option) -> Any:
+    names = [f"--{option.name.replace('_', '-')}"] if option.type is bool else []
+    more: dict[str, Any] = {} if option.parse is None else {"parser": option.parse}
+    return about(option.help, option.group, *names, metavar=option.metavar, **more)
 
 
-def _as_audit(name: str) -> Any:
-    """A field that is the same option as the audit's."""
-    return field(default=_AUDIT[name].default, metadata={"option": _AUDIT[name].about})
+def _same_as_audit(name: str) -> Any:
+    """Declare a field as the audit's option of this name."""
+    return field(default=_AUDIT[name].default, metadata={"option": _AUDIT[name]})
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class ExampleOptions:
         (), "The column that holds the text; give it twice for a pair of texts.", DATA,
         metavar="NAME",
     )  # fmt: skip
-    label: str | None = _as_audit("label")
+    label: str | None = _same_as_audit("label")
     classes: str | None = option(
         None, "Names of the classes, such as no,yes, where the model does not name them.", DATA
     )
@@ -102,10 +101,10 @@ class ExampleOptions:
         False, "Open pickled weights, which can run code: only where you trust their source.",
         TARGET,
     )  # fmt: skip
-    device: str = _as_audit("device")
+    device: str = _same_as_audit("device")
 
     def keywords(self) -> dict[str, Any]:
-        """As `disrupt.run`, `harden.run` and `certify_all` take them."""
+        """Return the options as `disrupt.run`, `harden.run` and `certify_all` take them."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         given["text"] = given.pop("column") or ()
         given["classes"] = self.classes.split(",") if self.classes else ()
@@ -131,19 +130,19 @@ Data = Annotated[
         metavar="FILE",
     ),
 ]
-Corpus = Annotated[Path | None, declared("corpus")]
+Corpus = Annotated[Path | None, of_audit("corpus")]
 Method = Annotated[
     str | None, about("The method; `keyhole lab methods` lists them.", CHECKS, metavar="NAME")
 ]
 MethodOptions = Annotated[
     list[str] | None, about(_OPTION_HELP, CHECKS, "--option", "-o", metavar="NAME=VALUE")
 ]
-Seed = Annotated[int, declared("seed")]
-Device = Annotated[str, declared("device")]
-AllowPickle = Annotated[bool, _option(_EXAMPLES["allow_pickle"])]
-Examples = Annotated[int | None, _option(_EXAMPLES["examples"])]
-Authorized = Annotated[bool, declared("authorized")]
-Ledger = Annotated[Path | None, declared("ledger")]
+Seed = Annotated[int, of_audit("seed")]
+Device = Annotated[str, of_audit("device")]
+AllowPickle = Annotated[bool, _described(_EXAMPLES["allow_pickle"])]
+Examples = Annotated[int | None, _described(_EXAMPLES["examples"])]
+Authorized = Annotated[bool, of_audit("authorized")]
+Ledger = Annotated[Path | None, of_audit("ledger")]
 Processes = Annotated[int, about("How many processes; 0 = in-process (use on a GPU).", SCALE)]
 Dask = Annotated[
     str | None, about("Work on a Dask cluster, such as tcp://host:8786.", SCALE, metavar="ADDRESS")
@@ -165,13 +164,19 @@ Json = Annotated[bool, about("Print the result as JSON instead of text.", OUTPUT
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of its dataclasses in place of the parameters that hold them."""
+    """Return a command with a signature that Typer can read."""
     signature = inspect.signature(command, eval_str=True)
-    classes: dict[str, Any] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if is_dataclass(parameter.annotation)
-    }
+    classes: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        kind, default = parameter.annotation, parameter.default
+        if is_dataclass(kind):
+            classes[name] = kind
+            parameters += _parameters(kind)
+        elif isinstance(default, Field) and (option := declared(default, name, kind)):
+            parameters.append(_parameter(option))
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
@@ -179,58 +184,47 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = _built(options, given)
         command(**given)
 
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        if name in classes:
-            parameters += _parameters(classes[name])
-        else:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
     called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return called
 
 
-def _parameters(options: type[Any]) -> list[inspect.Parameter]:
-    """The options of a dataclass, and of the endpoint in it, as Typer reads them."""
-    found = [
-        _parameter(
-            each.name, _typer_type(each), None if each.default == () else each.default,
-            _option(each),
-        )
-        for each in options_of(options).values()
-    ]  # fmt: skip
+def _parameters(options: Any) -> Iterator[inspect.Parameter]:
+    """Yield a parameter for each option of a dataclass and of the endpoint in it."""
+    yield from map(_parameter, options_of(options).values())
     if options is EndpointOptions:
-        several = list[str] | None
-        header = about(_HEADER_HELP, ENDPOINT, metavar="NAME=VARIABLE")
-        setting = about(_ENDPOINT_HELP, ENDPOINT, metavar="NAME=VALUE")
-        found.append(_parameter("header", several, None, header))
-        found.append(_parameter("endpoint", several, None, setting))
+        for name, help_, metavar in (
+            ("header", _HEADER_HELP, "NAME=VARIABLE"),
+            ("endpoint", _ENDPOINT_HELP, "NAME=VALUE"),
+        ):
+            shown = about(help_, ENDPOINT, metavar=metavar)
+            yield _keyword(name, list[str] | None, None, shown)
     elif _has_endpoint(options):
-        found += _parameters(EndpointOptions)
-    return found
+        yield from _parameters(EndpointOptions)
 
 
 def _has_endpoint(options: type[Any]) -> bool:
     return "endpoint" in (each.name for each in fields(options))
 
 
-def _parameter(name: str, kind: Any, default: Any, shown: Any) -> inspect.Parameter:
+def _parameter(option: Option) -> inspect.Parameter:
+    kind = list[str] | None if get_origin(option.type) is tuple else option.type
+    if option.parse is not None:  # it reads the value itself
+        kind = str | None
+    default = None if option.default == () else option.default
+    return _keyword(option.name, kind, default, _described(option))
+
+
+def _keyword(name: str, kind: Any, default: Any, shown: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
     )
 
 
-def _typer_type(declared: Declared) -> Any:
-    """What Typer calls the type of a field: it knows lists, and a parser takes any word."""
-    if declared.about.parse is not None:
-        return str | None
-    return list[str] | None if get_origin(declared.type) is tuple else declared.type
-
-
-def _built(options: type[Any], given: dict[str, Any]) -> Any:
-    """The dataclass from the options of the command line, which are taken from `given`."""
+def _built(options: Any, given: dict[str, Any]) -> Any:
+    """Make a dataclass from options of the command line, which are removed from `given`."""
     values: dict[str, Any] = {}
     if options is EndpointOptions:
-        words = given.pop("endpoint") or ()
+        words = given.pop("endpoint")
         values["headers"] = headers_of(given.pop("header") or ())
         flags = (*options_of(options), "headers")
         values |= settings(words, types_of(EndpointOptions, hidden=flags), "--endpoint")
@@ -240,17 +234,17 @@ def _built(options: type[Any], given: dict[str, Any]) -> Any:
     return options(**values)
 
 
-SET_ELSEWHERE = ("seed", "device", "corpus")  # by options of the command, not as -o
+_OWN_FLAGS = ("seed", "device", "corpus")  # hyperparameters with a flag of their own, not set by -o
 
 
 def method_options(
     registry: Registry[Any, Any], name: str, words: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The hyperparameters of a method that were given as -o name=value."""
-    return settings(words or (), option_types(registry[name]), registry[name].name)
+    """Read the hyperparameters of a method that were given as -o name=value."""
+    return settings(words, option_types(registry[name]), registry[name].name)
 
 
 def option_types(entry: Entry[Any, Any]) -> dict[str, Any]:
-    """What -o sets of a method; tensors are given as a file that holds them."""
-    types = types_of(entry.make, hidden=SET_ELSEWHERE)
+    """Return the types of what -o sets for a method; tensors are given as files."""
+    types = types_of(entry.make, hidden=_OWN_FLAGS)
     return types | ({"bases": Path} if "bases" in entry.options else {})

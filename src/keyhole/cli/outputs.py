@@ -1,14 +1,15 @@
-"""What a command gives: its answer on stdout, what goes on meanwhile on stderr, reports in files.
+"""The output of commands: results on stdout, messages on stderr, and reports in files.
 
-A file or a pipe gets plain text in whole lines: no colour, nothing cut off to fit a screen. Where
-the output's encoding lacks a sign, its number is written. NO_COLOR is respected (Rich does).
-Files are named and checked before any work begins; reports come in any format, as many as are asked
-for: `--output FORMAT=FILE`, `-` for stdout.
+A file or a pipe gets plain text in whole lines: no colour, and nothing cut off to fit a screen. A
+character that the output's encoding lacks is escaped. Rich respects NO_COLOR. Reports are written
+in any number of formats with `--output FORMAT=FILE`, where `-` is stdout. All files are checked
+before any work begins.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from keyhole.core.options import OUTPUT
 from keyhole.core.text import visible
 
 people = Console(stderr=True)
-_WHOLE = 2**20  # columns: no line is as long
+_UNLIMITED = 2**20  # columns, more than any line has
 OutputFiles = Annotated[
     list[str] | None,
     about(
@@ -40,20 +41,19 @@ _Result = TypeVar("_Result")
 
 
 def say(message: str, style: str | None = None) -> None:
-    """What goes on, on stderr: one line stays one line, and nothing in it is taken for markup."""
+    """Print a message to stderr in one line, without taking anything in it for markup."""
     people.print(visible(message), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def show(answer: RenderableType) -> None:
-    """What the command was asked for, on stdout; whole lines where that is not a terminal."""
+    """Print a result to stdout; lines are only wrapped if that is a terminal."""
     plain = isinstance(answer, str)
-    # A screen's lines are wrapped; in a file that would cut rows in two.
-    console = Console(width=None if sys.stdout.isatty() else _WHOLE, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _UNLIMITED, highlight=False)
     console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
 
 
 def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> None:
-    """What the command was asked for, on stdout: JSON alone, or `words` for people."""
+    """Print the result of a command to stdout: as JSON, or as `words` for people."""
     if as_json:
         typer.echo(dump(data))
     else:
@@ -61,7 +61,7 @@ def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> Non
 
 
 def write_in_any_locale() -> None:
-    """A sign that the output's encoding lacks is no reason to lose a result."""
+    """Escape characters that the output's encoding lacks, instead of losing the result."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -69,9 +69,9 @@ def write_in_any_locale() -> None:
 
 
 def expect_new(*files: Path | None, force: bool) -> None:
-    """Every file has a folder to be written in, and replaces nothing unless `force` says so.
+    """Raise unless every file can be written; one that exists is only replaced with `force`.
 
-    Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
+    It is not for files that a run continues (ledgers, journals, checkpoints), which check the run.
     """
     for file in filter(None, files):
         expect_writable(file)
@@ -80,13 +80,13 @@ def expect_new(*files: Path | None, force: bool) -> None:
 
 
 def and_tensors(out: Path | None) -> tuple[Path, ...]:
-    """A result's JSON file and the file of tensors that is saved next to it."""
+    """Return a result's JSON file, and the file of tensors next to it."""
     return () if out is None else (out, out.with_suffix(".safetensors"))
 
 
 @dataclass(frozen=True)
 class Outputs(Generic[_Result]):
-    """What to write and where; `stdout` is the format that goes there, if one does."""
+    """The files to write in which format, and the format for stdout, if any: --json is one."""
 
     formats: Mapping[str, Callable[[_Result], str]]
     files: tuple[tuple[str, Path], ...] = ()
@@ -98,51 +98,50 @@ class Outputs(Generic[_Result]):
         force: bool, as_json: bool, defaults: Mapping[str, Path] | None = None,
         others: Sequence[Path] = (),
     ) -> Outputs[_Result]:  # fmt: skip
-        """What was asked for, checked before any work.
+        """Read and check values of --output.
 
-        `defaults` are the files of formats that are always written, over what is there; `others`
-        are files that the command writes itself.
+        `defaults` are files that are written unless another file is named for their format; they
+        replace existing files. `others` are files that the command writes itself.
         """
         pairs = [_pair(word, formats) for word in words or ()]
-        on_stdout = [name for name, file in pairs if file == "-"]
-        if len(on_stdout) + as_json > 1:
+        on_stdout = [name for name, file in pairs if file == "-"] + ["json"] * as_json
+        if len(on_stdout) > 1:
             raise InputError("only one result can be printed: choose among --output …=- and --json")
         named = [(name, Path(file)) for name, file in pairs if file != "-"]
-        taken = {name for name, _ in named}
-        first = [item for item in (defaults or {}).items() if item[0] not in taken]
-        files = (*first, *named)
-        places = [path.absolute() for path in (*others, *(path for _, path in files))]
-        twice = next((path for path in places if places.count(path) > 1), None)
-        if twice is not None:
-            raise InputError(f"two outputs go to {twice}: name a file for each")
-        expect_new(*(path for _, path in first), force=True)
+        names = {name for name, _ in named}
+        usual = [(name, path) for name, path in (defaults or {}).items() if name not in names]
+        files = (*usual, *named)
+        places = Counter(path.absolute() for path in (*others, *(path for _, path in files)))
+        place, count = places.most_common(1)[0] if places else (None, 0)
+        if count > 1:
+            raise InputError(f"two outputs go to {place}: name a file for each")
+        expect_new(*(path for _, path in usual), force=True)
         expect_new(*(path for _, path in named), force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
 
     def file(self, name: str) -> Path:
-        """The first file in a format that is always written."""
+        """Return the first file in a format that has a default."""
         return next(path for written, path in self.files if written == name)
 
     @property
-    def asked(self) -> frozenset[str]:
-        """The names of all formats that were asked for."""
+    def names(self) -> frozenset[str]:
+        """The names of all formats that are written or printed."""
         return frozenset(name for name, _ in self.files) | {self.stdout or ""}
 
     def write(self, result: _Result) -> None:
-        """Every file; what goes to stdout is `printed`."""
         for name, path in self.files:
             write_text(path, self.formats[name](result))
 
     def report(self) -> None:
-        """Where everything was written."""
+        """Print the names of the files that were written."""
         for name, path in self.files:
             say(f"{name}: {path}")
 
     def printed(self, result: _Result) -> bool:
-        """Print what was asked for on stdout; was anything?"""
+        """Print the format for stdout, if any, and return whether there is one."""
         if self.stdout is None:
             return False
-        # The bytes that the file would have: an XML file says itself that it is UTF-8.
+        # As bytes, because an XML file declares UTF-8, whatever the encoding of the terminal.
         typer.echo(self.formats[self.stdout](result).encode("utf-8", "replace"), nl=False)
         return True
 

@@ -1,4 +1,4 @@
-"""`keyhole policy`, and the options by which audits are judged: policy, environment, baseline."""
+"""`keyhole policy`, and what all commands that judge audits share: policy and baseline."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ AuditFile = Annotated[
 PolicyFile = Annotated[
     Path | None,
     opt.about(
-        "What fails and what is ignored: a keyhole.toml, or a pyproject.toml with [tool.keyhole]. "
-        "By default the one in this folder, if there is one.",
+        "The policy, which says what fails and what is ignored: a keyhole.toml, or a "
+        "pyproject.toml with [tool.keyhole]. By default the one in this folder, if any.",
         OUTPUT,
         metavar="FILE",
     ),
@@ -43,8 +43,8 @@ Environment = Annotated[
 BaselineFile = Annotated[
     Path | None,
     opt.about(
-        "An earlier audit of the same target: what is no worse than there does not fail (for a "
-        "fleet: the folder of its results).",
+        "An earlier audit of the same target: findings that are no worse than in it do not fail. "
+        "For a fleet, the folder of its results.",
         OUTPUT,
         metavar="AUDIT.json",
     ),
@@ -58,7 +58,7 @@ _ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}
 
 @dataclass(frozen=True)
 class Judge:
-    """A policy and a baseline, read before any work begins."""
+    """A policy and baselines, which are read before any work begins."""
 
     policy: Policy
     baselines: tuple[Audit, ...] = ()
@@ -76,7 +76,10 @@ class Judge:
         return cls(read, () if baseline is None else (Audit.load(baseline),))
 
     def against(self, *baselines: Audit | None) -> Judge:
-        """The same policy with another baseline, the first of these that is of the target."""
+        """Return a judge with the same policy and other baselines.
+
+        An audit is compared with the first of them that is of its target.
+        """
         return replace(self, baselines=tuple(each for each in baselines if each is not None))
 
     def __call__(self, audit: Audit) -> Assessment:
@@ -111,13 +114,13 @@ def policy(
 
     judged = Judge.of(policy, environment, baseline)(Audit.load(findings))
     decision = judged.decision
-    assert decision is not None  # noqa: S101 - a judge decides
+    assert decision is not None  # noqa: S101 - a judge always decides
     answer(decided(decision), _words(judged, decision), as_json=as_json)
     raise typer.Exit(decision.exit_code)
 
 
 def _words(judged: Assessment, decision: Decision) -> Group:
-    """What decided, then every finding with the rule that decided about it."""
+    """Return the decision, and every finding with the rule that decided about it."""
     severities = {item.id: item.severity.value for item in judged.items}
     view = Table(box=box.SIMPLE)
     for heading in ("finding", "severity", "ruling", "by"):

@@ -1,4 +1,4 @@
-"""`keyhole recover`: parse, one library call, print."""
+"""`keyhole recover`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keyhole.cli.outputs import say, show, visible
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable
-from keyhole.core.options import CHECKS, DATA, OUTPUT
+from keyhole.core.options import CHECKS, DATA, OUTPUT, option
 
 if TYPE_CHECKING:
     from keyhole.models.loading import Loaded
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from keyhole.recover.recovery import TextRecovery
     from keyhole.recover.run import LeakRead
 
-# How a token is shown by its mark: style, what stands around it, and the words of the legend.
-_MARKS = {
+_MARKS = {  # of tokens: the style, the brackets around the text, and the legend
     "verified": ("green", "", "", ""),
     "likely": ("yellow", "[", "]", "likely in [brackets]"),
     "unknown": ("red", "{", "}", "unknown in {braces}"),
@@ -50,41 +49,33 @@ def recover(
             "other programs saved as .npy, .npz, .safetensors or .pt.",
         ),
     ],
-    expose: Annotated[
-        str | None,
-        opt.about(
-            "What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. By "
-            "default found out from names, shapes and numbers.",
-            DATA,
-        ),
-    ] = None,
+    expose: str | None = option(
+        None,
+        "What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. By "
+        "default, names, shapes and numbers tell.",
+        DATA,
+    ),
     corpus: opt.Corpus = None,
-    truth: Annotated[
-        Path | None,
-        opt.about(
-            "The true texts, one for each leak in order: report how much of each came back.",
-            DATA,
-            metavar="FILE",
-        ),
-    ] = None,
+    truth: Path | None = option(
+        None,
+        "The true texts, one for each leak, in order: report how much of each was recovered.",
+        DATA,
+        metavar="FILE",
+    ),
     method: opt.Method = None,
-    noise: Annotated[
-        float | None,
-        opt.about(
-            "The size of the noise in the leaks, if it is known, in standard deviations of the "
-            "leak. With noise of unknown size less is verified, and nothing from one vector.",
-            CHECKS,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        opt.about(
-            "Write one JSON line for each leak as soon as it is read; the same command goes on "
-            "from there.",
-            OUTPUT,
-            metavar="FILE",
-        ),
-    ] = None,
+    noise: float | None = option(
+        None,
+        "The size of the noise in the leaks, if it is known, in standard deviations of the "
+        "leak. With noise of unknown size less is verified, and nothing from one vector.",
+        CHECKS,
+    ),
+    out: Path | None = option(
+        None,
+        "Write one JSON line for each leak as soon as it is read; the same command resumes from "
+        "this file.",
+        OUTPUT,
+        metavar="FILE",
+    ),
     as_json: opt.Json = False,
     device: opt.Device = "cpu",
     allow_pickle: opt.AllowPickle = False,
@@ -102,13 +93,7 @@ def recover(
     if out is not None:
         expect_writable(out)
     if is_update(leak_files(leaks)[0]):
-        given = {
-            "--method": method, "--corpus": corpus, "--noise": noise, "--out": out,
-            "--expose": expose,
-        }  # fmt: skip
-        for option, value in given.items():
-            if value is not None:
-                raise InputError(f"{option} is not for gradients: leave it out")
+        _expect_none(method=method, corpus=corpus, noise=noise, out=out, expose=expose)
         return _recover_updates(model, leaks, truth, device, allow_pickle, as_json)
     texts: list[LeakRead] = []
     kept = f" texts are in {out}: the same command goes on"
@@ -132,17 +117,21 @@ def recover(
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
     if as_json:
-        ordered = sorted(texts, key=lambda text: text.number)
-        data = [text.to_dict() for text in ordered]
-        typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
+        _print_json([text.to_dict() for text in sorted(texts, key=lambda text: text.number)])
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
+
+
+def _expect_none(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"--{name} is not for gradients: leave it out")
 
 
 def _recover_updates(
     model: str, leaks: list[Path], truth: Path | None, device: str, allow_pickle: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """The batches behind files of gradients, each as its texts in no order."""
+    """Recover the batch of texts behind each file of gradients."""
     from keyhole.data import read_texts
     from keyhole.models.anatomy import anatomy
     from keyhole.recover.files.sources import leak_files
@@ -157,7 +146,7 @@ def _recover_updates(
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
     with bars("recover", "batches") as track:
-        for file, batch in recovering_updates(loaded, leak_files(leaks), track=track):
+        for file, batch in recovering_updates(loaded, leak_files(leaks), track):
             batches.append(batch)
             exact = sum(
                 any(original.is_exactly(loaded.tokenizer, text.ids) for text in batch.texts)
@@ -171,9 +160,14 @@ def _recover_updates(
                     if originals:
                         show(f"  {exact} of {len(originals)} true texts are among them, exactly")
     if as_json:
-        data = shown if len(shown) > 1 else shown[0]
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _print_json(shown)
     raise typer.Exit(exit_code(batch.status for batch in batches))
+
+
+def _print_json(results: list[dict[str, Any]]) -> None:
+    """Print a list of results, or the only one."""
+    data = results if len(results) > 1 else results[0]
+    typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
 def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
@@ -207,9 +201,9 @@ def _shown(read: LeakRead) -> Text:
 
 
 def _marked(recovery: TextRecovery, padding: int | None) -> Text:
-    """A text's tokens as they are written, in the colours and signs of their marks.
+    """Return a text with the colours and brackets of its tokens' marks.
 
-    `padding` is the id where an attack had nothing to say.
+    `padding` is the id that an attack gives for a token it knows nothing about.
     """
     line = Text()
     pieces = [

@@ -1,4 +1,4 @@
-"""`keyhole report`: parse, one library call, print."""
+"""`keyhole report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.outputs import OutputFiles, Outputs, answer
+from keyhole.cli.outputs import OutputFiles, Outputs, show
 from keyhole.cli.policy import AuditFile, BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit
 from keyhole.core.options import OUTPUT
@@ -53,16 +53,14 @@ def report(
     Without --output the page goes to a file of the findings' name, in this folder.
     """
     from keyhole import report as reports
-    from keyhole.report import json_form
     from keyhole.report.formats import FORMATS
 
     del schema  # its callback has printed it
     page = {} if outputs else {"html": Path(f"{findings.stem}.html")}
     wanted = Outputs.of(outputs, FORMATS, force=force, as_json=as_json, defaults=page)
     judge = Judge.of(policy, environment, baseline)
-    audit = Audit.load(findings)
-    assessment = judge(audit)
+    assessment = judge(Audit.load(findings))
     wanted.write(assessment)
     if not wanted.printed(assessment):
-        answer(json_form.document(assessment), reports.table(audit, assessment), as_json=as_json)
+        show(reports.table(assessment))
     wanted.report()

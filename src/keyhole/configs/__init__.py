@@ -1,9 +1,9 @@
-"""Configurations that open what attacks need, read without running anything: no torch, no network.
+"""Checks of configurations for settings that open what attacks need: no torch, no network.
 
     configs.check(["deploy/", "config.json"])
         -> Checked: .findings .recognised .skipped .unread .exit_code()
 
-One module per kind of configuration; registry.py lists them with the files that each reads.
+Nothing is run. registry.py lists the kinds of configuration with the files that each reads.
 """
 
 from keyhole.configs.finding import Checked, Finding, Level, Recognised, Rule, Skipped, Unread

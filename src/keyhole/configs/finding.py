@@ -1,4 +1,4 @@
-"""What a configuration opens: rules, findings with their lines, and files that were not read."""
+"""The results of a check: rules, findings with their lines, and files that could not be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keyhole.core.standards import Standard
 
 
 class Level(IntEnum):
-    """How much is opened: counts and settings, some of what attacks need, or the secret itself."""
+    """How much is exposed: low is counts and settings, medium helps attacks, high is the secret."""
 
     LOW = 1
     MEDIUM = 2
@@ -24,7 +24,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that a configuration may open: what that is, what closes it, what tries it."""
+    """One way in which a configuration may expose something (`opens`), and its `fix`."""
 
     id: str
     name: str
@@ -32,12 +32,12 @@ class Rule:
     opens: str
     fix: str
     attack: str  # the command that would try it for real
-    standards: tuple[Standard, ...] = ()  # what other people's frameworks call it
+    standards: tuple[Standard, ...] = ()  # the entries of other frameworks
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applies at a line of a file; `what` is the setting as it stands there."""
+    """A rule that applies at a line of a file; `what` is the setting as the file has it."""
 
     rule: Rule
     line: int
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Recognised:
-    """Something in a file that was read, and the settings of it that open something."""
+    """A program or file that was recognised, and the findings in its settings."""
 
     what: str  # a server, a store, a model, a saved file
     name: str
@@ -70,7 +70,7 @@ class Recognised:
 
 @dataclass(frozen=True)
 class Unread:
-    """A file of a known kind that could not be looked at, and why: it is not called clean."""
+    """A file of a known kind that could not be read, with the reason: the check is not clean."""
 
     path: str
     reason: str
@@ -80,8 +80,8 @@ class Unread:
 class Skipped:
     """A file that was read, and in which nothing was recognised.
 
-    `mentions` are the programs whose names stand in it all the same; `broken` says that it is not
-    valid YAML, as templates are not.
+    `mentions` lists the programs that it names all the same. `broken` means that it is not valid
+    YAML, which is usual for templates.
     """
 
     path: str
@@ -91,10 +91,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Checked:
-    """All findings, by file and line; `files` is how many were read.
+    """All findings, by file and line.
 
-    `ignored` are the rules that were not looked for, `others` how many files are no configurations
-    by their names, by the end of the name.
+    `files` counts the files that were read, `ignored` lists the rules that were not checked, and
+    `others` counts, by suffix, the files whose names are not those of configurations.
     """
 
     findings: tuple[Finding, ...]
@@ -105,12 +105,9 @@ class Checked:
     skipped: tuple[Skipped, ...] = ()
     others: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def failing(self, least: Level = Level.MEDIUM) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.rule.level >= least)
-
     def exit_code(self, least: Level = Level.MEDIUM) -> int:
-        """0 nothing is opened, 1 something is, 3 something could not be read."""
-        if self.failing(least):
+        """Return 1 if something is exposed, 3 if a file could not be read, 0 otherwise."""
+        if any(finding.rule.level >= least for finding in self.findings):
             return 1
         return 3 if self.unread else 0
 
@@ -128,51 +125,44 @@ class Checked:
                 for known in self.recognised
             ],
             "not_recognised": [asdict(file) for file in self.skipped],
-            "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],
+            "unread": [asdict(file) for file in self.unread],
             "other_files": dict(self.others),
         }
 
 
-# A file that may be anybody's, read within bounds: only plain files, only so much of them.
-#
-# A file is looked through for words of its kind first. One that has none of them is done with,
-# however large or broken it is; one that has them must be small enough to be taken apart.
+# Files come from anybody, so the size of what is read and parsed is bounded.
 
-LARGEST = 2**20  # bytes of a text that is taken apart: configurations are written by hand
-FURTHEST = 16 * 2**20  # bytes that are looked through for words
+MAX_PARSED = 2**20  # bytes; configurations are written by hand
+MAX_SEARCHED = 16 * 2**20  # bytes
 
 
 class Unreadable(Exception):
-    """Why a file of a known kind cannot be looked at."""
+    """Raised with the reason if a file of a known kind cannot be read."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text with its lines counted."""
+    """A file with its text."""
 
     path: Path
-    text: str
+    text: str = ""
 
     def line_at(self, offset: int) -> int:
         return self.text.count("\n", 0, offset) + 1
 
 
 def read(path: Path, words: Sequence[str]) -> Source | None:
-    """The text, if any of `words` is in it; None if there is nothing to take apart."""
+    """Read a file; return None if it contains none of `words`, even if it is broken."""
     try:
         with path.open("rb") as file:
-            data = file.read(FURTHEST + 1)
+            data = file.read(MAX_SEARCHED + 1)
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
-    small = data.lower()
-    if len(data) <= FURTHEST and not any(word.lower().encode() in small for word in words):
+    lower = data.lower()
+    if len(data) <= MAX_SEARCHED and not any(word.lower().encode() in lower for word in words):
         return None
-    if len(data) > LARGEST:
-        raise Unreadable(f"more than {LARGEST:,} bytes of configuration")
-    return Source(path, _decoded(data))
-
-
-def _decoded(data: bytes) -> str:
+    if len(data) > MAX_PARSED:
+        raise Unreadable(f"more than {MAX_PARSED:,} bytes of configuration")
     if b"\0" in data:
         raise Unreadable("not text: it holds a NUL byte")
-    return data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    return Source(path, data.decode("utf-8-sig", "replace").replace("\r\n", "\n"))

@@ -1,8 +1,8 @@
-"""Values of Helm charts, also as Argo CD and Flux hold them: what each makes of a container.
+"""Containers that Helm charts make of their values, also as Argo CD and Flux hold them.
 
-A chart puts together what several files of values say, so a file alone tells little of what is
-missing. A server counts as reached by others only where the file publishes it (a load balancer, a
-node's port, an ingress), and no key is missed where one, or a secret, is named.
+A chart joins the values of several files, so one file says little about what is missing. A server
+counts as reached by others only if the file publishes it (a load balancer, a port of the node, an
+ingress). A key counts as missing only if the file names neither a key nor a secret.
 """
 
 from __future__ import annotations
@@ -12,18 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keyhole.configs.command import Command, Word, inner_scripts
-from keyhole.configs.containers import (
-    OUTSIDE,
-    Mapping,
-    Node,
-    Scalar,
-    documents,
-    environment,
-    walk,
-    words_of,
-)
+from keyhole.configs.containers import OUTSIDE, environment, words_of
+from keyhole.configs.tree import Mapping, Node, Scalar, documents, walk
 
-# What a chart of this name starts, if its values name no other image.
+# The image of a chart whose values name no other.
 _CHARTS = {
     "chroma": "chromadb/chroma", "chromadb": "chromadb/chroma", "milvus": "milvusdb/milvus",
     "ollama": "ollama/ollama", "qdrant": "qdrant/qdrant", "sglang": "lmsysorg/sglang",
@@ -33,19 +25,20 @@ _CHARTS = {
     "tgi": "huggingface/text-generation-inference", "vllm": "vllm/vllm-openai",
     "weaviate": "semitechnologies/weaviate",
 }  # fmt: skip
-_OF_A_CHART = {
+_CHART_KEYS = {
     "image", "service", "ingress", "persistence", "persistentVolume", "resources", "replicaCount",
-    "enabled",
 }  # fmt: skip
-_OF_OLLAMA = {"gpu", "models", "defaultModel", "insecure", "mountPath"}  # of its chart's `ollama`
+_OLLAMA_KEYS = {"gpu", "models", "defaultModel", "insecure", "mountPath"}  # in its chart's `ollama`
 _ARGS = re.compile(r"(\w*[a-z_])?args|command", re.IGNORECASE)
 _ENV = ("env", "environment", "extraEnv", "extraEnvVars", "envVars", "envSecrets")
 _KEYS = re.compile(
     r"(vllm|server|read_?only|existing)?_?(api_?keys?|secret)|oidc|auth(entication)?|"
-    r"authorizationEnabled",
+    r"authorizationEnabled|(extra)?env(vars)?(from|secret|cm)",
     re.IGNORECASE,
 )
-_FROM_ELSEWHERE = re.compile(r"(extra)?env(vars)?(from|secret|cm)", re.IGNORECASE)
+_GUARDS = re.compile(  # annotations of an ingress that asks for a login or limits the addresses
+    r"auth-(type|url|secret|signin|tls)|middlewares|whitelist-source-range|allowlist"
+)
 _NO = ("", "false", "no", "off", "null", "~", "{}", "[]")
 
 
@@ -54,7 +47,7 @@ def is_values(path: Path) -> bool:
 
 
 def in_helm(root: Node, path: Path) -> Iterator[Command]:
-    """The containers that charts make of these values."""
+    """Yield the commands of the containers that charts make of these values."""
     if not isinstance(root, Mapping):
         return
     if "apiVersion" in root.pairs:
@@ -65,94 +58,88 @@ def in_helm(root: Node, path: Path) -> Iterator[Command]:
 
 
 def _releases(root: Mapping) -> Iterator[tuple[str, Mapping]]:
-    """Values inside an application of Argo CD or a release of Flux, with the chart's name."""
-    for node in walk(root):
-        if not isinstance(node, Mapping):
-            continue
-        helm, chart = node.mapping("helm"), node.scalar("chart")
-        if helm is not None and chart is not None:  # Argo CD
-            values = helm.mapping("valuesObject") or _embedded(helm.scalar("values"))
-            if values is not None:
+    """Yield the chart's name and the values of each application of Argo CD or release of Flux."""
+    for node in _mappings(root):
+        chart, helm = node.scalar("chart"), node.mapping("helm")
+        if chart is not None and helm is not None:  # Argo CD
+            text = helm.scalar("values")
+            embedded = next(iter(inside(text)), None) if text is not None else None
+            values = helm.mapping("valuesObject") or embedded
+            if isinstance(values, Mapping):
                 yield chart.text, values
-        inner, flux = node.mapping("values"), node.mapping("chart")
-        if inner is not None and flux is not None:  # Flux
-            spec = flux.mapping("spec")
-            name = None if spec is None else spec.scalar("chart")
-            yield "" if name is None else name.text, inner
-
-
-def _embedded(text: Scalar | None) -> Mapping | None:
-    """Values that stand in a text; their lines are counted from its first."""
-    root = next(iter(inside(text)), None) if text is not None else None
-    return root if isinstance(root, Mapping) else None
+        values = node.mapping("values")
+        if values is not None and node.mapping("chart"):  # Flux
+            name = node.scalar("chart", "spec", "chart")
+            yield "" if name is None else name.text, values
 
 
 def inside(text: Scalar) -> list[Node]:
-    """The documents of a text inside another document, or none."""
+    """Return the documents in a text of another document, with the lines of the outer file."""
     try:
         return documents("\n" * (text.line - 1) + text.text)
     except ValueError:
         return []
 
 
+def _mappings(root: Node) -> Iterator[Mapping]:
+    return (node for node in walk(root) if isinstance(node, Mapping))
+
+
 def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
     found = list(_containers(root))
     if not found and (image := _CHARTS.get(chart.rpartition("/")[2])):
         found = [(root, Word(image, root.line))]
-    names = {id(value): name for name, value in _pairs(root)}
+    keys = {id(value): key for key, value in _pairs(root)}
     for node, image in found:
-        # Of a chart within the chart, only its own service says who reaches it.
+        # A chart within the chart is published by its own service alone.
         own = (
-            _has_service(node)
-            or names.get(id(node), "").lower() in _CHARTS
-            or "enabled" in node.pairs
+            bool({"service", "ingress", "serviceType", "enabled"} & set(node.pairs))
+            or keys.get(id(node), "").lower() in _CHARTS
         )
         around = node if own else root
         published = _published(around)
-        command = Command(
-            tuple(_words(node)), environment(node, _ENV), image, published is None,
-            published=published, cluster=True,
-            external_env=_keyed(node) or _keyed(around) or _guarded(around),
+        words = [
+            word
+            for group in (node, *node.pairs.values())
+            if isinstance(group, Mapping)
+            for key, value in group.pairs.items()
+            if _ARGS.fullmatch(key)
+            for word in words_of(value)
+        ]
+        yield from inner_scripts(
+            Command(
+                tuple(words), environment(node, _ENV), image, published is None,
+                published=published, cluster=True,
+                external_env=_keyed(node) or _keyed(around) or _guarded(around),
+            )
         )  # fmt: skip
-        yield from inner_scripts(command) or [command]
 
 
 def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
-    """Mappings that a chart makes a container of, with its image."""
-    seen = set[int]()
-    for node in walk(root):
-        if not isinstance(node, Mapping) or id(node) in seen or _off(node):
+    """Yield the mappings that a chart makes a container of, with its image."""
+    used = set[int]()
+    for node in _mappings(root):
+        if id(node) in used or _off(node):
             continue
-        seen.add(id(node))
         if image := _image(node):
-            seen |= (
-                {id(part) for part in walk(node.pairs["image"])} if "image" in node.pairs else set()
-            )
+            if "image" in node.pairs:
+                used |= set(map(id, walk(node.pairs["image"])))
             yield node, image
             continue
-        for name, value in node.pairs.items():
-            known = _CHARTS.get(name.lower())
-            if known is None or not isinstance(value, Mapping) or _off(value):
-                continue
-            if _image(value):
-                continue  # found when it is reached itself
-            if set(value.pairs) & (_OF_A_CHART - {"enabled"}) or value.scalar("enabled"):
+        for key, value in node.pairs.items():
+            known = _CHARTS.get(key.lower())
+            if known is None or not isinstance(value, Mapping) or _off(value) or _image(value):
+                continue  # a mapping with an image is found by itself
+            if _CHART_KEYS & set(value.pairs) or value.scalar("enabled"):
                 yield value, Word(known, value.line)
-            elif name == "ollama" and set(value.pairs) & _OF_OLLAMA:
+            elif key == "ollama" and _OLLAMA_KEYS & set(value.pairs):
                 yield node, Word(known, value.line)
 
 
-def _off(node: Mapping) -> bool:
-    enabled = node.scalar("enabled")
-    return enabled is not None and enabled.text.lower() in _NO
-
-
 def _image(node: Mapping) -> Word | None:
-    """The image of a container, put together as charts do."""
-    image = node.mapping("image")
-    if image is not None and (every := image.mapping("all")):  # Milvus
-        image = every
-    if image is None and node.scalar("tag"):  # the stack of vLLM
+    """Return the image of a container, joined from its parts as charts do."""
+    image = node.mapping("image", "all") or node.mapping("image")  # the former in Milvus's chart
+    if image is None and node.scalar("tag"):  # in the stack of vLLM
         image = node
     if image is None:
         return None
@@ -163,85 +150,65 @@ def _image(node: Mapping) -> Word | None:
     return Word(f"{name.text}:{tag.text}" if tag and tag.text else name.text, name.line)
 
 
-def _words(node: Mapping) -> Iterator[Word]:
-    """Arguments, of the container or of a group of settings in it."""
-    for around in (node, *(part for part in node.pairs.values() if isinstance(part, Mapping))):
-        for name, value in around.pairs.items():
-            if _ARGS.fullmatch(name):
-                yield from words_of(value)
-
-
-def _has_service(node: Mapping) -> bool:
-    return bool({"service", "ingress", "serviceType"} & set(node.pairs))
-
-
 def _published(node: Mapping) -> Word | None:
-    """The setting that lets others than the cluster in; charts within it have their own."""
-    router = node.mapping("routerSpec")  # of the stack of vLLM
-    for part in (node, *([] if router is None else [router])):
-        service, ingress = part.mapping("service"), part.mapping("ingress")
-        reach = part.scalar("serviceType") or (None if service is None else service.scalar("type"))
+    """Return the setting that lets clients outside the cluster in."""
+    for part in (node, node.mapping("routerSpec")):  # the latter in the stack of vLLM
+        if part is None:
+            continue
+        reach = part.scalar("serviceType") or part.scalar("service", "type")
         if reach is not None and reach.text in OUTSIDE:
             return Word(f"service type {reach.text}", reach.line)
-        enabled = None if ingress is None else ingress.scalar("enabled")
-        if enabled is not None and enabled.text.lower() not in _NO:
-            return Word("ingress enabled", enabled.line)
-        network = part.scalar("hostNetwork")
-        if network is not None and network.text.lower() not in _NO:
-            return Word("hostNetwork", network.line)
+        for setting, path in (
+            ("ingress enabled", ("ingress", "enabled")),
+            ("hostNetwork", ("hostNetwork",)),
+        ):
+            given = part.scalar(*path)
+            if given is not None and _set(given):
+                return Word(setting, given.line)
     return None
 
 
-def _pairs(node: Node) -> list[tuple[str, Node]]:
-    """Every name in a document with its value."""
-    return [pair for part in walk(node) if isinstance(part, Mapping) for pair in part.pairs.items()]
-
-
 def in_cluster_only(node: Mapping) -> bool:
-    """Whether values say that only the cluster reaches the service."""
-    service = node.mapping("service")
-    reach = None if service is None else service.scalar("type")
+    """Return whether values say that only the cluster reaches the service."""
+    reach = node.scalar("service", "type")
     return reach is not None and reach.text == "ClusterIP" and _published(node) is None
 
 
+def _pairs(root: Node) -> Iterator[tuple[str, Node]]:
+    return (pair for node in _mappings(root) for pair in node.pairs.items())
+
+
 def _keyed(node: Mapping) -> bool:
-    """Whether a key, a login or a secret is named somewhere in the values, or a file in them."""
-    pairs = _pairs(node)
-    named = any(
-        _set(value)
-        for name, value in pairs
-        if _KEYS.fullmatch(name) or _FROM_ELSEWHERE.fullmatch(name)
-    )
-    return named or any(
-        _keyed(root)
-        for name, value in pairs
-        if isinstance(value, Scalar) and name.endswith((".yaml", ".yml"))
-        for root in inside(value)
-        if isinstance(root, Mapping)
+    """Return whether the values, or a file in them, name a key, a login or a secret."""
+    return any(
+        (_KEYS.fullmatch(key) and _set(value))
+        or (
+            isinstance(value, Scalar)
+            and key.endswith((".yaml", ".yml"))
+            and any(_keyed(root) for root in inside(value) if isinstance(root, Mapping))
+        )
+        for key, value in _pairs(node)
     )
 
 
-def _guarded(node: Mapping) -> bool:
-    """Whether an ingress asks who is there, or a policy says who may connect."""
-    for part in walk(node):
-        if not isinstance(part, Mapping):
-            continue
-        policy = part.mapping("networkPolicy")
-        if policy is not None and not _off(policy) and policy.scalar("enabled"):
+def _guarded(root: Mapping) -> bool:
+    """Return whether an ingress asks for a login, or a policy limits who may connect."""
+    for node in _mappings(root):
+        policy, notes = node.scalar("networkPolicy", "enabled"), node.mapping("annotations")
+        if policy is not None and _set(policy):
             return True
-        notes = part.mapping("annotations")
-        if notes is not None and any(
-            re.search(
-                r"auth-(type|url|secret|signin|tls)|middlewares|whitelist-source-range|allowlist",
-                name,
-            )
-            for name in notes.pairs
-        ):
+        if notes is not None and any(map(_GUARDS.search, notes.pairs)):
             return True
     return False
 
 
+def _off(node: Mapping) -> bool:
+    enabled = node.scalar("enabled")
+    return enabled is not None and not _set(enabled)
+
+
 def _set(value: Node) -> bool:
+    """Return whether a setting is given and does not say no."""
     if isinstance(value, Scalar):
         return value.text.lower() not in _NO
     if isinstance(value, Mapping):

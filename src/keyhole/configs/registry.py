@@ -1,15 +1,15 @@
 """Every kind of configuration with the files that it is read from, and the check of all of them.
 
-Besides servers and stores (servers.py) these are files that open, or hold, what attacks need:
+Besides servers and stores (servers.py), some files open or hold what attacks need:
 
 - Settings of a Hugging Face model that make every pass return more than its answer.
 - Model repositories of MLServer and Triton: what an endpoint returns, by the names of its outputs.
-  A name is a claim and no proof: `keyhole audit` of the endpoint tells what really comes back.
+  A name is a claim and no proof: `keyhole audit` of the endpoint shows what it really returns.
 - Files that hold what a model gave away: leaks of `keyhole lab capture`, saved slots, hidden
   states. Only the beginning of such a file is read: its magic, or a .safetensors file's header.
 
-To add one, write its rules and a function that looks for them: a server that is started by a
-command line joins PROGRAMS (servers.py), a file of its own joins KINDS. Nothing is run.
+To add a server that is started by a command line, add its rules to PROGRAMS (servers.py). To add a
+file of another kind, write its rules and a function that looks for them, and add it to KINDS.
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from keyhole.configs.command import Command, Options, Program, from_shell, inner_scripts
-from keyhole.configs.containers import (
-    documents,
-    in_dockerfile,
-    in_quadlet,
-    in_unit,
-    in_variables,
-    in_yaml,
-)
+from keyhole.configs.containers import in_dockerfile, in_quadlet, in_unit, in_variables, in_yaml
 from keyhole.configs.finding import (
     Checked,
     Finding,
@@ -45,124 +38,103 @@ from keyhole.configs.finding import (
     read,
 )
 from keyhole.configs.helm import in_helm, is_values
-from keyhole.configs.servers import PROGRAMS, VARIABLES, look_at_settings
+from keyhole.configs.servers import PROGRAMS, look_at_settings
+from keyhole.configs.tree import documents
 from keyhole.core import standards
 from keyhole.core.errors import InputError
 from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder, parse
 
+T = TypeVar("T", Finding, Recognised)
+
 # Settings of a Hugging Face model
 
+_AUDIT_FOLDER = "keyhole audit FOLDER --data TEXTS.txt"
 HIDDEN_STATES = Rule(
     "KH-CONFIG-HF-HIDDEN-STATES", "A model returns its hidden states", Level.HIGH,
     "every pass returns the hidden states of all layers; texts are read back from any of them",
-    "set output_hidden_states to false, and ask for it where it is needed",
-    "keyhole audit FOLDER --data TEXTS.txt",
-    standards.INPUTS_READ,
+    "set output_hidden_states to false, and ask for it only where it is needed",
+    _AUDIT_FOLDER, standards.INPUTS_READ,
 )  # fmt: skip
 ATTENTIONS = Rule(
     "KH-CONFIG-HF-ATTENTIONS", "A model returns its attention maps", Level.HIGH,
     "every pass returns the attention maps of all layers; those of the first give the text away",
-    "set output_attentions to false, and ask for it where it is needed",
-    "keyhole audit FOLDER --data TEXTS.txt",
-    standards.INPUTS_READ,
+    "set output_attentions to false, and ask for it only where it is needed",
+    _AUDIT_FOLDER, standards.INPUTS_READ,
 )  # fmt: skip
 SCORES = Rule(
     "KH-CONFIG-HF-SCORES", "Generation returns scores of the whole vocabulary", Level.MEDIUM,
     "generate() returns scores for every token of the vocabulary; the last layer is read from them",
     "set output_scores and output_logits to false",
-    "keyhole extract FOLDER --method output-layer",
-    standards.WEIGHTS_COPIED,
+    "keyhole extract FOLDER --method output-layer", standards.WEIGHTS_COPIED,
 )  # fmt: skip
-SETTINGS = ("output_hidden_states", "output_attentions", "output_scores", "output_logits")
-MODEL_WORDS = (*SETTINGS, "model_type", "architectures", "transformers_version")  # of its files
 _RETURNED = {"output_hidden_states": HIDDEN_STATES, "output_attentions": ATTENTIONS}
+_GENERATED = ("output_scores", "output_logits")
+_MODEL_WORDS = (
+    *_RETURNED, *_GENERATED, "model_type", "architectures", "transformers_version",
+)  # fmt: skip
 
 
-def look_at_model(source: Source) -> Iterator[Recognised]:
-    yield Recognised("model", "Hugging Face model", 1, tuple(_returned(source)))
-
-
-def _returned(source: Source) -> Iterator[Finding]:
-    """Settings that are on, wherever they stand: parts of a model have settings of their own."""
-    settings = _json(source)
-    on = set(_names_that_are_on(settings))
-    generates = _at(settings, "return_dict_in_generate") is True
-    for match in re.finditer(r'"(\w+)"\s*:\s*true\b', source.text):
+def _model_settings(source: Source) -> Iterator[Finding]:
+    """Yield the settings that are on; parts of a model have settings of their own."""
+    generates = _at(_json(source), "return_dict_in_generate") is True
+    for match in re.finditer(r'(?<!\\)"(\w+)"\s*:\s*true\b', source.text):
         name, line = match[1], source.line_at(match.start())
-        if name in on and name in _RETURNED:
+        if name in _RETURNED:
             yield Finding(_RETURNED[name], line, f"{name}: true")
-        elif name in on and name in SETTINGS and generates:
+        elif name in _GENERATED and generates:
             yield Finding(SCORES, line, f"{name}: true, with return_dict_in_generate")
-
-
-def _names_that_are_on(settings: Any) -> Iterator[str]:
-    waiting = [settings]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            named = cast("dict[str, Any]", value)
-            yield from (name for name, inner in named.items() if inner is True)
-            waiting += named.values()
-        elif isinstance(value, list):
-            waiting += cast("list[Any]", value)
 
 
 # Model repositories of servers
 
-_ENDPOINT_AUDIT = "keyhole audit http://HOST:8080/v2/models/NAME --model MODEL"
-_SCORE = "return a score or a label"
+_AUDIT_ENDPOINT = "keyhole audit http://HOST:8080/v2/models/NAME --model MODEL"
+_LEAVE_OUT = "leave that output out; return a score or a label"
 
 SERVED_STATES = Rule(
     "KH-CONFIG-SERVED-STATES", "An endpoint returns a vector for every token", Level.HIGH,
-    "texts are read back from hidden states of any layer",
-    f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
-    standards.INPUTS_READ,
+    "texts are read back from hidden states of any layer", _LEAVE_OUT,
+    _AUDIT_ENDPOINT, standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_MAPS = Rule(
     "KH-CONFIG-SERVED-MAPS", "An endpoint returns attention maps", Level.HIGH,
-    "texts are read back from attention maps, those of the first layer in closed form",
-    f"leave that output out; {_SCORE}", _ENDPOINT_AUDIT,
-    standards.INPUTS_READ,
+    "texts are read back from attention maps, those of the first layer in closed form", _LEAVE_OUT,
+    _AUDIT_ENDPOINT, standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_CACHE = Rule(
     "KH-CONFIG-SERVED-CACHE", "An endpoint returns keys and values", Level.HIGH,
     "texts are read back from keys and values, those of the first layer by a table",
-    "keep the cache inside the server", _ENDPOINT_AUDIT,
-    standards.INPUTS_READ,
+    "keep the cache inside the server",
+    _AUDIT_ENDPOINT, standards.INPUTS_READ,
 )  # fmt: skip
 SERVED_VECTOR = Rule(
     "KH-CONFIG-SERVED-EMBEDDING", "An endpoint returns a vector for a text", Level.MEDIUM,
     "short texts are read back from their embeddings",
-    "treat embeddings as the texts, wherever they are kept", _ENDPOINT_AUDIT,
-    standards.EMBEDDINGS_READ,
+    "treat embeddings as the texts, wherever they are stored",
+    _AUDIT_ENDPOINT, standards.EMBEDDINGS_READ,
 )  # fmt: skip
 SERVED_LOGITS = Rule(
     "KH-CONFIG-SERVED-LOGITS", "An endpoint returns logits", Level.LOW,
-    "scores of full precision are what attacks on weights read",
-    f"{_SCORE}; count queries per client", _ENDPOINT_AUDIT,
-    standards.WEIGHTS_COPIED,
+    "attacks on weights read them from scores of full precision",
+    "return a score or a label; count queries per client",
+    _AUDIT_ENDPOINT, standards.WEIGHTS_COPIED,
 )  # fmt: skip
-# By the names that exporters and the libraries themselves give; the first that matches counts.
-_NAMES = (
+# The names that exporters and the libraries themselves give; the first pattern that matches counts.
+_OUTPUTS = (
     (re.compile(r"(past|present)[._]?key|key_values|kv_?cache|^(past|present)\.\d"), SERVED_CACHE),
     (re.compile(r"attentions?([._]\d+|_?(maps?|probs?|weights|scores))?$"), SERVED_MAPS),
     (re.compile(r"hidden_?states?|token_?(embed|vector)|encoder_out(put)?s?$"), SERVED_STATES),
     (re.compile(r"embeddings?$|pooler_output|sentence_vector"), SERVED_VECTOR),
     (re.compile(r"logits|logprobs|log_probs"), SERVED_LOGITS),
 )
-OUTPUT_WORDS = (
+_OUTPUT_WORDS = (
     "hidden", "attention", "key", "past", "present", "cache", "embed", "pool", "vector",
     "encoder_out", "logits", "prob", "feature-extraction", "implementation", "platform", "backend",
     "max_batch_size",
 )  # fmt: skip
 
 
-def look_at_mlserver(source: Source) -> Iterator[Recognised]:
-    yield Recognised("model", "model of MLServer", 1, tuple(_mlserver_outputs(source)))
-
-
 def _mlserver_outputs(source: Source) -> Iterator[Finding]:
-    """model-settings.json: the outputs it lists, and the task of the Hugging Face runtime."""
+    """Check model-settings.json: the outputs, and the task of the Hugging Face runtime."""
     settings = _json(source)
     outputs = _at(settings, "outputs")
     for output in cast("list[Any]", outputs) if isinstance(outputs, list) else []:
@@ -174,13 +146,9 @@ def _mlserver_outputs(source: Source) -> Iterator[Finding]:
         yield Finding(SERVED_STATES, _line(source, task), "task feature-extraction")
 
 
-def look_at_triton(source: Source) -> Iterator[Recognised]:
-    yield Recognised("model", "model of Triton", 1, tuple(_triton_outputs(source)))
-
-
 def _triton_outputs(source: Source) -> Iterator[Finding]:
-    """config.pbtxt: the names inside `output` blocks."""
-    text = re.sub(r"#[^\n]*", lambda match: " " * len(match[0]), source.text)
+    """Check config.pbtxt: the names inside `output` blocks."""
+    text = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), source.text)
     opening, at = re.compile(r"\boutput\s*:?\s*(?=[\[{])"), 0
     while start := opening.search(text, at):
         block = _block(text, start.end())
@@ -191,13 +159,12 @@ def _triton_outputs(source: Source) -> Iterator[Finding]:
         at = start.end() + len(block)
 
 
-def _rule_for(name: str) -> Rule | None:
-    """What an output of this name gives away."""
-    return next((rule for pattern, rule in _NAMES if pattern.search(name.lower())), None)
+def _rule_for(output: str) -> Rule | None:
+    return next((rule for pattern, rule in _OUTPUTS if pattern.search(output.lower())), None)
 
 
 def _block(text: str, at: int) -> str:
-    """From an opening bracket to the one that closes it."""
+    """Return the text from an opening bracket to the one that closes it."""
     depth = 0
     for match in re.compile(r"[\[\]{}]").finditer(text, at):
         depth += 1 if match[0] in "[{" else -1
@@ -206,83 +173,13 @@ def _block(text: str, at: int) -> str:
     return text[at:]
 
 
-def _at(settings: Any, *names: str) -> Any:
-    for name in names:
+def _at(settings: Any, *path: str) -> Any:
+    """Return the value that a path of keys leads to in parsed JSON, or None."""
+    for name in path:
         if not isinstance(settings, dict):
             return None
         settings = cast("dict[str, Any]", settings).get(name)
     return settings
-
-
-def _line(source: Source, text: str) -> int:
-    place = source.text.find(f'"{text}"')
-    return source.line_at(max(place, 0))
-
-
-# Saved leaks
-
-_KEEP = "take it out of the repository and its history, and keep it as secret as the text"
-
-SAVED_LEAK = Rule(
-    "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
-    "the text it was made from can be read back with the model",
-    _KEEP, "keyhole recover MODEL FILE",
-    standards.TEXTS_STORED,
-)  # fmt: skip
-SAVED_SLOT = Rule(
-    "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
-    "it holds the prompt's token ids as they are, and its keys and values",
-    _KEEP, "keyhole audit FILE --model MODEL.gguf",
-    standards.TEXTS_STORED,
-)  # fmt: skip
-SAVED_STATES = Rule(
-    "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
-    "it holds a prompt's token ids as they are, and its hidden states",
-    _KEEP, "keyhole recover MODEL FILE",
-    standards.TEXTS_STORED,
-)  # fmt: skip
-_HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
-
-
-def look_at_saved(path: Path) -> Iterator[Recognised]:
-    for hit in _saved(path):
-        yield Recognised("saved file", hit.rule.name, 1, (hit,))
-
-
-def _saved(path: Path) -> Iterator[Finding]:
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            if start.startswith(SLOT_MAGIC):
-                yield Finding(SAVED_SLOT, 1, "a saved slot")
-            elif path.suffix == ".safetensors" and len(start) == 8:
-                (length,) = struct.unpack("<Q", start)
-                # A leak's header is short: one that is longer belongs to a model.
-                if length <= _HEADER:
-                    yield from _of_tensors(file.read(length))
-    except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
-
-
-def _of_tensors(header: bytes) -> Iterator[Finding]:
-    try:
-        parsed: Any = parse(header.decode())
-    except ValueError:  # no .safetensors file, whatever it is called
-        return
-    if not isinstance(parsed, dict):
-        return
-    tensors = cast("dict[str, Any]", parsed)
-    leak = _at(tensors, "__metadata__", "leak")
-    if leak is not None and _at(tensors, "__metadata__", "keyhole") is not None:
-        yield Finding(SAVED_LEAK, 1, f"a leak of kind {str(leak)[:40]}")
-    elif set(tensors) - {"__metadata__"} == {"hidden_states", "token_ids"}:
-        yield Finding(SAVED_STATES, 1, "hidden_states with token_ids")
-
-
-FILE_RULES = (
-    HIDDEN_STATES, ATTENTIONS, SCORES, SERVED_STATES, SERVED_MAPS, SERVED_CACHE, SERVED_VECTOR,
-    SERVED_LOGITS, SAVED_LEAK, SAVED_SLOT, SAVED_STATES,
-)  # fmt: skip
 
 
 def _json(source: Source) -> Any:
@@ -292,46 +189,93 @@ def _json(source: Source) -> Any:
         raise Unreadable(f"not JSON: {error}") from error
 
 
-# All kinds of files, and the check of them
-
-_PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Files of some names, and what recognises something in them."""
-
-    name: str
-    files: re.Pattern[str]  # their names, with the folder they are in
-    look: Callable[[Path], Iterator[Recognised]]
-    mostly_others: bool = False  # most such files configure other things: those are only counted
+def _line(source: Source, text: str) -> int:
+    return source.line_at(max(source.text.find(f'"{text}"'), 0))
 
 
-def _text(
-    look: Callable[[Source], Iterable[Recognised]], words: tuple[str, ...]
-) -> Callable[[Path], Iterator[Recognised]]:
-    """`look` for a path: the file is read, and passed on if it has one of `words` in it."""
+# Saved leaks
 
-    def looked(path: Path) -> Iterator[Recognised]:
-        source = read(path, words)
-        if source is not None:
-            yield from look(source)
+_KEEP = "remove it from the repository and its history, and keep it as secret as the text"
 
-    return looked
+SAVED_LEAK = Rule(
+    "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
+    "the text it was made from can be read back with the model", _KEEP,
+    "keyhole recover MODEL FILE", standards.TEXTS_STORED,
+)  # fmt: skip
+SAVED_SLOT = Rule(
+    "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
+    "it holds the prompt's token ids in plain form, and its keys and values", _KEEP,
+    "keyhole audit FILE --model MODEL.gguf", standards.TEXTS_STORED,
+)  # fmt: skip
+SAVED_STATES = Rule(
+    "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
+    "it holds a prompt's token ids in plain form, and its hidden states", _KEEP,
+    "keyhole recover MODEL FILE", standards.TEXTS_STORED,
+)  # fmt: skip
+_MAX_HEADER = 2**20  # bytes; those of large models are about as long
+
+
+def _saved(source: Source) -> Iterator[Finding]:
+    try:
+        with source.path.open("rb") as file:
+            start = file.read(8)
+            if start.startswith(SLOT_MAGIC):
+                yield Finding(SAVED_SLOT, 1, "a saved slot")
+            elif source.path.suffix == ".safetensors" and len(start) == 8:
+                (length,) = struct.unpack("<Q", start)
+                if length <= _MAX_HEADER:  # the header of a leak is short
+                    yield from _tensors(file.read(length))
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from error
+
+
+def _tensors(header: bytes) -> Iterator[Finding]:
+    try:
+        tensors: Any = parse(header.decode())
+    except ValueError:  # not a .safetensors file, whatever its name
+        return
+    about = _at(tensors, "__metadata__")
+    leak, names = _at(about, "leak"), {"hidden_states", "token_ids"}
+    if leak is not None and _at(about, "keyhole") is not None:
+        yield Finding(SAVED_LEAK, 1, f"a leak of kind {str(leak)[:40]}")
+    elif isinstance(tensors, dict) and {*tensors} - {"__metadata__"} == names:
+        yield Finding(SAVED_STATES, 1, "hidden_states with token_ids")
+
+
+def _saved_files(source: Source) -> Iterator[Recognised]:
+    for hit in _saved(source):
+        yield Recognised("saved file", hit.rule.name, 1, (hit,))
+
+
+FILE_RULES = (
+    HIDDEN_STATES, ATTENTIONS, SCORES, SERVED_STATES, SERVED_MAPS, SERVED_CACHE, SERVED_VECTOR,
+    SERVED_LOGITS, SAVED_LEAK, SAVED_SLOT, SAVED_STATES,
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    rule.id: rule
+    for rules in (FILE_RULES, *(program.rules for program in PROGRAMS))
+    for rule in rules
+}
+
+
+# Commands that start programs, and the variables of such programs
 
 
 def _started(commands: Iterable[Command]) -> Iterator[Recognised]:
     for command in commands:
         for program in PROGRAMS:
-            options = program.options(command)
-            if options is not None:
-                hits = tuple(program.look(options))
-                yield Recognised(program.what, program.name, options.program.line, hits)
+            if options := program.options(command):
+                yield _recognised(program, options)
+
+
+def _recognised(program: Program, options: Options) -> Recognised:
+    hits = program.findings(options)
+    return Recognised(program.what, program.name, options.program.line, hits)
 
 
 def _script(source: Source) -> Iterator[Recognised]:
     for command in from_shell(source.text):
-        yield from _started(inner_scripts(command) or [command])
+        yield from _started(inner_scripts(command))
 
 
 def _yaml(source: Source) -> Iterator[Recognised]:
@@ -352,81 +296,96 @@ def _unit(source: Source) -> Iterator[Recognised]:
     for command in in_unit(source.text):
         yield from _started([command])
         if not command.words:  # it adds variables to another unit
-            yield from _variables_of(command)
+            yield from _configured(command)
 
 
-def _variables(source: Source) -> Iterator[Recognised]:
-    yield from _variables_of(Command((), in_variables(source.text)))
+def _configured(command: Command) -> Iterator[Recognised]:
+    """Recognise the programs whose variables are set without a command that starts them."""
+    for program in PROGRAMS:
+        for variable in program.variables:
+            if word := command.env.get(variable):
+                yield _recognised(program, Options(word, (), command))
 
 
-def _variables_of(command: Command) -> Iterator[Recognised]:
-    """Programs whose variables are set, without the line that starts them."""
-    for variable, (program, look) in VARIABLES.items():
-        if word := command.env.get(variable):
-            hits = tuple(look(Options(word, (), command)))
-            yield Recognised(program.what, program.name, word.line, hits)
+# All kinds of files, and the check of them
+
+_PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
 
 
-def _kind(
-    name: str, pattern: str, look: Callable[[Source], Iterable[Recognised]],
-    words: tuple[str, ...] = _PROGRAM_WORDS, *, mostly_others: bool = False,
-) -> Kind:  # fmt: skip
-    return Kind(name, re.compile(pattern), _text(look, words), mostly_others)
+@dataclass(frozen=True)
+class Kind:
+    """Files whose folder and name match a pattern, and what recognises something in them.
+
+    A file is parsed if it contains one of `words`. Without `words`, it is not read as text. Files
+    of a kind that mostly holds other things (`mostly_others`) are listed only if they are
+    recognised.
+    """
+
+    name: str
+    files: str
+    look: Callable[[Source], Iterable[Recognised]]
+    words: tuple[str, ...] = _PROGRAM_WORDS
+    mostly_others: bool = False
+
+    def recognised(self, path: Path) -> list[Recognised]:
+        source = read(path, self.words) if self.words else Source(path)
+        return [] if source is None else list(self.look(source))
+
+
+def _of_model(
+    name: str, look: Callable[[Source], Iterable[Finding]]
+) -> Callable[[Source], Iterable[Recognised]]:
+    return lambda source: [Recognised("model", name, 1, tuple(look(source)))]
 
 
 KINDS: tuple[Kind, ...] = (
-    _kind(
-        "Hugging Face settings", r".*/(generation_)?config\.json", look_at_model,
-        MODEL_WORDS,
+    Kind(
+        "Hugging Face settings", r".*/(generation_)?config\.json",
+        _of_model("Hugging Face model", _model_settings), _MODEL_WORDS,
     ),
-    _kind(
-        "MLServer model settings", r".*/model-settings\.json", look_at_mlserver,
-        OUTPUT_WORDS,
+    Kind(
+        "MLServer model settings", r".*/model-settings\.json",
+        _of_model("model of MLServer", _mlserver_outputs), _OUTPUT_WORDS,
     ),
-    _kind(
-        "Triton model configuration", r".*\.pbtxt", look_at_triton, OUTPUT_WORDS
+    Kind(
+        "Triton model configuration", r".*\.pbtxt",
+        _of_model("model of Triton", _triton_outputs), _OUTPUT_WORDS,
     ),
-    _kind("Compose, Kubernetes, Helm, pipelines, settings of stores", r".*\.ya?ml", _yaml),
-    _kind("tasks and manifests in JSON", r".*\.json", _yaml, mostly_others=True),
-    _kind("shell scripts", r".*\.(sh|bash)", _script),
-    _kind(
+    Kind("Compose, Kubernetes, Helm, pipelines, settings of stores", r".*\.ya?ml", _yaml),
+    Kind("tasks and manifests in JSON", r".*\.json", _yaml, mostly_others=True),
+    Kind("shell scripts", r".*\.(sh|bash)", _script),
+    Kind(
         "Dockerfiles", r".*/(.*\.)?(Dockerfile|Containerfile)(\..*)?",
         lambda source: _started(in_dockerfile(source.text)),
     ),
-    _kind("units of systemd", r".*\.service|.*\.service\.d/.*\.conf|.*/override\.conf", _unit),
-    _kind(
-        "units of Podman", r".*\.container", lambda source: _started(in_quadlet(source.text))
+    Kind("units of systemd", r".*\.service|.*\.service\.d/.*\.conf|.*/override\.conf", _unit),
+    Kind("units of Podman", r".*\.container", lambda source: _started(in_quadlet(source.text))),
+    Kind(
+        "variables", r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*",
+        lambda source: _configured(Command((), in_variables(source.text))),
     ),
-    _kind("variables", r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*", _variables),
-    Kind("leaked files", re.compile(r".*\.(safetensors|bin|slot)"), look_at_saved),
-    # What else configures something: it is read for names of programs alone.
-    _kind(
+    Kind("leaked files", r".*\.(safetensors|bin|slot)", _saved_files, words=()),
+    # Other files that configure something are searched for the names of programs alone.
+    Kind(
         "other configurations", r".*\.(toml|ini|cfg|conf|properties|tf|tfvars|hcl|nomad|tpl|xml|"
         r"plist|jsonnet|ps1|bat)|.*/(Procfile|Makefile|Caddyfile|Justfile)", lambda _: (),
     ),
 )  # fmt: skip
-RULES: dict[str, Rule] = {
-    rule.id: rule
-    for rules in (FILE_RULES, *(program.rules for program in PROGRAMS))
-    for rule in rules
-}
+_NOT_ENTERED = {  # folders
+    ".git", ".hg", ".svn", "node_modules", ".venv", "venv", "__pycache__", ".tox", ".mypy_cache",
+}  # fmt: skip
+MAX_FILES = 100_000  # of a folder
 
 
 def kind_of(path: Path) -> Kind | None:
     tail = "/" + "/".join(path.parts[-2:])
-    return next((kind for kind in KINDS if kind.files.fullmatch(tail)), None)
-
-
-_NOT_ENTERED = {  # folders
-    ".git", ".hg", ".svn", "node_modules", ".venv", "venv", "__pycache__", ".tox", ".mypy_cache",
-}  # fmt: skip
-MOST = 100_000  # files of a folder
+    return next((kind for kind in KINDS if re.fullmatch(kind.files, tail)), None)
 
 
 def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
-    """Look at files, and at all files of a known kind in folders; links in folders stay unfollowed.
+    """Check files, and all files of a known kind in folders; links in folders are not followed.
 
-    `ignore` are rules that are not reported.
+    The rules in `ignore` are not reported.
     """
     ignored = set(ignore)
     if unknown := sorted(ignored - set(RULES)):
@@ -444,61 +403,57 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
                 others[path.suffix or path.name] += 1
             continue
         try:
-            known = list(kind.look(path))
-            skip = Skipped(str(path)) if known else _skipped(path)
+            known = kind.recognised(path)
+            rest = None if known else _skipped(path, kind)
         except Unreadable as error:
-            if kind.mostly_others and not named:
-                others[path.suffix] += 1
-                continue
-            looked += 1
-            unread.append(Unread(str(path), str(error)))
-            continue
-        if kind.mostly_others and not (known or skip.mentions or named):
+            known, rest = [], Unread(str(path), str(error))
+        named_program = isinstance(rest, Skipped) and rest.mentions
+        if kind.mostly_others and not (known or named or named_program):
             others[path.suffix] += 1
             continue
         looked += 1
-        if not known:
-            skipped.append(skip)
-        parts = {(each.line, each.name, each.what): each for each in known}
-        recognised += [replace(each, path=str(path)) for _, each in sorted(parts.items())]
-        found = {(f.line, f.rule.id, f.what): f for each in known for f in each.findings}
-        findings += [
-            replace(finding, path=str(path))
-            for _, finding in sorted(found.items())
-            if finding.rule.id not in ignored
-        ]
+        if isinstance(rest, Unread):
+            unread.append(rest)
+        elif rest is not None:
+            skipped.append(rest)
+        recognised += _once(path, {(each.line, each.name, each.what): each for each in known})
+        hits = [hit for each in known for hit in each.findings if hit.rule.id not in ignored]
+        findings += _once(path, {(hit.line, hit.rule.id, hit.what): hit for hit in hits})
     return Checked(
         tuple(findings), tuple(unread), looked, tuple(sorted(ignored)), tuple(recognised),
         tuple(skipped), dict(sorted(others.items())),
     )  # fmt: skip
 
 
-def _skipped(path: Path) -> Skipped:
-    """A file in which nothing was recognised, with the programs whose names stand in it."""
-    source = read(path, _PROGRAM_WORDS) if path.suffix not in _BINARY else None
+def _once(path: Path, found: dict[tuple[int, str, str], T]) -> list[T]:
+    """Return what was found in a file in the order of the keys, with the file's path."""
+    return [replace(each, path=str(path)) for _, each in sorted(found.items())]
+
+
+def _skipped(path: Path, kind: Kind) -> Skipped:
+    source = read(path, _PROGRAM_WORDS) if kind.words else None
     if source is None:
         return Skipped(str(path))
-    text, broken = source.text.lower(), False
+    broken = False
     if path.suffix in (".yaml", ".yml"):
         try:
             documents(source.text)
         except ValueError:
             broken = True
-    mentions = tuple(program.name for program in PROGRAMS if _name_of(program).search(text))
-    return Skipped(str(path), mentions, broken)
+    text = source.text.lower()
+    mentions = (program.name for program in PROGRAMS if _is_mentioned(program, text))
+    return Skipped(str(path), tuple(mentions), broken)
 
 
-def _name_of(program: Program) -> re.Pattern[str]:
-    """The program's name, or that of its command, as a word."""
-    names = {program.name.lower(), *(start[0] for start in program.starts if start[0] != "-m")}
-    return re.compile(rf"(?<![a-z.])({'|'.join(map(re.escape, sorted(names)))})(db)?(?![a-z])")
-
-
-_BINARY = (".safetensors", ".bin", ".slot")
+def _is_mentioned(program: Program, text: str) -> bool:
+    """Return whether a text has the name of the program, or of its command, as a word."""
+    commands = (start.split()[0] for start in program.starts if start[0] != "-")
+    names = "|".join(map(re.escape, sorted({program.name.lower(), *commands})))
+    return re.search(rf"(?<![a-z.])({names})(db)?(?![a-z])", text) is not None
 
 
 def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool]]:
-    """Each file once, and whether it was named; what is named must be there."""
+    """Yield each file once, and whether it was named; a named file must exist."""
     seen = set[str]()
     for path in paths:
         folder = is_folder(path)
@@ -523,8 +478,8 @@ def _inside(folder: Path, unread: list[Unread]) -> Iterator[Path]:
         for name in sorted(names):
             path = Path(place, name)
             count += 1
-            if count > MOST:
-                unread.append(Unread(str(folder), f"more than {MOST:,} files"))
+            if count > MAX_FILES:
+                unread.append(Unread(str(folder), f"more than {MAX_FILES:,} files"))
                 return
             if path.is_file() and not path.is_symlink():
                 yield path

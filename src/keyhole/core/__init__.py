@@ -1,8 +1,18 @@
-"""What attacks, trainings and audits return: statuses, findings, evidence, and their files."""
+"""The results of attacks, trainings and audits: statuses, findings, evidence, and their files."""
 
-from keyhole.core.audit import Audit, Fleet
 from keyhole.core.exposure import RULES, Exposure, Family, Rule
-from keyhole.core.finding import Cut, Estimate, Finding, Piece, Reading, Readings, Remedied, Skip
+from keyhole.core.finding import (
+    Audit,
+    Cut,
+    Estimate,
+    Finding,
+    Fleet,
+    Piece,
+    Reading,
+    Readings,
+    Remedied,
+    Skip,
+)
 from keyhole.core.result import FORMAT, Result, dump, environment, read
 from keyhole.core.status import OUTCOMES, Outcome, Status, Unsuccessful, exit_code
 

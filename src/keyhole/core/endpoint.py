@@ -1,7 +1,8 @@
-"""How an endpoint is reached and asked: one class for Python, fleets and every command that asks.
+"""Options of an endpoint, the same for Python, fleet files and every command that sends requests.
 
-Secrets are named, not given: a header's value stands in an environment variable, which no list of
-processes shows. It is read when a request is made and kept nowhere else.
+Secrets are never given directly. An option names the environment variable that holds a header's
+value, because the command line of a process is visible to others. The value is read when a request
+is made, and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _DAY = 86_400.0
 
 
 def headers_of(words: Sequence[str]) -> dict[str, str] | None:
-    """`NAME=VARIABLE` as the command line has it, one or more."""
+    """Read headers given as `NAME=VARIABLE`."""
     pairs: dict[str, str] = {}
     for word in words:
         name, mark, variable = word.partition("=")
         if not mark or not name or not variable:
-            # Not shown: somebody may have given the secret itself.
+            # The word is not shown, because somebody may have given the secret itself.
             raise InputError(
                 "--header takes NAME=VARIABLE, with the name of an environment variable that holds "
                 "the value"
@@ -41,16 +42,17 @@ def headers_of(words: Sequence[str]) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """How a server is reached and asked; what is None is as the server states it.
+    """Options for requests to a server; where a value is None, the server's own applies.
 
-    - `headers`: names of headers, each with the environment variable that holds its value. Without
-      an Authorization among them, KEYHOLE_API_KEY, if it is set, is sent as the bearer token.
-    - `batch`: the most sequences in one request; `timeout`: seconds for one request with its
-      retries, 60 by default.
-    - `dim`: the width of a token; `input` and `output`: the tensors to ask and to read, by name.
-    - `positive`: the label that counts as 1, where answers are words.
+    - `headers`: names of headers, each with the environment variable that holds its value. If none
+      of them is Authorization, KEYHOLE_API_KEY, if it is set, is sent as the bearer token.
+    - `batch`: the most sequences in one request.
+    - `timeout`: the deadline of one request with its retries in seconds, 60 by default.
+    - `dim`: the width of a token.
+    - `input`, `output`: the names of the tensors to send and to read.
+    - `positive`: the label that counts as 1, if answers are words.
 
-    What has no flag of its own is set as `--endpoint name=value`.
+    On the command line, options without a flag of their own are set as `--endpoint name=value`.
     """
 
     headers: Mapping[str, str] | None = None
@@ -83,7 +85,7 @@ class EndpointOptions:
 
     @property
     def given(self) -> list[str]:
-        """The names of what was set, as the command line has them."""
+        """The options that were set, as the command line calls them."""
         flags = {"headers": "--header", "ca": "--ca", "insecure": "--insecure", "rate": "--rate"}
         changed = [
             field.name for field in fields(self) if getattr(self, field.name) != field.default
@@ -92,33 +94,33 @@ class EndpointOptions:
 
     @property
     def chosen(self) -> str:
-        """What tells two targets at one address apart, to be written behind it."""
+        """The options that tell two targets at one address apart, as a suffix of the address."""
         names = ("input", "output", "positive")
         values = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
         return f" {', '.join(values)}" if values else ""
 
     def expect_none(self, target: str) -> None:
-        """Refuse what is for endpoints alone, where the target is none."""
+        """Raise if any of these options was set although the target is no endpoint."""
         if self.given:
-            raise InputError(f"{self.given[0]} is for an endpoint, and {target} is none")
+            raise InputError(f"{self.given[0]} is for endpoints, and {target} is no endpoint")
 
     def only_connecting(self, target: str) -> EndpointOptions:
-        """The same, if it only says how a server is reached: other endpoints have no tensors."""
+        """Return self, or raise if options about tensors were set: this target has none."""
         rest = replace(self, headers=None, ca=None, insecure=False, rate=None, timeout=None)
         if rest.given:
             raise InputError(
-                f"{rest.given[0]} is for an endpoint with tensors, and {target} has none"
+                f"{rest.given[0]} is for endpoints with tensors, and {target} has none"
             )
         return self
 
     def secrets(self) -> dict[str, str]:
-        """The headers, with their values."""
+        """Return the headers with their values."""
         values: dict[str, str] = {}
         for name, variable in (self.headers or {}).items():
             if not _HEADER.fullmatch(name):
                 raise InputError(f"--header takes NAME=VARIABLE; {name!r} is no header's name")
             value = os.environ.get(variable) if variable and "\0" not in variable else None
-            if not value:  # its name is not shown: somebody may have given the secret itself
+            if not value:  # the name is not shown: somebody may have given the secret itself
                 raise InputError(
                     f"--header {name}=VARIABLE names an environment variable that is not set: "
                     "export it first"
@@ -139,16 +141,16 @@ def names_address(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """The same with nothing before the host: what may be shown."""
+    """Return an address without its user name and password, so that it may be shown."""
     scheme, mark, rest = name.partition("://")
     host, slash, path = rest.partition("/")
     if "@" in path and "@" not in host and not host.rpartition(":")[2].isdigit() and ":" in host:
-        host, slash, path = rest.rpartition("@")[2].partition("/")  # a password with a slash in it
+        host, slash, path = rest.rpartition("@")[2].partition("/")  # the password has a slash
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
 
 
 def expect_authorized(url: str, authorized: bool) -> None:
-    """Refuse to ask somebody else's machine unless one may."""
+    """Raise if an address is on another machine, unless the caller may test that one."""
     try:
         host = urlsplit(url).hostname or ""
     except ValueError:

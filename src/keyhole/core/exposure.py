@@ -1,9 +1,9 @@
-"""What a target exposes, as a value, and the rules that exposures fall under.
+"""Exposures, as values, and the rules that they fall under.
 
-An exposure is its fields: nobody reads a sentence to learn the rule, the layer or the part of the
-target. Words for people are made from them at the very end (report/words.py), so a copy-edit
-changes no id, gate or baseline. A rule's id stands in pipelines, policies and baselines: once
-published it is not given to anything else.
+An exposure is given by its fields, so nobody has to parse a sentence for the rule, the layer or the
+part of the target. Words for people are made from the fields at the very end (report/words.py), and
+a change of words changes no id, gate or baseline. Pipelines, policies and baselines hold ids of
+rules: a published id is never used for anything else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keyhole.core.standards import Standard
 
 
 class Family(StrEnum):
-    """What is lost."""
+    """The kinds of secrets that a target can give away."""
 
     WEIGHTS = "weights"
     INPUTS = "inputs"
@@ -42,10 +42,11 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of exposure: `name` in a few words, `about` in a sentence, `guide` to read on.
+    """A kind of exposure, with its name, a sentence about it, and the guide to read.
 
-    `standards` are what other people's frameworks call it; `counted` is what a finding's `queries`
-    are, one and several, where not the family's.
+    `standards` are the entries of public frameworks about it. `counted` says what a finding's
+    `queries` count, in singular and plural, if not what its family's do. `needs` is what a service
+    has to return for it (a key of RETURNS); None if it does not depend on what is returned.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Rule:
     guide: str
     standards: tuple[Standard, ...] = ()
     counted: tuple[str, str] | None = None
+    needs: str | None = None
 
     @property
     def units(self) -> tuple[str, str]:
@@ -74,94 +76,94 @@ RULES = (
         "KH-WEIGHTS-LAST-LAYER", _W, "Last layer from log-probabilities",
         "Log-probabilities of next tokens are linear in the last layer: enough of them give its "
         "width and its weights up to a change of basis.",
-        "docs/servers.md", standards.WEIGHTS_COPIED,
+        "docs/servers.md", standards.WEIGHTS_COPIED, needs="log-probabilities",
     ),
     Rule(
         "KH-WEIGHTS-VECTOR-PROMPTS", _W, "Vectors accepted as prompts",
         "A server that takes vectors in place of tokens can be asked anything, which is what "
         "extraction needs.",
-        "docs/servers.md", standards.WEIGHTS_COPIED,
+        "docs/servers.md", standards.WEIGHTS_COPIED, needs="log-probabilities",
     ),
     Rule(
         "KH-WEIGHTS-ROUNDED-SCORES", _W, "Weights from rounded or noisy scores",
         "Scores that are rounded, clipped or noisy still determine the weights, to the accuracy "
         "that is left, at a few more queries.",
-        "docs/defences.md", standards.WEIGHTS_COPIED,
+        "docs/defences.md", standards.WEIGHTS_COPIED, needs="scores",
     ),
     Rule(
         "KH-WEIGHTS-SIGNS", _W, "Weights from labels alone",
         "The sign of a score, or the label, locates the decision boundary; bisection along many "
         "lines gives the weights up to their scale.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED,
+        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="labels",
     ),
     Rule(
         "KH-WEIGHTS-SCORES", _W, "Weights from scores",
         "A score is one equation in the weights: about as many chosen queries as there are "
         "unknowns give all of them.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED,
+        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="scores",
     ),
     Rule(
         "KH-WEIGHTS-VECTORS", _W, "Weights from vectors",
         "An endpoint that returns vectors gives many equations with every answer, and so its "
         "weights in very few queries.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED,
+        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="embeddings",
     ),
     Rule(
         "KH-INPUTS-ATTENTION-MAPS", _I, "Input from a layer's output and attention maps",
         "With its attention maps, what goes into a layer is the solution of linear equations.",
-        "docs/inversion.md", standards.INPUTS_READ,
+        "docs/inversion.md", standards.INPUTS_READ, needs="attention-maps",
     ),
     Rule(
         "KH-INPUTS-LAYER-OUTPUT", _I, "Input from a layer's output",
         "Whoever has the weights and the output of an attention layer can search for the input "
         "by Newton's method, and prove that it is the one.",
-        "docs/inversion.md", standards.INPUTS_READ,
+        "docs/inversion.md", standards.INPUTS_READ, needs="hidden-states",
     ),
     Rule(
         "KH-TEXT-TOKEN-IDS", _T, "Token ids stored as they are",
         "A saved state holds the ids of the tokens: no attack is needed to read the text.",
-        "docs/servers.md", standards.TEXTS_STORED,
+        "docs/servers.md", standards.TEXTS_STORED, needs="caches",
     ),
     Rule(
         "KH-TEXT-GRADIENT", _T, "Text from a gradient",
         "The gradient of a batch spans the states of its tokens: the texts of a client's update "
         "can be read from it.",
-        "docs/gradients.md", standards.GRADIENTS_READ, ("update", "updates"),
+        "docs/gradients.md", standards.GRADIENTS_READ, ("update", "updates"), needs="gradients",
     ),
     Rule(
         "KH-TEXT-KEYS-AND-VALUES", _T, "Text from cached keys and values",
         "Keys and values are a linear image of the states before them: a cache is as good as the "
         "text.",
-        "docs/text.md", standards.INPUTS_READ,
+        "docs/text.md", standards.INPUTS_READ, needs="caches",
     ),
     Rule(
         "KH-TEXT-ATTENTION-MAPS", _T, "Text from attention maps",
         "Which token looks at which depends on what the tokens are: maps of early layers give the "
         "text.",
-        "docs/text.md", standards.INPUTS_READ,
+        "docs/text.md", standards.INPUTS_READ, needs="attention-maps",
     ),
     Rule(
         "KH-TEXT-ATTENTION-OUTPUT", _T, "Text from an attention block's output",
         "What an attention block adds to the states, before the residual.",
-        "docs/text.md", standards.INPUTS_READ,
+        "docs/text.md", standards.INPUTS_READ, needs="hidden-states",
     ),
     Rule(
         "KH-TEXT-LOG-PROBABILITIES", _T, "Text from next-token scores",
         "A whole vector of next-token logits or log-probabilities determines the last hidden "
         "state, and that the prompt.",
-        "docs/text.md", standards.INPUTS_READ,
+        "docs/text.md", standards.INPUTS_READ, needs="log-probabilities",
     ),
     Rule(
         "KH-TEXT-EMBEDDING", _T, "Text from embeddings",
         "One vector for a text: short texts, and long ones of a known kind, are read back from it "
         "and verified by encoding them again.",
-        "docs/embeddings.md", standards.EMBEDDINGS_READ,
+        "docs/embeddings.md", standards.EMBEDDINGS_READ, needs="embeddings",
     ),
     Rule(
         "KH-TEXT-HIDDEN-STATES", _T, "Text from hidden states",
         "A state for every token: with public weights each token is found by comparing its state "
         "with those of all candidates.",
-        "docs/text.md", standards.INPUTS_READ,
+        "docs/text.md", standards.INPUTS_READ, needs="hidden-states",
     ),
     Rule(
         "KH-TEXT-ANSWERS", _T, "Answers of an endpoint of texts",
@@ -172,7 +174,7 @@ RULES = (
         "KH-PREDICTIONS-CUTS", _P, "Predictions flipped by cutting attention",
         "Whoever can mask a small share of the attention changes what a classifier says, without "
         "touching the text.",
-        "docs/disrupt.md", standards.PREDICTIONS_FLIPPED,
+        "docs/disrupt.md", standards.PREDICTIONS_FLIPPED, needs="labels",
     ),
     *(
         Rule(
@@ -182,7 +184,7 @@ RULES = (
         for family in Family
     ),
 )  # fmt: skip
-NOT_CHECKED = "KH-NOT-CHECKED"  # of a skip that is about no rule: the whole target, its routes
+NOT_CHECKED = "KH-NOT-CHECKED"  # in place of a rule, for skips of a whole target or its routes
 _BY_ID = {rule.id: rule for rule in RULES}
 
 
@@ -190,11 +192,12 @@ _BY_ID = {rule.id: rule for rule in RULES}
 class Exposure:
     """One thing that a target gives out.
 
-    `rule` is the id of its rule; `variant` a short stable key that tells it from the rule's other
-    exposures, such as `low-rank`; `layer` the layer that it comes from, where it comes from one;
-    `defences` what is done to it before anybody sees it, such as `decimals-3`; `name` what the
-    target itself calls it (a route, an output, a file); `part` which part of the target it is of,
-    where a target has several.
+    - `rule`: the id of its rule.
+    - `variant`: a short stable key that tells it from the rule's other exposures: `low-rank`.
+    - `layer`: the layer that it comes from, if it comes from one.
+    - `defences`: what is done to it before anybody sees it, such as `decimals-3`.
+    - `name`: the target's own name for it (a route, an output, a file).
+    - `part`: the part of the target that it belongs to, if the target has several.
     """
 
     rule: str
@@ -214,7 +217,7 @@ class Exposure:
 
     @property
     def id(self) -> str:
-        """Its fields in one word that stays the same from audit to audit, safe in an address."""
+        """Its fields as one word, safe in a URL, which is the same in every audit."""
         family, _, kind = self.rule.removeprefix("KH-").partition("-")
         layer = "" if self.layer is None else f"layer-{self.layer}"
         return slug(family, self.part, kind, self.variant, self.name, layer, *self.defences)
@@ -223,51 +226,37 @@ class Exposure:
         return self.id
 
     def narrows(self, other: Exposure) -> bool:
-        """Is it the other exposure with more done to it before anybody sees it?"""
+        """Return whether it is the other exposure with more defences."""
         alike = replace(self, defences=()) == replace(other, defences=())
         return alike and set(other.defences) < set(self.defences)
 
 
 def rule_of(exposure: Exposure) -> Rule:
-    """The rule that an exposure falls under; one that is about no rule (`NOT_CHECKED`) has none."""
+    """Return the rule of an exposure; `NOT_CHECKED` has none."""
     return _BY_ID[exposure.rule]
 
 
-# What a service may say that it returns, and what each rule needs of that. Rules that are not here
-# are about nothing that is returned, or about what was seen to be.
-
-RETURNS = {  # and what whoever has it can make of it
+RETURNS = {  # what a service may return, and what else follows from each
     "labels": (), "scores": ("labels",), "log-probabilities": ("scores", "labels"),
     "embeddings": (), "hidden-states": ("embeddings",), "attention-maps": (), "caches": (),
     "gradients": (),
 }  # fmt: skip
-_NEEDS = {
-    "KH-WEIGHTS-LAST-LAYER": "log-probabilities", "KH-WEIGHTS-VECTOR-PROMPTS": "log-probabilities",
-    "KH-WEIGHTS-ROUNDED-SCORES": "scores", "KH-WEIGHTS-SIGNS": "labels",
-    "KH-WEIGHTS-SCORES": "scores", "KH-WEIGHTS-VECTORS": "embeddings",
-    "KH-INPUTS-ATTENTION-MAPS": "attention-maps", "KH-INPUTS-LAYER-OUTPUT": "hidden-states",
-    "KH-TEXT-TOKEN-IDS": "caches", "KH-TEXT-GRADIENT": "gradients",
-    "KH-TEXT-KEYS-AND-VALUES": "caches", "KH-TEXT-ATTENTION-MAPS": "attention-maps",
-    "KH-TEXT-ATTENTION-OUTPUT": "hidden-states", "KH-TEXT-HIDDEN-STATES": "hidden-states",
-    "KH-TEXT-LOG-PROBABILITIES": "log-probabilities", "KH-TEXT-EMBEDDING": "embeddings",
-    "KH-PREDICTIONS-CUTS": "labels",
-}  # fmt: skip
 
 
 def needs(exposure: Exposure) -> str | None:
-    """What a service has to return for it; None where it does not depend on that."""
-    return _NEEDS.get(exposure.rule)
+    """Return what a service has to return for this exposure; None if it depends on nothing."""
+    return None if exposure.rule == NOT_CHECKED else rule_of(exposure).needs
 
 
 def is_returned(exposure: Exposure, returns: Sequence[str]) -> bool:
-    """Does a service that returns this give it out? One that does not say may return anything."""
+    """Return whether a service that `returns` these has the exposure; without them, it may."""
     needed = needs(exposure)
     given = {each for name in returns for each in (name, *RETURNS[name])}
     return not returns or needed is None or needed in given
 
 
 def expect_returns(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """What a service returns, by these names; one line for any other."""
+    """Return the names of what a service returns, or raise if one is unknown."""
     for name in names:
         if name not in RETURNS:
             raise InputError(f"{where} takes {', '.join(RETURNS)}, got {name[:60]}")
@@ -275,13 +264,13 @@ def expect_returns(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def slug(*parts: str) -> str:
-    """Letters and digits of any script, in lower case, with hyphens."""
+    """Join words of letters and digits of any script, in lower case, with hyphens."""
     words = [re.sub(r"[\W_]+", "-", part.lower())[:80].strip("-") for part in parts]
     return "-".join(word for word in words if word)
 
 
 def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """Families, or ids of rules with * for anything; one line for whatever is none of them."""
+    """Return names of families, or ids of rules with * as a wildcard; raise if one is neither."""
     for name in names:
         if name not in list(Family) and not any(fnmatchcase(rule, name) for rule in _BY_ID):
             raise InputError(
@@ -292,7 +281,7 @@ def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def is_chosen(exposure: Exposure, only: Sequence[str]) -> bool:
-    """Is it of the families and rules that somebody wants checked? Nothing chosen is all."""
+    """Return whether an exposure is of these families or rules; without any, all are chosen."""
     return not only or any(
         name == exposure.family.value or fnmatchcase(exposure.rule, name) for name in only
     )

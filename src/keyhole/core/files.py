@@ -1,10 +1,10 @@
-"""Files that are whole or not there, and the one line that says why one cannot be read or written.
+"""Reading and writing of whole files, with errors that say in one line what is wrong.
 
-Everything is written under another name first and then renamed: whoever reads, or comes back after
-a crash, never finds half a file. What Keyhole writes is what a target gave away, so only its owner
-may read it (mode 0600). Devices and pipes are written to as they are: nothing takes their place.
+Every file is written under another name first and then renamed, so that nobody ever finds half a
+file, not even after a crash. Only the owner may read it (mode 0600), because it holds what a target
+gave away. Devices and pipes are written to directly and never replaced.
 
-Only plain files are read: a device has no end, and a pipe may have nobody at its other end.
+Only plain files are read: a device may have no end, and a pipe no writer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -31,43 +32,36 @@ if TYPE_CHECKING:
 
 SLOT_MAGIC = b"qsgg"  # the first bytes of a slot that llama.cpp saved
 
-
-# What the machine is at fault for; everything else is a wrong name.
-_MACHINE = frozenset({
+# Errors that are the machine's fault; all others are taken for a wrong name from the caller.
+_FAULTS_OF_THE_MACHINE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 })  # fmt: skip
-_TEXT = 8  # bytes of memory for a byte of text that is read and taken apart, about
+_MEMORY_PER_BYTE = 8  # approximate bytes of memory to read and parse one byte of text
 
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a whole text file or leave the old one."""
-    # "replace": half a surrogate pair is no text.
-    _whole(
-        path,
-        lambda partial: partial.write_text(text, "utf-8", "replace"),
-        lambda: text.encode("utf-8", "replace"),
-    )
+    # "replace", because UTF-8 cannot encode half of a surrogate pair.
+    _write_whole(path, lambda partial: partial.write_text(text, "utf-8", "replace"))
 
 
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a whole .safetensors file or leave the old one."""
-    from safetensors.torch import save, save_file
+    from safetensors.torch import save_file
 
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = None if metadata is None else dict(metadata)
-    _whole(
-        path,
-        lambda partial: save_file(plain, partial, metadata=about),
-        lambda: save(plain, metadata=about),
-    )
+    _write_whole(path, lambda partial: save_file(plain, partial, metadata=about))
 
 
 def exists(path: str | Path, *, links: bool = False) -> bool:
-    """Is there something, be it a link to nothing? Takes names that no file can have, as Path's
-    own does not."""
+    """Return whether anything has this name; with `links`, a broken symbolic link counts.
+
+    Unlike `Path.exists`, it accepts names that no file can have.
+    """
     return _mode(path, follow=not links) != 0
 
 
@@ -80,7 +74,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def _mode(path: str | Path, follow: bool = True) -> int:
-    """What stat says of the kind of thing; 0 where there is none."""
+    """Return the mode that stat gives, or 0 if there is nothing of this name."""
     try:
         return Path(path).stat(follow_symlinks=follow).st_mode
     except (OSError, ValueError):
@@ -88,7 +82,7 @@ def _mode(path: str | Path, follow: bool = True) -> int:
 
 
 def expect_file(path: str | Path, what: str) -> None:
-    """Refuse what is no plain file; `what` is what the reader expected."""
+    """Raise unless this is a plain file; `what` says what the reader expected in it."""
     mode = _mode(path)
     if stat.S_ISREG(mode):
         return
@@ -99,7 +93,7 @@ def expect_file(path: str | Path, what: str) -> None:
 
 
 def expect_writable(path: Path) -> None:
-    """Refuse, before hours of work, a place where no file can be written."""
+    """Raise, before hours of work, if no file can be written at this path."""
     reason = ""
     if not is_folder(path.absolute().parent):
         reason = "there is no such folder"
@@ -118,10 +112,10 @@ def expect_writable(path: Path) -> None:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a plain file in UTF-8."""
+    """Return the text of a plain file in UTF-8."""
     expect_file(path, what)
     try:
-        expect_memory(_TEXT * Path(path).stat().st_size, f"the file {path}")
+        expect_memory(_MEMORY_PER_BYTE * Path(path).stat().st_size, f"the file {path}")
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(what, path, error) from error
@@ -138,7 +132,7 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 def read_tensors(
     path: str | Path, what: str = "a .safetensors file"
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a .safetensors file; `what` is what the reader expected."""
+    """Return the metadata and tensors of a .safetensors file; `what` says what was expected."""
     expect_file(path, what)
     expect_memory(Path(path).stat().st_size, f"the file {path}")
     try:
@@ -158,35 +152,35 @@ def unwritable(path: str | Path, error: BaseException) -> KeyholeError:
 
 
 def _failure(message: str, error: BaseException) -> KeyholeError:
-    """A wrong name is the caller's fault (InputError), a full disk is not."""
+    """Return an InputError for a wrong name, a KeyholeError for a full disk and the like."""
     number = getattr(error, "errno", None)
     why = getattr(error, "strerror", None) or first_line(error)
-    if number is None:  # safetensors is written in Rust, and tells the number in words
+    if number is None:  # safetensors, which is written in Rust, has the number in its message
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = int(found[1]) if found else None
-    kind = KeyholeError if number in _MACHINE else InputError
+    kind = KeyholeError if number in _FAULTS_OF_THE_MACHINE else InputError
     return kind(f"{message}: {why}")
 
 
 def private(path: Path) -> None:
-    """Make sure that there is a file which only its owner may read."""
-    if _special(path):
+    """Create the file if there is none, and let only its owner read it."""
+    if _is_special(path):
         raise OSError(errno.EINVAL, "it is a device or a pipe")
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
     path.chmod(0o600)
 
 
-def _special(path: Path) -> bool:
-    """A device, a pipe or a socket: neither a file, nor a folder, nor nothing."""
+def _is_special(path: Path) -> bool:
+    """Return whether this is a device, a pipe or a socket."""
     mode = _mode(path)
     return mode != 0 and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _whole(path: str | Path, write: Callable[[Path], object], content: Callable[[], bytes]) -> None:
+def _write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     try:
-        if _special(path):
-            return _through(path, content())
+        if _is_special(path):
+            return _write_through(path, write)
         _remove_abandoned(path)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
@@ -199,16 +193,17 @@ def _whole(path: str | Path, write: Callable[[Path], object], content: Callable[
         raise unwritable(path, error) from error
 
 
-def _through(path: Path, content: bytes) -> None:
-    """Into a device, or a pipe that somebody reads: one that nobody does is not waited for."""
+def _write_through(path: Path, write: Callable[[Path], object]) -> None:
+    """Write into a device, or into a pipe; a pipe without a reader is an error, not a wait."""
     opened = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(opened, True)
-    with os.fdopen(opened, "wb") as file:
-        file.write(content)
+    with os.fdopen(opened, "wb") as file, TemporaryDirectory() as folder:
+        write(content := Path(folder) / "content")
+        file.write(content.read_bytes())
 
 
 def _remove_abandoned(path: Path) -> None:
-    """What processes that were killed had begun to write there."""
+    """Remove partial files of this path that killed processes left."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
         if number.isdecimal() and not _is_alive(int(number)):
@@ -216,36 +211,34 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    if sys.platform == "win32":  # where os.kill would end it
+    if sys.platform == "win32":  # os.kill would end the process there
         return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's process, or no process number at all
+    except (OSError, OverflowError):  # another user's process, or a number that is no process id
         return True
     return True
 
 
-# JSON from anybody's file: what Python's parser lets pass, or dies of, is a ValueError here.
-#
-# NaN and infinity are no JSON, an object that holds a key twice means nobody knows what, and
-# nesting has an end.
-
-
 def parse(text: str) -> Any:
-    """What `text` says, or a ValueError that says what is wrong with it."""
+    """Parse strict JSON from an untrusted file, or raise a ValueError that says what is wrong.
+
+    Python's own parser accepts NaN, infinity and repeated keys, and deep nesting makes it raise a
+    RecursionError.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("nesting without end") from None
 
 
-def _refuse(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name}, which is no JSON")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]

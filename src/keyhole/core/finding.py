@@ -1,23 +1,30 @@
-"""One exposure of a target and what an attack made of it, and what could not be checked."""
+"""The results of an audit: findings with their evidence, and the checks that were not made.
+
+Pages and tables are made from an `Audit` and nothing else.
+"""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Self
 
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import NOT_CHECKED, Exposure
-from keyhole.core.result import restored
-from keyhole.core.status import OUTCOMES, Outcome, Status
+from keyhole.core.exposure import NOT_CHECKED, Exposure, expect_returns, rule_of
+from keyhole.core.result import Result, environment, restored
+from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
 from keyhole.core.text import percent
 
 
 @dataclass(frozen=True)
 class Remedied:
-    """What was left to the same attack once a remedy was in place, measured.
+    """The measured effect of a remedy: `left` is the share that the same attack still gets.
 
-    `left` is the share still given away, `words` say what was counted.
+    `words` say what was counted.
     """
 
     remedy: str
@@ -27,22 +34,24 @@ class Remedied:
 
 @dataclass(frozen=True)
 class Finding:
-    """One exposure of a target, and what one attack made of it.
+    """One exposure of a target, and the result of one attack on it.
 
-    `sought` is what the attacker is after, `lower_bound` how many queries any attack needs.
-    `control` marks an attack without any choice, run for comparison: it is no exposure, whatever it
-    achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
-    precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
-    a sample says of all the texts of a store, `remedied` what was left where a remedy was tried.
-    `extra` names what is not installed, where more could be found out or proved with it. `tried` is
-    how many predictions `known` is a share of.
+    There are two kinds of findings. Either an attack was run, and a judge compared what it gave
+    with the target. Or a route or a setting is open: the reason says what it gives and `command`
+    tries it, but nothing was read, so it has no exactness and is never proved.
 
-    A finding is one of two kinds. *Recovered*: an attack was run, and a judge compared what it gave
-    with the target. *Exposed*: a route or a setting is open; the reason says what it gives,
-    `command` what tries it. Nothing of it was read, so it has no exactness and is never proved.
-
-    `observed` says that a server, a store or a file gave it; otherwise the auditor made the model
-    give it, and whether a service does is for its owner to say.
+    - `error`: the largest error. `known`: the share of the secret that is known. `trace`: the error
+      after so many queries, while the attack ran. `lower_bound`: the queries that any attack needs.
+    - `sought`: what the attacker is after.
+    - `texts`: originals and recovered texts in each precision, if text is sought.
+    - `cuts`: where attention was cut, if a prediction is sought. `tried`: of how many predictions
+      `known` is a share.
+    - `control`: the attack chooses at random, for comparison; whatever it achieves is no exposure.
+    - `estimate`: how many texts of a whole store can be read, estimated from a sample.
+    - `remedied`: the measured effects of remedies.
+    - `extra`: the extra that is not installed and would find out or prove more.
+    - `observed`: a server, a store or a file gave it away. Otherwise the auditor made the model
+      give it, and only its owner knows whether a service does.
     """
 
     exposure: Exposure
@@ -67,13 +76,12 @@ class Finding:
     command: str = ""
     observed: bool = False
 
-    def __post_init__(self) -> None:  # a file may say anything
+    def __post_init__(self) -> None:  # checked because findings are read from files, too
         if self.exposure.rule == NOT_CHECKED:
             raise InputError(f"a finding falls under a rule, not under {NOT_CHECKED}")
 
     @property
     def part(self) -> str:
-        """The part of the target that it is about, where a target has several."""
         return self.exposure.part
 
     @property
@@ -82,12 +90,12 @@ class Finding:
 
     @property
     def exposed(self) -> bool:
-        """Did the attacker come away with the secret, exactly or nearly, or is a way to it open?"""
+        """The attacker has the secret, exactly or nearly, or a way to it is open."""
         return self.outcome in (Outcome.GIVEN_AWAY, Outcome.EXPOSED) and not self.control
 
     @property
     def open(self) -> bool:
-        """Is a way to the secret open, which nobody went?"""
+        """A way to the secret is open, and nobody tried it."""
         return self.outcome is Outcome.EXPOSED
 
     @classmethod
@@ -97,12 +105,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Skip:
-    """An attack that was not run, and why: silence is not a clean bill of health.
+    """An attack that was not run, and the reason.
 
-    `unchecked` says that it would apply but could not be run: then the target is not clean.
-    `absent` says that it was looked for, and that the target has no such thing: what a baseline has
-    of it is gone. `layers` are those that were left out, where others were tried; `extra` names
-    what is not installed and would be needed.
+    - `unchecked`: it applies but could not be run, so the target is not clean.
+    - `absent`: the target has nothing of this kind, so a finding of a baseline about it is gone.
+    - `layers`: the layers that were left out, if others were tried.
+    - `extra`: the extra that is not installed and would be needed.
     """
 
     exposure: Exposure
@@ -114,17 +122,15 @@ class Skip:
     absent: bool = False
 
 
-# A flipped prediction and where attention was cut for it: what a report shows of a disruption.
-
-_MOST = 4096  # layers, and heads: no model has as many, and a picture has a square for each
+_MAX_HEADS = 4096  # of a model in all; a picture has a square for each of them
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One input: its tokens, the answers before and after, and the units between.
+    """A prediction that flipped: the tokens, the answer before and after, and what was cut.
 
-    A unit is (layer, head, query, key), positions counted in `tokens`. `layers` and `heads` say how
-    many the model has; `share` is over all its units on this input.
+    A unit is (layer, head, query, key), where query and key are positions in `tokens`. `share` is
+    the share of all units on this input. `layers` and `heads` say how many the model has.
     """
 
     tokens: tuple[str, ...]
@@ -139,12 +145,11 @@ class Cut:
 
     def __post_init__(self) -> None:
         for name, count in (("layers", self.layers), ("heads", self.heads)):
-            if not 0 <= count <= _MOST:
-                raise InputError(f"a cut has 0 to {_MOST:,} {name}, not {count}")
-        if self.layers * self.heads > _MOST:
-            raise InputError(
-                f"a cut has at most {_MOST:,} heads in all layers, not {self.layers * self.heads}"
-            )
+            if not 0 <= count <= _MAX_HEADS:
+                raise InputError(f"a cut has 0 to {_MAX_HEADS:,} {name}, not {count}")
+        heads = self.layers * self.heads
+        if heads > _MAX_HEADS:
+            raise InputError(f"a cut has at most {_MAX_HEADS:,} heads in all layers, not {heads}")
         sizes = (self.layers, self.heads, len(self.tokens), len(self.tokens))
         for unit in self.units:
             if not all(0 <= place < size for place, size in zip(unit, sizes, strict=True)):
@@ -154,12 +159,12 @@ class Cut:
                 )
 
 
-# What a sample says of a whole store: how many of its texts can be read.
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """`exact` of `sample` texts were read; of all `population`, from `least` to `most` can be."""
+    """An estimate from a sample of how many texts of a store can be read.
+
+    `exact` of `sample` texts were read; of all `population` texts, `least` to `most` can be.
+    """
 
     exact: int
     sample: int
@@ -167,7 +172,7 @@ class Estimate:
     least: int
     most: int
 
-    def __post_init__(self) -> None:  # a file may say anything
+    def __post_init__(self) -> None:
         ordered = 0 <= self.exact <= self.least <= self.most <= self.population
         if not (ordered and self.exact <= self.sample <= self.population and self.sample):
             raise InputError(
@@ -181,7 +186,7 @@ class Estimate:
 
     @property
     def share(self) -> str:
-        """84–93%, or one figure where both ends are written alike."""
+        """The interval as 84–93%, or as one figure if both ends are rounded to the same."""
         low, high = (percent(count / self.population) for count in (self.least, self.most))
         return low if low == high else f"{low.removesuffix('%')}–{high}"
 
@@ -195,14 +200,12 @@ class Estimate:
         )
 
 
-# Recovered text next to the original: what a report shows of a finding about text.
-
-
 @dataclass(frozen=True)
 class Piece:
-    """One token as it is written, how far it is to be believed, and whether it is right.
+    """One token of a recovered text: how certain it is, and whether it is right.
 
-    `right` is None where nobody knows the original: then a verified token counts as right.
+    `mark` is `verified`, `likely` or `unknown`. `right` is None if nobody knows the original; then
+    a verified token counts as right.
     """
 
     text: str
@@ -216,15 +219,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """One text, and what was read of it; `original` is empty where a store has it no longer.
+    """A text and what was recovered of it; `original` is empty if the store no longer has it.
 
-    `exact`: every character came back, up to what the tokenizer's own normaliser changes. `note`
-    says what could not: characters that the tokenizer has no token for, an end that was cut off.
+    `exact` means that every character was recovered, up to what the tokenizer's own normaliser
+    changes. `note` says what could not be: characters without a token, or an end that was cut off.
 
-    Of a stored embedding also: `tokens`, the length of the original or, where nobody knows it, of
-    what was read, without special tokens; `overlap`, the F1 of the tokens wherever they stand,
-    where the original is known; `similarity`, the cosine of the stored vector with that of what was
-    read. They say how near a text came that is not exact.
+    For stored embeddings, three figures say how near an inexact text is. `tokens` is the length of
+    the original without special tokens (of the recovered text if the original is not known).
+    `overlap` is the F1 of its tokens, in any order, if the original is known. `similarity` is the
+    cosine of the stored vector and the vector of the recovered text.
     """
 
     original: str
@@ -239,15 +242,14 @@ class Reading:
     @property
     def known(self) -> float:
         """The share of the tokens that are right."""
-        return sum(piece.counts for piece in self.pieces) / max(1, len(self.pieces))
+        return _share_right(self.pieces)
 
 
 @dataclass(frozen=True)
 class Readings:
     """The texts read from one exposure in one precision: a cell of the exposure matrix.
 
-    `chance` is the share of tokens that guesses without the leak would have right, where that was
-    looked at.
+    `chance` is the share of tokens that guesses without the leak would have right, if measured.
     """
 
     kind: str
@@ -259,33 +261,34 @@ class Readings:
     @property
     def known(self) -> float:
         """The share of all tokens that are right."""
-        pieces = [piece for reading in self.readings for piece in reading.pieces]
-        return sum(piece.counts for piece in pieces) / max(1, len(pieces))
+        return _share_right([piece for reading in self.readings for piece in reading.pieces])
 
     @property
     def exact(self) -> int:
-        """Texts that came back exactly, and verified."""
+        """The number of texts that were recovered exactly and verified."""
         return sum(reading.exact and reading.verified for reading in self.readings)
 
 
-# How much of a whole a sample of it vouches for.
-#
-# Of N things n are drawn without replacement, and k of them are hits. The interval holds every
-# number K of hits in the whole under which neither so few nor so many hits had a chance of (1 −
-# c)/2 or less: Clopper and Pearson's (1934), with the hypergeometric distribution in place of the
-# binomial, which it becomes as N grows. Where all are drawn it is k alone.
+def _share_right(pieces: Sequence[Piece]) -> float:
+    return sum(piece.counts for piece in pieces) / max(1, len(pieces))
+
+
+# A confidence interval for the number K of hits in a population of N, of which n are drawn without
+# replacement and k are hits. It holds every K for which P(k or fewer hits) and P(k or more hits)
+# both exceed (1 − c)/2. This is the interval of Clopper and Pearson (1934) with the hypergeometric
+# distribution in place of the binomial, its limit for large N. If all are drawn it is k alone.
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-9  # relative: a chance that equals the limit may come out a little above it
+_ROUNDING = 1e-9  # relative: a probability at the limit may be computed a little above it
 
 
 def hits_in_all(
     hits: int, drawn: int, population: int, confidence: float = CONFIDENCE
 ) -> tuple[int, int]:
-    """The least and the most hits there may be in all, by those among the drawn."""
+    """Return the least and the most hits that the whole population may have."""
     if not 0 <= hits <= drawn <= population or drawn < 1 or not 0 < confidence < 1:
         raise InputError(
-            f"hits must be among the drawn, and those among all: got {hits}, {drawn}, {population}"
+            f"expected hits ≤ drawn ≤ population, got {hits}, {drawn} and {population}"
         )
     tail = (1 - confidence) / 2 * (1 + _ROUNDING)
     least = _least(hits, drawn, population, tail)
@@ -293,15 +296,119 @@ def hits_in_all(
 
 
 def _least(hits: int, drawn: int, population: int, tail: float) -> int:
-    """The smallest K under which `hits` or more have a better chance than `tail`.
+    """Return the smallest K for which P(`hits` or more) exceeds `tail`.
 
-    That chance grows with K, so it is found by bisection.
+    That probability grows with K, so a bisection finds it.
     """
-    from scipy.stats import hypergeom  # with the models, without which no store is sampled
+    from scipy.stats import hypergeom  # not installed without models, when no store is sampled
+
+    def is_likely(K: int) -> bool:
+        return bool(hypergeom.sf(hits - 1, population, K, drawn) > tail)
 
     possible = range(hits, population - (drawn - hits) + 1)
-    return possible[
-        bisect_left(
-            possible, True, key=lambda K: hypergeom.sf(hits - 1, population, K, drawn) > tail
-        )
-    ]
+    return possible[bisect_left(possible, True, key=is_likely)]
+
+
+_FOLDERS = re.compile(r"[^\s,:;()]*/(?=[^\s])")  # the folders of every path in a target's name
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, repr=False)
+class Audit(Result):
+    """Findings about a target and checks that were not made, with where and when that was.
+
+    `target` describes the target, and may hold a path; `name` is a name that somebody gave it.
+    `returns` is what its service returns (core/exposure.py: RETURNS), if somebody said so.
+    """
+
+    target: str
+    identity: str
+    findings: tuple[Finding, ...]
+    skips: tuple[Skip, ...] = ()
+    seed: int = 0
+    seconds: float = 0.0
+    created: str = field(default_factory=_now)
+    environment: dict[str, str] = field(default_factory=environment)
+    name: str = ""
+    returns: tuple[str, ...] = ()
+
+    kind: ClassVar[str] = "audit"
+
+    def __post_init__(self) -> None:
+        expect_returns(self.returns, "returns")
+
+    def is_of(self, other: Audit) -> bool:
+        """Return whether both audits are of one target.
+
+        They are if weights, vectors or address are the same, or the names are. A file that was
+        moved to another folder keeps its name.
+        """
+        same = bool(self.identity) and self.identity == other.identity
+        return same or (bool(self._plain_name) and self._plain_name == other._plain_name)
+
+    @property
+    def _plain_name(self) -> str:
+        return self.name or _FOLDERS.sub("", self.target.rstrip("/"))
+
+    @property
+    def attacks(self) -> tuple[Finding, ...]:
+        """The findings that count: controls do not."""
+        return tuple(finding for finding in self.findings if not finding.control)
+
+    @property
+    def exposed(self) -> int:
+        return sum(finding.exposed for finding in self.findings)
+
+    @property
+    def unchecked(self) -> int:
+        """The number of attacks that apply and had no result."""
+        findings = sum(finding.outcome is Outcome.UNCHECKED for finding in self.attacks)
+        return findings + sum(skip.unchecked for skip in self.skips)
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing was given away, 1 something was, 3 something could not be checked."""
+        outcomes = [finding.outcome for finding in self.attacks]
+        return exit_code([*outcomes, *(Outcome.UNCHECKED for s in self.skips if s.unchecked)])
+
+    def summary(self) -> str:
+        lines = [f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"]
+        for sought in dict.fromkeys(finding.sought for finding in self.attacks):
+            group = [finding for finding in self.attacks if finding.sought == sought]
+            exposed = [rule_of(finding.exposure).name for finding in group if finding.exposed]
+            names = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})" if exposed else ""
+            lines.append(f"  {sought}: {len(exposed)} of {len(group)}{names}")
+        if self.unchecked:
+            lines.append(f"  could not check: {self.unchecked}")
+        if self.skips:
+            lines.append(f"  skipped: {len(self.skips)}")
+        return "\n".join([*lines, f"  {self.seconds:.1f} s, {self.created}"])
+
+
+@dataclass(frozen=True, repr=False)
+class Fleet(Result):
+    """The audits of many targets by their names; `seconds` is for all of them."""
+
+    audits: dict[str, Audit]
+    seconds: float = 0.0
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "fleet"
+
+    @property
+    def exit_code(self) -> int:
+        """1 something was given away, 3 something could not be checked, otherwise 0."""
+        return joint_exit_code(audit.exit_code for audit in self.audits.values())
+
+    def summary(self) -> str:
+        counts = Counter(audit.exit_code for audit in self.audits.values())
+        lines = [
+            f"{len(self.audits)} targets: {counts[1]} give something away, {counts[3]} could not "
+            f"be checked, {counts[0]} give nothing away; {self.seconds:.1f} s"
+        ]
+        for name, audit in self.audits.items():
+            lines.append(f"  {name}: {audit.exposed} of {len(audit.attacks)} exposures")
+        return "\n".join(lines)

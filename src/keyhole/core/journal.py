@@ -1,12 +1,12 @@
-"""Runs that go on where they stopped: what a run is, and the file that remembers what it has done.
+"""Journals, from which stopped runs resume, and the identity of a run.
 
-Ledgers, journals and checkpoints share one idea of identity: a small dictionary of what determines
-the run (the model, the data, the method and its settings). A file of another run is refused with a
-line that says what differs; results of two runs are never mixed.
+A run is identified by a small dictionary of what determines it: the model, the data, the method and
+its settings. Ledgers, journals and checkpoints all begin with it. A file of another run is refused
+with a line that says what differs, so that results of two runs are never mixed.
 
-`Journal` is a JSONL file: a first line with that identity, then one record for each finished piece
-of work, on disk before the run goes on. A line that a crash cut off is dropped. A piece is known by
-what is in it and not by its number, so a longer list continues a shorter one.
+A `Journal` is a JSONL file: a first line with that identity, then one record for each finished
+piece of work, which is on disk before the run goes on. A line that a crash cut off is dropped. The
+key of a piece comes from its content, not its number, so a longer list can continue a shorter one.
 """
 
 from __future__ import annotations
@@ -32,43 +32,46 @@ _FORCE = "give --force to begin anew, or remove this file"
 
 
 class AnotherRun(InputError):
-    """A file remembers another run than the one that was to go on from it."""
+    """The file to resume from belongs to another run."""
 
 
 def digest(*parts: Any) -> str:
-    """Sixteen hexadecimal digits of anything that JSON can write, or of bytes."""
-    sum_ = hashlib.sha256()
+    """Return sixteen hexadecimal digits that identify bytes, or anything that JSON can write."""
+    sha = hashlib.sha256()
     for part in parts:
-        sum_.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode())
-    return sum_.hexdigest()[:16]
+        sha.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode())
+    return sha.hexdigest()[:16]
 
 
 def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX) -> None:
-    """Refuse a file that remembers another run, and say what differs and what to do."""
-    # What tuples become on their way through JSON must not count as a difference.
+    """Raise if a file belongs to another run; the message says what differs and what to do."""
+    # JSON turns tuples into lists, which must not count as a difference.
     own = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
     saved = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
-    for name in (*own, *(name for name in saved if name not in own)):
-        if own.get(name) != saved.get(name):
-            ours, others = _difference(name, own.get(name), saved.get(name))
-            raise AnotherRun(f"this run has {ours}, that of {path} has {others}: {fix}")
+    for key in own | saved:
+        if own.get(key) != saved.get(key):
+            name, ours, others = _difference(key, own.get(key), saved.get(key))
+            raise AnotherRun(
+                f"this run has {name} {ours}, that of {path} has {name} {others}: {fix}"
+            )
 
 
-def _difference(name: str, own: Any, saved: Any) -> tuple[str, str]:
-    """The innermost setting that differs: its name and value in this run and in the saved one."""
+def _difference(name: str, own: Any, saved: Any) -> tuple[str, Any, Any]:
+    """Return the innermost setting that differs: its name and its two values."""
     if isinstance(own, dict) and isinstance(saved, dict):
         ours, others = cast("dict[str, Any]", own), cast("dict[str, Any]", saved)
-        for key in (*ours, *others):
+        for key in ours | others:
             if ours.get(key) != others.get(key):
                 return _difference(f"{name} {key}", ours.get(key), others.get(key))
-    return f"{name} {own}", f"{name} {saved}"
+    return name, own, saved
 
 
 @contextmanager
 def stopping_on_ctrl_c() -> Generator[None]:
-    """A solver takes Ctrl-C and hands over what it has by then; the person means the whole run.
+    """Raise KeyboardInterrupt at the end if Ctrl-C was pressed, even if a solver caught it.
 
-    What an interrupted piece of work gave is not kept: it would not be the same another time.
+    A solver that is interrupted returns the best it has found so far. That result must not be kept,
+    because another run would not give the same.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -91,7 +94,7 @@ def stopping_on_ctrl_c() -> Generator[None]:
 
 
 def records_in(path: Path) -> int:
-    """How many finished pieces a journal holds; 0 where there is none."""
+    """Return how many finished pieces a journal holds; 0 if there is no journal."""
     try:
         return max(0, path.read_bytes().count(b"\n") - 1)
     except OSError:
@@ -99,10 +102,10 @@ def records_in(path: Path) -> int:
 
 
 class Journal:
-    """What a run has done so far, by key; `path` None keeps it in memory alone.
+    """The finished work of a run, by key; without a `path` it is kept only in memory.
 
-    Another run's file is refused, or begun anew with `force` (None: the caller has no such option).
-    A file that remembers nothing in the end is not left behind.
+    A file of another run is refused, or replaced if `force` is set. `force` is None if the caller
+    offers no such option. A file without records is deleted at the end.
     """
 
     def __init__(self, path: str | Path | None, run: Run, *, force: bool | None = None) -> None:
@@ -132,7 +135,7 @@ class Journal:
         return key in self.records
 
     def add(self, records: Mapping[str, dict[str, Any]]) -> None:
-        """Finished pieces by key, on disk before this returns."""
+        """Add finished pieces by key, and return when they are on disk."""
         self.records |= records
         if self._file is None:
             return
@@ -141,11 +144,11 @@ class Journal:
             self._file.write("".join(f"{line}\n" for line in lines))
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:  # what stands there stays; half a line is dropped next time
+        except OSError as error:  # if half a line was written, the next run drops it
             raise unwritable(str(self.path), error) from error
 
     def recall(self, key: str, read: Callable[[dict[str, Any]], T]) -> T:
-        """What is remembered under a key, as `read` makes it of the record."""
+        """Return what `read` makes of the record under a key."""
         try:
             return read(self.records[key])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -157,22 +160,22 @@ class Journal:
         text = read_text(path, "a file to resume from") if exists(path) else ""
         try:
             whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
-            if whole and not self._recalls(path, whole, run):
+            if whole and not self._read_records(path, whole, run):
                 whole = ""
             private(path)
             file = path.open("w" if not whole else "r+", encoding="utf-8")
             file.write(whole or json.dumps(dict(run)) + "\n")
             file.truncate()
             file.flush()
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
             raise unwritable(path, error) from error
         return file
 
-    def _recalls(self, path: Path, whole: str, run: Run) -> bool:
-        """Read what the run has done; False where it is another's, which is to be replaced."""
-        lines = whole.rstrip("\n").split("\n")  # texts may hold other ends of lines
+    def _read_records(self, path: Path, whole: str, run: Run) -> bool:
+        """Read the records; return False if the file is another run's and may be replaced."""
+        lines = whole.rstrip("\n").split("\n")  # not splitlines: texts may hold other line ends
         try:
             expect_same_run(path, run, _line(path, 1, lines[0]), self._fix)
         except AnotherRun:

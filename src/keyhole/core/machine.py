@@ -1,7 +1,7 @@
-"""This machine: how much memory is free, which devices there are, how many threads to compute with.
+"""Limits of this machine: free memory, devices, and how many threads to compute with.
 
-Sizes that cannot fit into memory are refused in one line, before any is taken: a machine that runs
-out of it ends programs, not always the one that asked.
+Work that cannot fit into memory is refused before it begins: a machine that runs out of memory
+kills programs, and not always the one that asked for it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 
 from keyhole.core.errors import InputError
 
-if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs none of it
+if TYPE_CHECKING:  # torch and psutil load on demand: `keyhole --help` needs neither
     import torch
     from torch import nn
 
-_PASS = 0.25  # of what is free, for one pass of a model, …
-_OF_WEIGHTS = 0.1  # … and of what its weights take, …
-_LEAST = 2**30  # … or bytes, where that is less
-_SHARE = 0.8  # of what is free: something must be left for the work itself
+_USABLE = 0.8  # share of the free memory that may be asked for: the work itself needs some too
+_PASS = 0.25  # share of the free memory that one pass of a model may take
+_PASS_PER_WEIGHTS = 0.1  # bytes that one pass may take, for each byte of weights
+_PASS_OF_SMALL_MODEL = 2**30  # bytes that one pass may take even if the weights are small
 
 
 def available(device: str | torch.device = "cpu") -> int:
-    """Bytes that can be had on a device, on a CPU without swapping."""
+    """Return how many bytes are free on a device (on a CPU: without swapping)."""
     if str(device).startswith("cuda"):
         import torch
 
-        # What torch holds for later is as good as free.
+        # Memory that torch has reserved but not allocated is free, too.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    import psutil  # on demand: `keyhole --help` needs none of it
+    import psutil
 
     return psutil.virtual_memory().available
 
@@ -39,24 +39,26 @@ def available(device: str | torch.device = "cpu") -> int:
 def expect_memory(
     needed: int, what: str, device: str | torch.device = "cpu", instead: str = ""
 ) -> None:
-    """Refuse `what` where it needs more bytes than there are; `instead` says what to do then."""
-    free = int(_SHARE * available(device))
+    """Raise if `what` needs more bytes than are free; `instead` says what to do then."""
+    free = int(_USABLE * available(device))
     if needed > free:
         words = f"{what} needs {shown(needed)} of memory, and {shown(free)} are free"
         raise InputError(f"{words}: {instead}" if instead else words)
 
 
 def memory_of_a_pass(device: str | torch.device, weights: int) -> int:
-    """Bytes that one pass of a model may take besides its weights, of so many bytes.
+    """Return how many bytes one pass of a model may take besides its `weights` (in bytes).
 
-    A small share of them, so that the whole takes little more than the model; of a small model, as
-    much as makes a pass worth its while; and never more than a part of what is free.
+    This is a small share of the weights, so that a pass takes little more than the model does, but
+    enough for a pass of useful size if the model is small. It is never more than a share of the
+    free memory.
     """
-    return min(int(_PASS * available(device)), max(_LEAST, int(_OF_WEIGHTS * weights)))
+    wanted = max(_PASS_OF_SMALL_MODEL, int(_PASS_PER_WEIGHTS * weights))
+    return min(int(_PASS * available(device)), wanted)
 
 
 def shown(size: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes in the unit that people would choose."""
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
         if size >= 10 ** (power + 2):
             return f"{size // 10**power:,} {unit}"
@@ -65,11 +67,8 @@ def shown(size: int) -> str:
     return f"{size:,} bytes"
 
 
-# The device to compute on, if this machine has it.
-
-
 def expect_device(name: str | torch.device) -> None:
-    """Refuse a device that nothing can be computed on and read back from."""
+    """Raise unless numbers can be written to this device and read from it."""
     import torch
 
     known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
@@ -78,16 +77,16 @@ def expect_device(name: str | torch.device) -> None:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # No such device, a full one, or none that holds numbers; a torch without CUDA asserts.
+        # No such device, a full one, or "meta"; a torch without CUDA raises an AssertionError.
         raise refusal from error
-    if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
+    if device.type == "cpu" and device.index:  # torch accepts cpu:99 as the CPU
         raise refusal
 
 
 def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
-    """What `cuda` means for the worker of that number on its machine: of several GPUs, each one.
+    """Return the device for the worker of this number on its machine.
 
-    With more workers than GPUs they share; a device that is named by its number is that one.
+    If there are several GPUs, `cuda` spreads workers over them; any other name stays as it is.
     """
     import torch
 
@@ -95,24 +94,19 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
     return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked
 
 
-# How many threads torch computes with, by the size of the work.
-#
-# The threads of one operation wait for each other at its end. On a small matrix that takes away
-# most of the gain; where another process is busy, a thread that has to wait for its turn holds up
-# all others, thousands of times a second. So small work takes one thread, and large work as many as
-# torch takes by itself, one for each core.
-#
-# Somebody's own choice stands: the environment's, and a number that torch would not have taken.
+# The threads of one operation wait for each other at its end. On a small matrix, waiting costs most
+# of the gain, and on a busy machine one delayed thread holds up all others. So small models run on
+# one thread, and large ones on as many as torch chooses, unless people chose a number themselves.
 
-# Numbers in the largest matrix that is multiplied by: 512 by 512. The classifier that ships has a
-# quarter of it, all-MiniLM-L6-v2 more than twice as many.
+# The size, in numbers, of the largest matrix from which on threads help: 512 by 512. The classifier
+# that ships with Keyhole has a quarter of that, all-MiniLM-L6-v2 more than twice as much.
 LARGE = 2**18
-_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for all programs
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for all programs
 
 
 @contextmanager
 def threads_for(size: int) -> Generator[None]:
-    """As many threads as help on matrices of so many numbers; in the end, as many as there were."""
+    """Compute with one thread if the largest matrix, of `size` numbers, is small."""
     import torch
 
     before = torch.get_num_threads()
@@ -127,20 +121,20 @@ def threads_for(size: int) -> Generator[None]:
 
 
 def is_chosen(threads: int) -> bool:
-    """Did somebody choose this number, or did torch by itself?"""
-    if any(os.environ.get(name) for name in _CHOICES):
+    """Return whether somebody chose this number of threads, rather than torch by itself."""
+    if any(os.environ.get(name) for name in _VARIABLES):
         return True
     import torch
 
-    # One for each core of the machine, or of those that this process may use.
+    # Torch takes one thread for each core, of the machine or of those that this process may use.
     cores = {torch.get_num_interop_threads()}
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
+    if hasattr(os, "sched_getaffinity"):  # not on every system
         cores.add(len(os.sched_getaffinity(0)))
     return threads not in cores
 
 
 def largest_matrix(model: nn.Module) -> int:
-    """How many numbers the largest matrix of a model holds; tables of embeddings are looked up."""
+    """Return the size of the largest matrix that a model multiplies by: not of its embeddings."""
     from torch import nn
 
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

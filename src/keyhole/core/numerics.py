@@ -1,9 +1,9 @@
-"""Least squares that gives the same digits every time.
+"""Least squares with the same digits in every run, and L-BFGS for batches of problems.
 
-An attack whose questions follow from a solve must ask the same ones when it is run again, or a
-ledger pays twice. The default driver of `torch.linalg.lstsq` returns other last digits from call to
-call. A QR factorisation does not, and is all that most systems need; those near rank deficiency
-go to a driver that is as steady but ten times slower, and stops the program on NaN.
+An attack whose queries follow from a solve must ask the same ones when it is run again, or a ledger
+pays twice. The default driver of `torch.linalg.lstsq` returns different last digits from call to
+call. A QR factorisation does not, and is enough for most systems. Those near rank deficiency go to
+a driver that is just as deterministic, but ten times slower, and that crashes on NaN.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _DEPENDENT = 1e-10
 
 
 def with_ridge(square: Tensor, share: float) -> Tensor:
-    """A Gram matrix with `share` of its mean diagonal added, or 1 if it is zero.
+    """Return a Gram matrix with `share` of its mean diagonal added to its diagonal.
 
-    Where nothing differs from its mean, as in a model whose tokens all have one embedding, the
-    matrix is zero, and so is any share of it. With 1 the solution is 0: nothing is explained.
+    If the matrix is zero, 1 is added, so that the solution is 0. That happens if nothing differs
+    from its mean, as in a model whose tokens all have the same embedding.
     """
     size = share * square.diagonal().mean()
     return square + torch.where(size == 0, 1.0, size) * torch.eye(len(square)).to(square)
 
 
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
-    """`X` that minimises `‖AX − B‖`, of least norm; batches are allowed."""
+    """Return the `X` of least norm that minimises `‖AX − B‖`; batches are allowed."""
     if not bool(torch.isfinite(A).all() & torch.isfinite(B).all()):
         raise LinAlgError("the answers overflow")
     if rcond is None and A.ndim == 2 and A.shape[0] >= A.shape[1] > 0:
@@ -39,21 +39,23 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
         if bool(pivots.min() > _DEPENDENT * pivots.max()):
             return torch.linalg.solve_triangular(R, Q.mT @ B.reshape(len(A), -1), upper=True)
     found = torch.linalg.lstsq(A.to("cpu"), B.to("cpu"), rcond=rcond, driver="gelsd").solution
-    return found.to(A.device)  # a driver that GPUs do not have
+    return found.to(A.device)  # solved on the CPU because GPUs do not have this driver
 
 
 # The two-loop recursion of L-BFGS (Nocedal 1980), batched over independent problems.
 #
-#     H ∇ for the inverse Hessian's estimate H that the pairs s = Δx, y = Δ∇ build from H₀ =
-# scale·I:     H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ,   ρ = 1 / sᵀy,   oldest pair first.
+# It computes H ∇, where the pairs s = Δx, y = Δ∇, oldest first, build the estimate H of the inverse
+# Hessian from H₀ = scale·I:
 #
-# A pair of weight ρ = 0 changes nothing, so each problem of a batch may leave out pairs of its own.
+#     H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ,   ρ = 1 / sᵀy.
+#
+# A pair of weight ρ = 0 changes nothing, so a problem can skip a pair that others of its batch use.
 
 Pair = tuple[Tensor, Tensor, Tensor]  # s (b, m), y (b, m), ρ (b,)
 
 
 def two_loops(slope: Tensor, pairs: Sequence[Pair], scale: Tensor) -> Tensor:
-    """The inverse Hessian's estimate times the slope (b, m), for `pairs` from oldest to newest."""
+    """Return the estimated inverse Hessian times `slope` (b, m); `pairs` are the oldest first."""
     q = slope
     shares: list[Tensor] = []
     for s, y, weight in reversed(pairs):
@@ -72,9 +74,9 @@ Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 class BatchedLBFGS:
     """Minimise `objective(z) -> (losses (b,), gradients like z)` from z (b, m).
 
-    Each of a batch of independent problems has its own pairs. A step that makes a problem worse is
-    taken back for that problem alone, which goes a quarter of the way next time; the others go on.
-    So a step costs one evaluation of all of them, and problems can leave the batch between steps.
+    The problems of a batch are independent, and each has its own pairs. A step costs one evaluation
+    of the whole batch. If it makes a problem worse, it is undone for that problem, whose next step
+    goes a quarter of the way. Problems can leave the batch between steps.
     """
 
     z: Tensor
@@ -87,7 +89,7 @@ class BatchedLBFGS:
     _started: bool = field(init=False, default=False)
 
     def step(self, objective: Objective) -> None:
-        """One evaluation; `z` and `loss` are the best so far of each problem."""
+        """Evaluate once; afterwards `z` and `loss` are the best so far for each problem."""
         if not self._started:
             self.loss, self._gradient = objective(self.z)
             self._reach = torch.ones_like(self.loss)
@@ -103,7 +105,7 @@ class BatchedLBFGS:
         self.loss = torch.where(better, loss, self.loss)
 
     def keep(self, chosen: Tensor) -> None:
-        """Let the problems leave that are not `chosen` (b,)."""
+        """Keep only the problems that are `chosen` (b,)."""
         self.z = self.z[chosen]
         if self._started:
             self.loss, self._gradient = self.loss[chosen], self._gradient[chosen]
@@ -119,7 +121,7 @@ class BatchedLBFGS:
         self._pairs = [*self._pairs, pair][-self.history :]
 
     def _scale(self) -> Tensor:
-        """The size of the inverse Hessian along the newest usable pair of each problem."""
+        """Return the size of the inverse Hessian along each problem's newest usable pair."""
         scale = self.first / self._gradient.norm(dim=-1).clamp(min=1e-30)
         for _, y, inverse in self._pairs:
             square = y.square().sum(-1)

@@ -1,10 +1,10 @@
-"""Options, each declared once: a field of a frozen dataclass, with its help and its group.
+"""Options, each declared once with its default, its help and its group in the help.
 
     flips: int = option(12, "How many of a classifier's answers to try to flip.", DATA)
 
-The command line, fleet files, Python and the journal derive from such a class. The hyperparameters
-of a method are the fields of its own dataclass; `settings` reads them from words `name=value`, each
-by the type of its field.
+Options are fields of a frozen dataclass, from which the command line, fleet files, Python and the
+journal derive. The hyperparameters of a method are the fields of its own dataclass; `settings`
+reads them from words of the form `name=value`, each by the type of its field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Option:
-    """What help shows about a field.
+    """An option: its help, how it is read, and the name, type and default of its field.
 
-    `file` says that it names a file, which a fleet file means relative to its own folder; `parse`
-    makes the value of a word where the field's type does not say how.
+    `file` marks the name of a file, which a fleet file gives relative to its own folder. `parse`
+    reads the value where the field's type does not say how.
     """
 
     help: str
@@ -38,6 +38,9 @@ class Option:
     metavar: str | None = None
     file: bool = False
     parse: Callable[[str], Any] | None = None
+    name: str = ""
+    type: Any = None
+    default: Any = None
 
 
 def option(
@@ -49,37 +52,28 @@ def option(
     file: bool = False,
     parse: Callable[[str], Any] | None = None,
 ) -> T:
-    """A field of a dataclass that people may set."""
+    """Declare a field of a dataclass as an option."""
     about = Option(help, group, "FILE" if file and metavar is None else metavar, file, parse)
     return dataclasses.field(default=default, metadata={"option": about})
 
 
-@dataclass(frozen=True)
-class Declared:
-    """A field that people may set: its type and default, and its help."""
-
-    name: str
-    type: Any
-    default: Any
-    about: Option
+def declared(field: dataclasses.Field[Any], name: str, type_: Any) -> Option | None:
+    """Return the option that a field, or the default of a parameter, declares, if it does."""
+    about = field.metadata.get("option")
+    return about and replace(about, name=name, type=type_, default=field.default)
 
 
-def options_of(options: type[Any]) -> dict[str, Declared]:
-    """The options that a dataclass declares, by their names."""
+def options_of(options: type[Any]) -> dict[str, Option]:
+    """Return the options that a dataclass declares, by name."""
     hints = get_type_hints(options)
-    return {
-        field.name: Declared(
-            field.name, hints[field.name], field.default, field.metadata["option"]
-        )
-        for field in dataclasses.fields(options)
-        if "option" in field.metadata
-    }  # fmt: skip
+    found = (declared(field, field.name, hints[field.name]) for field in fields(options))
+    return {option.name: option for option in found if option}
 
 
-def settings(words: Sequence[str], types_: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """`name=value`, one or more, each by the type of its name; `owner` has these options."""
+def settings(words: Sequence[str] | None, types_: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Read words `name=value`; `types_` are the types by name, and `owner` is what has them."""
     values: dict[str, Any] = {}
-    for word in words:
+    for word in words or ():
         name, mark, value = word.partition("=")
         name = name.strip().replace("-", "_")
         if not mark:
@@ -94,8 +88,8 @@ def settings(words: Sequence[str], types_: Mapping[str, Any], owner: str) -> dic
 
 
 def types_of(takes: Callable[..., Any], hidden: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters that a word can set, with their types."""
-    hints = hints_of(takes)
+    """Return the parameters of a function or class that a word can set, with their types."""
+    hints = get_type_hints(getattr(takes, "func", takes))  # of a partial, those of its function
     return {
         name: hints[name]
         for name in inspect.signature(takes).parameters
@@ -103,14 +97,8 @@ def types_of(takes: Callable[..., Any], hidden: Sequence[str] = ()) -> dict[str,
     }
 
 
-def hints_of(takes: Callable[..., Any]) -> Mapping[str, Any]:
-    """The types of parameters: of a class, those of its fields."""
-    inner: Any = getattr(takes, "func", takes)  # of a partial, what it calls
-    return get_type_hints(inner)
-
-
-def _kinds(type_: Any) -> list[Any]:
-    """The alternatives of a union, None left out."""
+def _alternatives(type_: Any) -> list[Any]:
+    """Return the types in a union, except None; any other type is its own alternative."""
     union = get_origin(type_) in (Union, types.UnionType)
     return [kind for kind in (get_args(type_) if union else (type_,)) if kind is not type(None)]
 
@@ -120,7 +108,7 @@ def _simple(type_: Any) -> bool:
         kind in (bool, int, float, str, Path)
         or get_origin(kind) is Literal
         or (get_origin(kind) is tuple and get_args(kind)[0] in (int, float, str))
-        for kind in _kinds(type_)
+        for kind in _alternatives(type_)
     )
 
 
@@ -128,9 +116,9 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _value(word: str, type_: Any, name: str) -> Any:
-    """What a word means for a field of this type: the first alternative that it fits."""
+    """Read a word as the first alternative of its field's type that it fits."""
     expected: list[str] = []
-    for kind in _kinds(type_):
+    for kind in _alternatives(type_):
         if get_origin(kind) is Literal:
             known = {str(value): value for value in get_args(kind)}
             if word in known:

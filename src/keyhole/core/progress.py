@@ -1,11 +1,11 @@
-"""How long work reports its progress: one shape for attacks, searches, sweeps and trainings.
+"""Reports of progress, of one form for all attacks, searches, sweeps and trainings.
 
-Whoever works takes `progress` and calls it with what is done, of how much, and a word about it;
-whoever has several parts takes `track` and asks it for a `progress` of each part. The defaults
-say nothing. A command opens one track of its own name, which counts its parts: its overall bar.
-Where work goes on that an earlier run began, the first call says how much was done by then.
+A function that works for long takes a `progress` and calls it with the count done, the total and a
+note. A function whose work has several parts takes a `track` and asks it for a `progress` for each
+part. The defaults ignore all reports. The track of a command's own name counts its parts, as its
+overall bar. Where a run resumes, its first report says how much an earlier run had done.
 
-`Standing` is what such calls add up to; on a terminal it is a bar, else a line (cli/outputs.py).
+`ProgressState` adds such reports up; cli/bars.py shows it as a bar or as lines.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ from typing import Protocol, runtime_checkable
 
 
 class Progress(Protocol):
-    """Called with how much of one piece of work is done; `total` is None where nobody knows."""
+    """Called with how much of one piece of work is done; `total` is None if nobody knows."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 @runtime_checkable
 class Expecting(Protocol):
-    """A progress that also takes the seconds to come, where a count says little of them."""
+    """A progress that also takes the seconds left, for work whose count says little about time."""
 
     def expect(self, left: float) -> None: ...
 
 
 class Track(Protocol):
-    """Begins to follow a piece of work by its name."""
+    """Called with the name of a piece of work that begins; returns its progress."""
 
     def __call__(self, name: str, total: int | None = None) -> Progress: ...
 
 
 def silent(done: int, total: int | None = None, note: str = "") -> None:
-    """Nobody looks."""
+    """Ignore a report."""
 
 
 def untracked(name: str, total: int | None = None) -> Progress:  # noqa: ARG001
-    """Nobody looks at any of the parts."""
+    """Ignore the reports of every part."""
     return silent
 
 
-class Standing:
-    """Where one piece of work stands: it never goes back, and its end is all of it.
+class ProgressState:
+    """The progress of one piece of work, which never decreases and ends at 100%.
 
-    A `Progress`, which also takes the time that is left; `changed` is told whether more is done.
-    Time left is measured from the first report on: what was done by then may have cost nothing.
+    It is called as a `Progress`, and also takes the seconds left. After each report it calls
+    `changed` with whether the count rose. The time left follows from the rate since the first
+    report, because whatever was done before that may come from an earlier run.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Standing:
         self.done, self.note, self.ended = 0, "", False
         self._clock, self._began, self._share = clock, clock(), 0.0
         self._first: tuple[float, int] | None = None
-        self._left: tuple[float, float] | None = None  # when it was reported, and what
+        self._left: tuple[float, float] | None = None  # when it was reported, and the seconds
         self.changed: Callable[[bool], object] = bool
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
@@ -70,11 +71,11 @@ class Standing:
             self.changed(self.report(done, total, note))
 
     def expect(self, left: float) -> None:
-        """Whoever works knows better than a count tells how many seconds are to come."""
+        """Take the seconds left from the work itself, in place of an estimate from the count."""
         self._left = self._clock(), left
 
     def report(self, done: int, total: int | None = None, note: str = "") -> bool:
-        """Take in a report; True if more is done than before."""
+        """Take in a report; return whether more is done than before."""
         rose = done > self.done
         self.done, self.note = max(done, self.done), note or self.note
         self.total = self.total if total is None else total
@@ -86,12 +87,12 @@ class Standing:
         return rose
 
     def end(self) -> None:
-        """What was asked for is there, perhaps with less work than was expected."""
+        """Mark the work as complete, even if less of it was needed than expected."""
         self.total, self.ended, self._share = self.done, True, 1.0
 
     @property
     def share(self) -> float | None:
-        """From 0 to 1, for a bar; None where nobody knows."""
+        """The share that is done, from 0 to 1; None if the total is not known."""
         return None if self.total is None else self._share
 
     @property
@@ -100,7 +101,7 @@ class Standing:
 
     @property
     def count(self) -> str:
-        """What is done, of how much; nothing where neither is known yet."""
+        """The count done and the total in words; empty if neither is known yet."""
         if not self.done and (self.ended or self.total is None):
             return "done" if self.ended else ""
         whole = "" if self.total is None else f" of {self.total:,}"
@@ -108,7 +109,7 @@ class Standing:
 
     @property
     def time(self) -> str:
-        """The time left, in words, or at the end the time that it took; empty if nobody knows."""
+        """The time left in words, or the time taken once the work has ended; empty if unknown."""
         now = self._clock()
         if self.ended:
             return f"in {duration(now - self._began)}"
@@ -122,15 +123,15 @@ class Standing:
         return f"about {duration(left)} left"
 
     def words(self, now: str = "", *, timed: bool = True) -> str:
-        """All of it in one line; `now` is what runs at the moment."""
-        # Where a count has no unit of its own, the note begins with it: 12 of 256 starts.
+        """Return everything in one line; `now` describes the part that is running."""
+        # A count without a unit takes it from the note: 12 of 256 starts.
         counted = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
         parts = ", ".join(part for part in (*counted, now, self.time if timed else "") if part)
         return f"{self.name}: {parts}" if parts else self.name
 
 
 def duration(seconds: float) -> str:
-    """A length of time as people say it, to about a tenth."""
+    """Return a length of time in words, to about a tenth."""
     if seconds < 60:
         return _counted(seconds if seconds < 10 else 5 * round(seconds / 5), "second")
     if seconds < 5400:

@@ -1,8 +1,8 @@
-"""What every result is: a kind, a few lines for people, and a file that comes back."""
+"""The base of all results: a summary for people, and a JSON file that can be loaded again."""
 
 from __future__ import annotations
 
-import importlib
+import html
 import json
 import math
 import os
@@ -29,6 +29,8 @@ from typing import (
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import parse, read_tensors, read_text, write_tensors, write_text
+from keyhole.core.text import legible
+from keyhole.notebook import VIEWS
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
@@ -36,46 +38,47 @@ if TYPE_CHECKING:
 
 
 class Result(ABC):
-    """The base of all results: attacks, trainings and audits are saved, loaded and shown alike.
+    """The result of an attack, a training or an audit.
 
-    A result is a frozen dataclass that says what is in it (`contents`, and `tensors` where it
-    holds any), how it is made again (`restore`), and what people should read of it (`summary`).
+    A result is a frozen dataclass with a `summary`. One that holds tensors also overrides
+    `contents`, `tensors` and `restore`.
     """
 
     kind: ClassVar[str]
-    tensors_key: ClassVar[str] = "tensors"  # the key under which the file of tensors is named
+    tensors_key: ClassVar[str] = "tensors"  # the JSON key of the name of the file with the tensors
 
     def contents(self) -> dict[str, Any]:
-        """Everything but tensors, as JSON takes it."""
+        """Return everything but tensors, as plain data for JSON."""
         return asdict(cast("Any", self))
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """The result that `contents` and `tensors` describe; data may be anybody's."""
+        """Make the result from its `contents` and `tensors`; the data is not trusted."""
         del tensors
         return restored(cls, data, more=True)
 
     @abstractmethod
     def summary(self) -> str:
-        """A few lines for people: how it ended, what it cost, what to do."""
+        """Return a few lines for people: how it ended, what it cost, what to do."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What does not fit into JSON."""
+        """Return the tensors, which do not fit into JSON."""
         return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. By name: the report stands in a layer above, and loads late."""
-        return importlib.import_module("keyhole.report.page").html(self)
+        """Return what a notebook shows: the view of this kind of result, or the summary."""
+        view = VIEWS.get(self.kind)
+        return view(self) if view else f"<pre>{html.escape(legible(repr(self)))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "kind": self.kind, **self.contents()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Self:
-        """Read what `to_dict` wrote, or say in one line why it is something else."""
+        """Read what `to_dict` wrote, or raise an InputError."""
         expect_format(data.get("format"))
         if data.get("kind") != cls.kind:
             raise InputError(f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}")
@@ -87,7 +90,7 @@ class Result(ABC):
             raise InputError(f"the saved {cls.kind} is damaged: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (JSON) and, where there are tensors, a .safetensors file next to it."""
+        """Write `path` (JSON) and, if there are tensors, a .safetensors file next to it."""
         path, data, tensors = Path(path), self.to_dict(), self.tensors()
         if tensors:
             file = path.with_suffix(".safetensors")
@@ -96,7 +99,7 @@ class Result(ABC):
         write_text(path, dump(data))
 
     def metadata(self) -> dict[str, str] | None:
-        """What the file of tensors says about itself."""
+        """Return the metadata of the file of tensors."""
         return None
 
     @classmethod
@@ -115,14 +118,12 @@ class Result(ABC):
             raise InputError(f"{error} in {path}") from error
 
 
-# JSON as every result is written, and one line for what cannot be read.
-
-FORMAT = 1
+FORMAT = 1  # of the JSON files
 
 
 def environment() -> dict[str, str]:
-    """What a stranger needs to know to make the same figures."""
-    import torch  # takes seconds to load: what is read from a file brings its own
+    """Return what somebody needs to know to reproduce the figures."""
+    import torch  # on demand, because it takes seconds to load and loaded results do not need it
 
     return {
         "keyhole": __version__,
@@ -139,7 +140,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A JSON object written by `dump`, or one clear line."""
+    """Read a JSON object written by `dump`, or raise an InputError."""
     text = read_text(path, "a JSON file")
     try:
         data: object = parse(text)
@@ -157,23 +158,20 @@ def expect_format(version: object, where: str = "") -> None:
         raise InputError(f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}{where}")
 
 
-# Dataclasses from JSON that may be anybody's: every field is there and of the type it is declared.
-#
-# JSON has one kind of list and no enumerations, so lists become the tuples, and words the members,
-# that a field's type asks for. A whole number will do for a float, never the other way round.
-
 T = TypeVar("T")
 
 
 def restored(
     kind: type[T], data: object, where: str = "", *, more: bool = False, **made: object
 ) -> T:
-    """The dataclass that `data` describes, but for the fields in `made`, which are set as they are.
+    """Make a dataclass from untrusted JSON data, with a check of every field's type.
 
-    `more` lets keys pass that are none of its fields.
+    Lists become tuples and strings become members of enumerations where a field's type asks for
+    that. An integer is accepted as a float, but not the other way round. `more` allows keys that
+    are no fields. `made` are values of fields that are used as they are.
     """
     if not isinstance(data, Mapping):
-        raise _unlike(where or kind.__name__, "an object", data)
+        raise _wrong_type(where or kind.__name__, "an object", data)
     given = cast("Mapping[str, Any]", data)
     known = {field.name: field for field in fields(cast("Any", kind)) if field.init}
     unknown = [] if more else [key for key in given if key not in known]
@@ -194,7 +192,7 @@ def restored(
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` as a field of type `kind` holds it, or one line that says what stands there."""
+    """Return `value` as a field of type `kind` holds it, or raise an InputError."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -205,12 +203,17 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return typed(only, value, where)
     if origin is tuple:
         return _tuple(inner, value, where)
-    if origin in (list, dict):
-        return _collection(origin, inner, value, where)
+    if origin is list:
+        return list(_tuple((inner[0], ...), value, where))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _wrong_type(where, "an object", value)
+        items = cast("dict[str, Any]", value)
+        return {key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()}
     if is_dataclass(kind):
-        inside = cast("type[Any]", kind)  # a result's own contents may hold figures made of it
+        inside = cast("type[Any]", kind)  # a result also writes figures that are no fields
         return restored(inside, value, where, more=issubclass(inside, Result))
-    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple: a list in JSON
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which is a list in JSON
         named = cast("Any", kind)
         return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
     if origin is Literal:
@@ -222,29 +225,20 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 
 def _one_of(words: list[str], value: Any, where: str) -> Any:
     if value not in words:
-        raise _unlike(where, f"one of {', '.join(words)}", value)
+        raise _wrong_type(where, f"one of {', '.join(words)}", value)
     return value
 
 
 def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise _unlike(where, "a list", value)
+        raise _wrong_type(where, "a list", value)
     items = cast("list[Any]", value)
     if len(inner) == 2 and inner[1] is ...:
         return tuple(typed(inner[0], item, f"{where}[{n}]") for n, item in enumerate(items))
     if len(items) != len(inner):
-        raise _unlike(where, f"a list of {len(inner)}", value)
+        raise _wrong_type(where, f"a list of {len(inner)}", value)
     pairs = zip(inner, items, strict=True)
     return tuple(typed(part, item, f"{where}[{n}]") for n, (part, item) in enumerate(pairs))
-
-
-def _collection(origin: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
-    if origin is list:
-        return list(_tuple((inner[0], ...), value, where))
-    if not isinstance(value, dict):
-        raise _unlike(where, "an object", value)
-    items = cast("dict[str, Any]", value)
-    return {key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()}
 
 
 def _plain(kind: Any, value: Any, where: str) -> Any:
@@ -258,13 +252,12 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
             return number
     elif type(value) is kind:
         return value
-    raise _unlike(where, names.get(kind, str(kind)), value)
+    raise _wrong_type(where, names.get(kind, str(kind)), value)
 
 
-def _unlike(where: str, wanted: str, value: object) -> InputError:
-    shown = (
-        repr(value[:40] if isinstance(value, str) else value)
-        if not isinstance(value, dict | list)
-        else ("an object" if isinstance(value, dict) else "a list")
-    )
+def _wrong_type(where: str, wanted: str, value: object) -> InputError:
+    if isinstance(value, dict | list):
+        shown = "an object" if isinstance(value, dict) else "a list"
+    else:
+        shown = repr(value[:40] if isinstance(value, str) else value)
     return InputError(f"expected {where} as {wanted}, got {shown[:60]}")

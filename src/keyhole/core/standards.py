@@ -1,9 +1,9 @@
-"""What other people's frameworks call the things that rules are about, with the edition of each.
+"""Entries of public security frameworks that rules refer to, with the edition of each framework.
 
-Looked up in the frameworks' own sources: the OWASP Top 10 for LLM Applications (2025, and 2026, in
-which most entries have other numbers), OWASP AISVS 1.0 (whose identifiers are frozen; drafts before
-it had others), MITRE ATLAS 5.6.0 and CWE 4.20. A rule names an entry where the entry is about the
-same thing; one without an entry names none.
+All are taken from the frameworks' own sources: the OWASP Top 10 for LLM Applications (2025, and
+2026, which renumbers most entries), OWASP AISVS 1.0 (which froze the identifiers that its drafts
+still changed), MITRE ATLAS 5.6.0 and CWE 4.20. A rule refers to an entry only if both are about the
+same thing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keyhole.core.errors import InputError
 
 @dataclass(frozen=True)
 class Framework:
-    """A list that people work by; `key` is its name in policies."""
+    """An edition of a framework; `key` is its name in policies."""
 
     key: str
     name: str
@@ -48,7 +48,7 @@ class Standard:
     framework: Framework
     id: str
     name: str
-    path: str = ""  # of its page, below the framework's
+    path: str = ""  # of its page, relative to the framework's
 
     @property
     def uri(self) -> str:
@@ -63,7 +63,7 @@ VECTORS = (
     Standard(OWASP_2026, "LLM09:2026", "Vector and Embedding Weaknesses"),
     Standard(OWASP_2025, "LLM08:2025", "Vector and Embedding Weaknesses"),
 )
-CONSUMPTION = (  # whose examples model extraction through an API is, log-probabilities among them
+CONSUMPTION = (  # its examples include model extraction through an API and log-probabilities
     Standard(OWASP_2026, "LLM06:2026", "Unbounded Consumption"),
     Standard(OWASP_2025, "LLM10:2025", "Unbounded Consumption"),
 )
@@ -96,7 +96,7 @@ PERTURBED = _cwe(
     "Mechanism",
 )
 
-# What rules of one kind have in common.
+# The entries that rules of one kind have in common.
 WEIGHTS_COPIED = (*CONSUMPTION, RATES, RAW_OUTPUTS, EXTRACT, EXPOSED)
 INPUTS_READ = (*LLM02, RAW_OUTPUTS, INVERT, EXPOSED)
 EMBEDDINGS_READ = (*VECTORS, *LLM02, MASKED_FIELDS, INVERT, EXPOSED)
@@ -111,7 +111,7 @@ COUNTS_SHOWN = (EXPOSED,)
 
 
 def frameworks(rules: Iterable[tuple[Standard, ...]]) -> dict[Framework, list[Standard]]:
-    """The entries that rules name, by framework, each once and in their order."""
+    """Return the entries that rules refer to, by framework, sorted by id."""
     named = {standard for standards in rules for standard in standards}
     ordered = sorted(named, key=lambda standard: standard.id)
     return {
@@ -121,15 +121,15 @@ def frameworks(rules: Iterable[tuple[Standard, ...]]) -> dict[Framework, list[St
 
 
 def expect_standard(key: str, word: str, known: Mapping[str, tuple[Standard, ...]]) -> set[str]:
-    """The rules under an entry of a framework; `known` are the standards of each rule.
+    """Return the rules under an entry of a framework; `known` are the standards of each rule.
 
-    An id without its edition will do where it means the same in all of them.
+    An id may leave out the edition if all editions have it.
     """
     editions = [framework.version for framework in FRAMEWORKS if framework.key == key]
     ids = {s.id for standards in known.values() for s in standards if s.framework.key == key}
-    plain = {f"{word}:{edition}" for edition in editions}
-    wanted = {word} if word in ids else plain if plain <= ids else set[str]()
-    if not wanted:
+    in_all_editions = {f"{word}:{edition}" for edition in editions}
+    wanted = {word} if word in ids else in_all_editions
+    if not wanted <= ids:
         raise InputError(
             f"no rule is about {key} {word[:40]}: choose among {', '.join(sorted(ids))}"
         )

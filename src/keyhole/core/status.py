@@ -1,4 +1,4 @@
-"""How an attack ended: failure is a value, with advice on what to try next."""
+"""How an attack ended, and what that means: failure is a value, with advice on what to try next."""
 
 from __future__ import annotations
 
@@ -54,19 +54,14 @@ class Unsuccessful(Exception):
         self.reason = reason
 
 
-# What a status means for whoever has to decide: given away, exposed, kept, or could not be checked.
-#
-# One table for all commands, for the page's headline and for exit codes: 0 nothing was given away,
-# 1 something was, or a way to it is open, 3 something could not be checked. What could not be
-# checked is never clean, even where everything else is. (2 is for wrong input, which never gets as
-# far as a status.)
-#
-# `kept` is the outcome where an attack ran to its end without the secret: it was not found
-# (unsolved), or cannot be found (not identifiable). It is no proof of safety. A search for the text
-# behind one vector ends at its budget alone: one that found none could not check.
-
-
 class Outcome(StrEnum):
+    """What a status means for whoever has to decide.
+
+    `KEPT` means that an attack ran to its end without the secret: it was not found (unsolved), or
+    cannot be found (not identifiable). It is no proof of safety. A search for the text behind one
+    vector only ever ends at its budget, so one that found nothing counts as `UNCHECKED`.
+    """
+
     GIVEN_AWAY = "given away"
     EXPOSED = "exposed"
     KEPT = "kept"
@@ -91,8 +86,18 @@ OUTCOMES = {
 
 
 def exit_code(statuses: Iterable[Status | Outcome]) -> int:
-    """0, 1 or 3 for all that was checked; 3 also where there was nothing to check."""
+    """Return the exit code of a command that checked all of these.
+
+    1 if anything was given away or a way to it is open; otherwise 3 if anything could not be
+    checked or nothing was checked; otherwise 0. (2 is for wrong input, which has no status.)
+    """
     outcomes = [OUTCOMES[status] if isinstance(status, Status) else status for status in statuses]
     if Outcome.GIVEN_AWAY in outcomes or Outcome.EXPOSED in outcomes:
         return 1
     return 3 if not outcomes or Outcome.UNCHECKED in outcomes else 0
+
+
+def joint_exit_code(codes: Iterable[int]) -> int:
+    """Return the exit code of several targets: 1 if any gave something away, else 3, else 0."""
+    found = set(codes)
+    return next((code for code in (1, 3) if code in found), 0)

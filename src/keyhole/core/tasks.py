@@ -1,10 +1,10 @@
-"""One runner for tasks: in this process, in processes of our own, or on a Dask cluster.
+"""A runner for tasks, in this process, in processes of our own, or on a Dask cluster.
 
-A worker is an executor of one: a process, or one worker of a Dask cluster, which may come and go.
-Tasks are done in their order, and may be added while others run.
+A worker is a process, or a worker of a Dask cluster, which may come and go. It runs one task at a
+time. Tasks start in order, and may be added while others run.
 
-Where a worker dies, the task that it was running runs again, and that one alone; after `attempts`
-deaths it is given up. Whatever a task raises is its outcome, not the end of the run.
+If a worker dies, only the task that it was running is run again, at most `attempts` times in all.
+If a task raises an exception, that is the outcome of the task, and the run goes on.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from typing import Any
 from keyhole.core.errors import InputError, KeyholeError, MissingExtra, first_line
 
 MOST_PROCESSES = 1024
-_POLL = 0.5  # seconds between looks at which workers are there
-_PATIENCE = 60.0  # seconds without any worker
+_POLL = 0.5  # seconds between two looks at the workers of a cluster
+_PATIENCE = 60.0  # seconds without any worker before the run fails
 _THREADS = "OMP_NUM_THREADS"
 
-Work = Callable[[int], Any]  # called with the number of the worker on its machine
+Work = Callable[[int], Any]  # called with the worker's number on its machine
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something to do, picklable; `key` is what the caller knows it by."""
+    """A piece of work, which must be picklable; `key` identifies it for the caller."""
 
     key: Any
     work: Work
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Done:
-    """What a task gave, or why it gave nothing, and the seconds that it took."""
+    """The value that a task returned or the exception that it raised, and its seconds."""
 
     task: Task
     value: Any = None
@@ -60,7 +60,7 @@ class Done:
 
 
 class WorkersLost(KeyholeError):
-    """Workers died, and the task cannot be run again."""
+    """Workers died, and their task cannot be run again."""
 
     def __init__(self, reason: BaseException | str) -> None:
         why = reason if isinstance(reason, str) else first_line(reason)
@@ -70,8 +70,10 @@ class WorkersLost(KeyholeError):
 
 
 class Runner:
-    """Runs tasks on so many processes (0: this one), on the Dask cluster at an address, or on an
-    executor of the caller's."""
+    """Runs tasks on a number of processes (0: this one), on a Dask cluster, or on an executor.
+
+    A cluster is given by the address of its scheduler.
+    """
 
     def __init__(self, workers: int | str | Executor = 0) -> None:
         self._address = workers if isinstance(workers, str) else None
@@ -92,39 +94,37 @@ class Runner:
     def __enter__(self) -> Runner:
         if self._address is not None:
             self._cluster = self._resources.enter_context(cluster_at(self._address))
-            for _ in self._refresh():  # nothing is running yet
-                pass
+            list(self._refresh())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for future in self._running:  # a stopped run: nobody waits for what is running
+        for future in self._running:  # nobody waits for these if the run was stopped
             future.cancel()
         for worker in self._workers:
             worker.close(now=kind is not None)
         self._resources.close()
 
     def __len__(self) -> int:
-        """How many workers there are."""
         return max(1, len(self._workers))
 
     def add(self, *tasks: Task) -> None:
         self._waiting.extend(tasks)
 
     def left(self) -> list[Task]:
-        """What is not done yet, running or not."""
+        """Return the tasks that are not done yet, running or not."""
         return [*(task for _, task in self._running.values()), *self._waiting]
 
     def run(self) -> Iterator[Done]:
-        """Every task's outcome as it comes; between two of them the caller may add more."""
+        """Yield each task when it is done; the caller may add tasks meanwhile."""
         while self._waiting or self._running:
             yield from self._refresh()
             self._assign()
             if not self._running:
-                time.sleep(_POLL)  # no worker is there
+                time.sleep(_POLL)  # the cluster has no worker
             for future in wait(self._running, _POLL, FIRST_COMPLETED).done:
-                yield from self._settled(future)
+                yield from self._finish(future)
 
-    def _settled(self, future: Future[tuple[Any, float]]) -> Iterator[Done]:
+    def _finish(self, future: Future[tuple[Any, float]]) -> Iterator[Done]:
         worker, task = self._running.pop(future)
         worker.running -= 1
         try:
@@ -132,14 +132,14 @@ class Runner:
         except (BrokenExecutor, CancelledError) as error:
             if not worker.restart():
                 raise WorkersLost(error) from error
-            yield from self._again(task, error)
+            yield from self._retry(task, error)
         except Exception as error:
             yield Done(task, error=error)
         else:
             yield Done(task, value, seconds=seconds)
 
-    def _again(self, task: Task, error: BaseException) -> Iterator[Done]:
-        """Its worker died: it is the next one, unless it is what they die of."""
+    def _retry(self, task: Task, error: BaseException) -> Iterator[Done]:
+        """Run the task of a dead worker next, or give it up after too many deaths."""
         self._deaths[task] += 1
         if self._deaths[task] >= task.attempts:
             yield Done(task, error=WorkersLost(error))
@@ -153,7 +153,7 @@ class Runner:
                 self._running[worker.start(task)] = worker, task
 
     def _refresh(self) -> Iterator[Done]:
-        """Which workers a cluster has now; what those that went were running runs again."""
+        """Find out which workers a cluster has now, and retry the tasks of those that left."""
         now = time.monotonic()
         if self._cluster is None or (self._workers and now - self._polled < _POLL):
             return
@@ -164,7 +164,7 @@ class Runner:
             if worker not in kept:
                 del self._running[future]
                 future.cancel()
-                yield from self._again(task, BrokenExecutor("a worker went"))
+                yield from self._retry(task, BrokenExecutor("a worker went"))
         names = {worker.name for worker in kept}
         self._workers = kept + [
             Worker(number, self._cluster.executor(name), name)
@@ -177,15 +177,18 @@ class Runner:
 
 
 class Worker:
-    """One worker: its executor (by default a process of our own, started when it is needed and
-    again after it died) and its number on its machine."""
+    """A worker with its number on its machine, and the executor that runs its tasks.
+
+    Without an executor it starts a process of its own on demand, and again after that died.
+    """
 
     def __init__(
         self, number: int, executor: Executor | None = None, name: str = "", slots: int = 1
     ) -> None:
         self.number, self.name, self.slots = number, name, slots
         self.running = 0
-        self._given, self._own = executor, None
+        self._given = executor
+        self._own: ProcessPoolExecutor | None = None
 
     def start(self, task: Task) -> Future[tuple[Any, float]]:
         try:
@@ -198,14 +201,14 @@ class Worker:
         return future
 
     def restart(self) -> bool:
-        """After a death; False where the executor is not ours to replace."""
+        """Discard a dead process so that another can start; False if the executor is not ours."""
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
             self._own = None
         return self._given is None
 
     def close(self, now: bool) -> None:
-        """`now`: nobody waits for what is running."""
+        """End the process; with `now`, kill it instead of waiting for its task."""
         if self._own is None:
             return
         if now:
@@ -217,12 +220,12 @@ class Worker:
         if self._given is not None:
             return self._given
         if self._own is None:
-            self._own = _process()
+            self._own = _start_process()
         return self._own
 
 
 class InProcess(Executor):
-    """Whatever is submitted is done at once, in this process."""
+    """An executor that runs tasks at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -238,18 +241,18 @@ def _timed(work: Work, number: int) -> tuple[Any, float]:
     return work(number), time.perf_counter() - started
 
 
-def _process() -> ProcessPoolExecutor:
-    """A pool of one process, spawned, because torch's threads do not survive a fork.
+def _start_process() -> ProcessPoolExecutor:
+    """Start a pool of one process, spawned because torch's threads do not survive a fork.
 
-    It inherits one thread before torch loads: what torch is told later does not reach all libraries
-    below it, whose threads then stand in the way of other processes.
+    The environment limits the process to one thread before it loads torch. A later setting of
+    torch would not reach all libraries below it, whose threads then slow other processes down.
     """
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"
     try:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(1, context, _begin, (os.getpid(),))
-        pool.submit(os.getpid)  # started now
+        pool.submit(os.getpid)  # starts the process while the environment is set
         return pool
     finally:
         del os.environ[_THREADS]
@@ -258,7 +261,7 @@ def _process() -> ProcessPoolExecutor:
 
 
 def _begin(parent: int) -> None:
-    """Ctrl-C is for the parent, with which its workers end, killed or not."""
+    """Leave Ctrl-C to the parent, and end when the parent ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -271,8 +274,8 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def cluster_at(address: str) -> Generator[Cluster]:
-    """The Dask cluster whose scheduler is at an address."""
-    if not address.strip():  # for which Dask would start a cluster of its own
+    """Connect to the Dask cluster whose scheduler is at this address."""
+    if not address.strip():  # Dask would then start a cluster of its own
         raise InputError("the address of a Dask scheduler must not be empty")
     try:
         library = importlib.import_module("distributed")
@@ -283,7 +286,7 @@ def cluster_at(address: str) -> Generator[Cluster]:
     try:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:
-        kind = KeyholeError if isinstance(error, OSError) else InputError  # else: no address
+        kind = KeyholeError if isinstance(error, OSError) else InputError  # a malformed address
         raise kind(f"no Dask scheduler answers at {address}: {first_line(error)}") from error
     with client:
         yield Cluster(address, client)
@@ -294,35 +297,36 @@ class Cluster:
 
     def __init__(self, address: str, client: Any) -> None:
         self.address, self._client = address, client
-        self._devices: dict[str, str] = {}  # by worker: the GPUs that it may see
+        self._devices: dict[str, str] = {}  # the GPUs that each worker may use
 
     def workers(self, numbered: Mapping[str, int]) -> dict[str, int]:
-        """The workers that are there, each with its number on its machine; `numbered` keep theirs.
+        """Return each worker's number on its machine; those in `numbered` keep their number.
 
-        Workers that see the same GPUs are numbered among themselves, so that each can take one of
-        them; one that sees GPUs of its own, as dask-cuda arranges it, is the first of those.
+        Workers that share their GPUs count from 0, so that each can take one of them. A worker that
+        has GPUs of its own, as dask-cuda arranges it, has the number 0.
         """
         try:
             present = sorted(self._client.nthreads())
             unknown = [name for name in present if name not in self._devices]
             if unknown:
-                self._devices |= self._client.run(_visible, workers=unknown, on_error="ignore")
+                self._devices |= self._client.run(_visible_gpus, workers=unknown, on_error="ignore")
         except OSError as error:
             raise KeyholeError(f"no Dask scheduler answers at {self.address} any more") from error
         made = {name: number for name, number in numbered.items() if name in present}
         for name in present:
             if name not in made:
-                like = [made[other] for other in made if self._sees(other) == self._sees(name)]
-                made[name] = next(number for number in range(len(like) + 1) if number not in like)
+                taken = [made[other] for other in made if self._gpus(other) == self._gpus(name)]
+                made[name] = next(number for number in range(len(taken) + 1) if number not in taken)
         return made
 
-    def _sees(self, name: str) -> tuple[str, str]:
+    def _gpus(self, name: str) -> tuple[str, str]:
+        """Return the machine and the GPUs of a worker."""
         return name.rpartition(":")[0], self._devices.get(name, "")
 
     def executor(self, name: str) -> Executor:
-        """For one worker, which has something open: no other takes what was meant for it."""
+        """Return an executor for this worker alone, which may hold an open target of its own."""
         return self._client.get_executor(workers=[name], pure=False)
 
 
-def _visible() -> str:
+def _visible_gpus() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")

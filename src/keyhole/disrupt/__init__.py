@@ -1,4 +1,4 @@
-"""Flip a prediction by cutting a little attention (docs/disrupt.md). One module per idea."""
+"""Attacks on attention: cut a small share of it to flip predictions (docs/disrupt.md)."""
 
 from keyhole.disrupt.disruption import Attacker, Control, Disruption, Outcome
 from keyhole.disrupt.greedy import Greedy

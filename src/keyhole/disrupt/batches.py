@@ -1,8 +1,7 @@
-"""A model and labelled examples for it, in batches of texts of like length: padding is work.
+"""Batches of labelled examples for a model, grouped by length to avoid padding.
 
-An attack on one batch is an attacker's; this is all that it takes to attack many
-examples in this process: the batches on the model's device, the outcomes in the examples' order.
-For many workers, and files that remember, see sweep.py.
+This module attacks many examples in one process, with a model that is already loaded. For several
+workers and a journal, see sweep.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from keyhole.models.loading import GENERATES, head_of
 
 
 def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]:
-    """Runs of at most `batch_size` neighbours with as many choices: what one batch can hold."""
+    """Split examples into batches; examples in a batch have the same number of choices."""
     groups: list[list[Example]] = []
     for example in examples:
         last = groups[-1] if groups else []
@@ -36,10 +35,11 @@ def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """`batch_size` examples make a batch, `max_length` is where a text is cut off.
+    """A model with its tokenizer, and examples in batches on the model's device.
 
-    `alike` is False where the examples' order must stay: what an attack draws at random depends on
-    a batch's width. `progress` is called after each batch with how many examples are done.
+    Texts are cut off at `max_length` tokens. With `alike`, examples are sorted by length. Set it to
+    False if the order must not change, because random draws depend on the width of a batch.
+    `progress` is called after each batch with the number of examples done.
     """
 
     model: Any
@@ -91,7 +91,7 @@ class Batches:
         )  # fmt: skip
 
     def _order(self) -> list[int]:
-        """The examples' numbers as the batches take them."""
+        """The indices of the examples in the order of the batches."""
 
         def size(number: int) -> tuple[int, int]:
             example = self.examples[number]

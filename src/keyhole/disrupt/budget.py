@@ -1,12 +1,12 @@
-"""How many units may go, and which: the best by score that all limits allow.
+"""The budget of an attack: how many units may be cut, and which are the best within the limits.
 
-Three limits hold at once, for every example:
-- a head loses at most `⌊share · its units⌋` (scope "head", the paper's measure), or
-- the model at most `⌊share · all its units⌋` (scope "model", ours);
-- a row of the softmax keeps at least one key: a softmax over nothing means nothing.
+Two limits hold for every example:
+- With scope "head" (the paper's measure) each head loses at most `⌊share · its units⌋`. With scope
+  "model" (ours) the model loses at most `⌊share · all its units⌋`.
+- Each row of the softmax keeps at least one key.
 
-The paper takes at least one unit a head, which breaks the stated share for inputs of ten tokens or
-fewer; `least` says how many may be taken in any case, and 0 keeps every promise.
+The paper cuts at least one unit in each head, which exceeds the stated share for inputs of up to
+ten tokens. `least` is the number that may be cut in any case; with 0 the share is never exceeded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keyhole.disrupt.units import NEVER, Units
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What is allowed: units of each head (b, heads), of each row (b, rows), of the model (b,)."""
+    """The units that may be cut of each head (b, heads), each row (b, rows) and the model (b,)."""
 
     heads: Tensor
     rows: Tensor
@@ -31,11 +31,11 @@ class Budget:
         return Budget(self.heads[indices], self.rows[indices], self.total[indices])
 
     def scaled(self, share: float) -> Budget:
-        """A part of it, rounded up: what may have gone by some point of the way."""
+        """Return a share of the budget, rounded up, for the early rounds of a search."""
         return Budget(_up(self.heads, share), self.rows, _up(self.total, share))
 
     def left(self, units: Units, cut: Tensor) -> Budget:
-        """What remains when `cut` is gone."""
+        """Return what remains of the budget after `cut`."""
         return Budget(
             self.heads - units.per_head(cut), self.rows - units.per_row(cut),
             self.total - cut.sum(1),
@@ -47,7 +47,7 @@ def _up(limit: Tensor, share: float) -> Tensor:
 
 
 def budget(units: Units, share: float, scope: str, least: int = 0) -> Budget:
-    """The limits that `share` means on these units."""
+    """Return the limits that `share` sets on these units."""
     everything = units.exists.sum(1)
     if scope == "head":
         heads = _down(units.head_units, share).clamp(min=least)
@@ -59,16 +59,16 @@ def budget(units: Units, share: float, scope: str, least: int = 0) -> Budget:
 
 
 def _down(count: Tensor, share: float) -> Tensor:
-    """⌊share · count⌋; 0.07·100 is 7, whatever floating point makes of it."""
+    """⌊share · count⌋, corrected for rounding: 0.07·100 is 7."""
     return (count.double() * share + 1e-9).floor().long()
 
 
 def choose(
     units: Units, scores: Tensor, allowed: Tensor, limits: Budget, above: float = -torch.inf
 ) -> Tensor:
-    """The order (b, units), int32, in which units go: 0 for the best, NEVER for those that stay.
+    """Return the order (b, units), int32, in which to cut: 0 for the best unit, NEVER for none.
 
-    Only `allowed` units with scores above `above` go, and no more than the limits admit.
+    Only `allowed` units with scores above `above` are cut, and no more than the limits admit.
     """
     values, index = _candidates(units, scores.masked_fill(~allowed, -torch.inf), limits)
     values, by = values.sort(dim=1, descending=True, stable=True)
@@ -85,7 +85,7 @@ def choose(
 
 
 def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, Tensor]:
-    """The best of each head, as many as any head may lose: the rest need not be sorted."""
+    """Return the best scores of each head and their units, as many as any head may lose."""
     values: list[Tensor] = []
     index: list[Tensor] = []
     seen = 0
@@ -93,10 +93,10 @@ def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, T
         heads = place.shape[0] * place.shape[1]
         each = scores[:, place.start : place.stop].unflatten(1, (heads, -1))
         limit = torch.minimum(limits.heads[:, seen : seen + heads], limits.total.unsqueeze(1))
-        # A row that is full must not hide what other rows of the head still offer.
+        # More than the limit, because a row that may lose no more units hides those of other rows.
         most = min(each.shape[2], max(0, int(limit.max())) + place.shape[3])
-        # Whole layers score exactly 0 where nothing reads them: the first of them go first, on
-        # every device and in every batch. 1e-300 is below any difference of float32 scores.
+        # Layers without an effect score exactly 0. Ties go to the first units, on every device and
+        # in every batch; 1e-300 is below any difference of float32 scores.
         ties = torch.arange(each.shape[2], device=scores.device, dtype=torch.float64) * 1e-300
         best, where = (each.double() - ties).topk(most, dim=2)
         offset = torch.arange(heads, device=scores.device).unsqueeze(1) * each.shape[2]
@@ -107,7 +107,7 @@ def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, T
 
 
 def _earlier(groups: Tensor, taken: Tensor) -> Tensor:
-    """For each entry of a row, how many taken ones of its group stand before it."""
+    """For each entry of a row, count the taken entries of its group that precede it."""
     by = groups.argsort(dim=1, stable=True)
     ordered = groups.gather(1, by)
     count = taken.gather(1, by).long()

@@ -1,8 +1,8 @@
-"""What a disruption brought: each example's outcome with the units that were cut, and the totals.
+"""The result of an attack on attention: an outcome with the cut units for each example, and totals.
 
-Shares are exact counts of units that were really masked: the judge saw their probability at zero.
-`share` is over all units of the model on that input; `worst_head` over the units of a head, for the
-head that lost most of its own; `perturbation` is the paper's figure, over the attacked heads only.
+All counts are of units that the judge saw at probability zero. `share` is relative to all units of
+the model on that input, `worst_head` to the units of the head that lost the largest share, and
+`perturbation` (the paper's figure) to the units of the attacked heads.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from keyhole.disrupt.units import Unit
 
 @dataclass(frozen=True)
 class Outcome:
-    """One example: what the model answered before and after, what it cost, and where it was cut.
+    """The outcome of one example: the answers before and after, the cost, and the cut units.
 
     `before` and `after` hold one class, one choice, or the m tokens of a continuation. `queries`
-    counts masked forward passes and gradients; `steps` the heads or units that had joined when the
-    answer flipped. An example that the model gets wrong is not attacked: `right` is False.
+    counts masked forward passes and gradients. `steps` counts the heads or units that were cut when
+    the answer flipped. If `right` is False the model got the example wrong, and it was not
+    attacked.
     """
 
     id: str
@@ -52,11 +53,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Control:
-    """The run with k = 0: masks that cut nothing, which must change nothing.
+    """The control, which cuts no unit and must change nothing.
 
-    `change` is the largest difference of a logit against the same attention function untouched;
-    `own` against the model as it was loaded, whose function may round differently; `flips` counts
-    answers that differ from the model's own.
+    `change` is the largest difference of a logit from the same attention function without a mask,
+    and `own` from the model as loaded, which may round differently. `flips` counts the answers that
+    differ from those of the model as loaded.
     """
 
     change: float
@@ -73,9 +74,9 @@ class Control:
 class Disruption(Result):
     """All outcomes, in the order of the examples, with the method and the control.
 
-    `method` is what `described` says of the attacker. `model` is where it was loaded
-    from, `identity` what two models share that give the same answers, `data` where the examples
-    came from. `examples` are the examples themselves, for pictures; files leave them out.
+    `method` is the attacker's description (`described`). `model` and `data` are where the model and
+    the examples come from. `identity` is equal for models that give the same answers. `examples`
+    are kept for pictures and not saved.
     """
 
     method: dict[str, Any]
@@ -85,7 +86,7 @@ class Disruption(Result):
     model: str = ""
     device: str = "cpu"
     dtype: str = "float32"
-    failed: tuple[tuple[str, str], ...] = ()  # examples without an outcome, and why
+    failed: tuple[tuple[str, str], ...] = ()  # ids of examples without an outcome, with the reason
     identity: str = ""
     task: str = "classification"
     data: str = ""
@@ -97,7 +98,7 @@ class Disruption(Result):
 
     @property
     def attacked(self) -> tuple[Outcome, ...]:
-        """The examples that the model got right: the others are skipped, and counted."""
+        """The examples that the model got right, which are the ones that were attacked."""
         return tuple(outcome for outcome in self.outcomes if outcome.right)
 
     @property
@@ -110,15 +111,17 @@ class Disruption(Result):
 
     @property
     def status(self) -> Status:
-        """All, some or none of the right answers flipped; or nothing was there to attack."""
+        """Whether all, some or none of the right answers flipped, or there were none."""
         cut = sum(outcome.masked for outcome in self.attacked)
         if not self.attacked or not (self.flips or cut):
             return Status.NOT_APPLICABLE
-        return status_of(self.flips, len(self.attacked))
+        if self.flips == len(self.attacked):
+            return Status.RECOVERED
+        return Status.INEXACT if self.flips else Status.UNSOLVED
 
     @property
     def obstacle(self) -> str:
-        """Why there was nothing to attack; empty where there was."""
+        """Why there was nothing to attack, or ""."""
         if self.status is not Status.NOT_APPLICABLE:
             return ""
         if not self.outcomes:
@@ -129,7 +132,7 @@ class Disruption(Result):
 
     @property
     def success(self) -> float:
-        """Flips over examples that the model got right."""
+        """The share of right answers that flipped."""
         return self.flips / max(1, len(self.attacked))
 
     @property
@@ -138,7 +141,7 @@ class Disruption(Result):
 
     @property
     def share(self) -> float:
-        """The mean share of all units that the flips took."""
+        """The mean share of all units that was cut for a flip."""
         taken = [outcome.share for outcome in self.attacked if outcome.flipped]
         return sum(taken) / max(1, len(taken))
 
@@ -172,15 +175,8 @@ class Disruption(Result):
         return {**data, "success": self.success, "accuracy": accuracy, "share": self.share}
 
 
-def status_of(flips: int, right: int) -> Status:
-    """All, some or none."""
-    if flips == right:
-        return Status.RECOVERED
-    return Status.INEXACT if flips else Status.UNSOLVED
-
-
 def joined(parts: list[Disruption]) -> Disruption:
-    """Several batches of one run as one result."""
+    """Combine the batches of one run into one result."""
     control = parts[0].control
     for part in parts[1:]:
         control = control.joined(part.control)
@@ -194,8 +190,8 @@ def joined(parts: list[Disruption]) -> Disruption:
 class Attacker(Protocol):
     """A way to cut attention; a frozen dataclass of hyperparameters.
 
-    `words` says how attention is cut; `control` is True where the cuts are chosen at random, so
-    that whatever flips has nothing to do with the choice.
+    `words` describes it for people. `control` is True if the cuts are random, so that flips do not
+    depend on the choice of units.
     """
 
     @property
@@ -208,12 +204,12 @@ class Attacker(Protocol):
     def __call__(
         self, model: Any, batch: Batch, labels: Tensor | None = None, *, ids: Sequence[str] = ()
     ) -> Disruption:
-        """Attack a batch; `ids` name its examples in the result, labels may be the model's own."""
+        """Attack a batch. `ids` name its examples in the result."""
         ...
 
 
 def described(attacker: Attacker) -> dict[str, Any]:
-    """The attacker as results hold it: its name, its words and its hyperparameters."""
+    """Return an attacker's name, hyperparameters and words, as results store them."""
     settings = asdict(attacker) if is_dataclass(attacker) else {"seed": attacker.seed}
     return {
         "attack": type(attacker).__name__,

@@ -1,22 +1,26 @@
-"""HackAttend as released: heads join one by one, each with its top units, until the answer flips.
+"""HackAttend's schedule as released: cut the top units of one head after the other, until a flip.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), and its released code. One backward
-pass ranks units, by `−gradient` in the code and by a gradient's magnitude in the text. Layers
-are ranked by how far the confidence falls without the layer, heads inside a layer likewise, one at
-a time. Then heads are added cumulatively, layer by layer, the top `k = max(1, ⌊share·(n−1)²⌋)`
-units of each cut before the softmax, and the model is asked after each; the first flip ends it.
-Every position but the first ([CLS]) and padding may be cut, as query and as key: [SEP] too.
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), and its released code:
 
-Departures; released.py has none of them, for the models that the code takes:
-- The queries are the prefixes of one ordering, so they are asked in batches; the first flip is the
-  same. `queries` counts what was asked, `steps` the heads that had joined at the flip, which is
-  the number of queries of the paper's loop.
-- A layer is taken out by gating its probabilities to zero, as the code does for heads; the code
-  closes all its keys. The confidence is in the label, not in whatever is predicted.
-- Exactly k units go, by the gradient in every head, and [CLS] stays open to [CLS].
-- Random units are drawn from the real ones. The code draws them from all 128² positions with
-  replacement, of which a sentence of 25 tokens fills 4%: its control cuts padding, mostly.
-- In multiple choice each choice's matrix loses ⌊share·(n−1)²⌋ of its own units.
+1. One backward pass ranks units, by `−gradient` in the code and by the gradient's magnitude in the
+   paper's text.
+2. Layers are ranked by how far the confidence falls without the layer, and the heads of a layer by
+   how far it falls without the head.
+3. Heads are attacked cumulatively, layer by layer. In each, the top `k = max(1, ⌊share·(n−1)²⌋)`
+   units are cut before the softmax. The model is asked after each head, up to the first flip.
+
+All positions may be cut, as query and as key, except the first token ([CLS]) and padding.
+
+Departures (released.py has none of them, for the models that the code supports):
+- All masks are prefixes of one ordering, so they are asked in batches. The first flip is the same.
+  `queries` counts the queries asked; `steps` counts the heads attacked at the flip, which is the
+  number of queries of the paper's loop.
+- To remove a layer, its probabilities are set to zero, as the code does for heads; the code masks
+  all its keys instead. The confidence is that in the label, not in the predicted class.
+- Exactly k units of each head are cut, by the gradient. [CLS] may always attend to [CLS].
+- Random units are drawn from the real tokens. The code draws from all 128² positions, with
+  replacement. A sentence of 25 tokens fills 4% of them, so its control mostly cuts padding.
+- In multiple choice, the matrix of each choice loses ⌊share·(n−1)²⌋ of its own units.
 """
 
 from __future__ import annotations
@@ -30,13 +34,7 @@ from torch import Tensor
 
 from keyhole.core.errors import expect_among
 from keyhole.disrupt.budget import choose
-from keyhole.disrupt.masked_queries import (
-    MaskedQueries,
-    Ordering,
-    Proposal,
-    Search,
-    first_flip,
-)
+from keyhole.disrupt.masked_queries import MaskedQueries, Ordering, Proposal, Search, first_flip
 from keyhole.disrupt.units import NEVER
 
 Order = Literal["importance", "random layer", "random head", "random"]
@@ -45,7 +43,7 @@ Scale = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Greedy:
-    """`order` says how layers and heads are ranked; `scale` "half" takes half of both."""
+    """`order` ranks layers and heads; with `scale` "half", half of both are attacked."""
 
     order: Order = "importance"
     scale: Scale = "full"
@@ -60,17 +58,17 @@ class Greedy:
         queries, noise = search.queries, search.noise
         units = queries.units
         everyone = torch.arange(queries.question.size, device=noise.device)
-        a, g, _ = queries.slopes(torch.zeros_like(units.free), everyone, search.loss)
+        a, g = queries.slopes(torch.zeros_like(units.free), everyone, search.loss)
         scores = search.scores(units, a, g, noise)
         heads = _head_order(self, queries, noise)
         chosen = choose(units, scores, units.free, search.limits)
         turn = heads[:, units.head_of]
-        goes = torch.where((chosen < NEVER) & (turn < NEVER), turn, NEVER).to(torch.int32)
+        goes = torch.where(chosen < NEVER, turn, NEVER).to(torch.int32)
         return first_flip(queries, Ordering(goes), int(heads[heads < NEVER].max()) + 1)
 
 
 def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
-    """When each head (b, heads of all sites and sequences) joins; NEVER for those left out."""
+    """The step at which each head (b, heads of all sites and sequences) is attacked, or NEVER."""
     places = queries.units.places
     size = queries.question.size
     layers = _layer_drops(schedule, queries, noise)
@@ -84,7 +82,7 @@ def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tens
         turn = position[:, index : index + 1] * heads.shape[2] + rank
         out = (position[:, index : index + 1] >= kept) | (rank >= count)
         turns[:, index, : place.shape[1]] = turn.masked_fill(out, NEVER)
-    # Layers may differ in heads: close the gaps, so that every step adds one.
+    # Close the gaps where layers have fewer heads than others, so that every step adds a head.
     flat = turns.flatten(1)
     dense = _positions(-flat.double()).masked_fill(flat == NEVER, NEVER).view_as(turns)
     spread = [
@@ -108,7 +106,7 @@ def _layer_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Ten
 
 
 def _head_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
-    """How far the confidence falls without each head: (b, sites, most heads)."""
+    """The fall in confidence without each head: (b, sites, largest number of heads)."""
     places = queries.units.places
     most = max(place.shape[1] for place in places)
     if schedule.order in ("random head", "random"):
@@ -124,7 +122,7 @@ def _head_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tens
 
 
 def _drops(queries: MaskedQueries, sites: Tensor, heads: Tensor) -> Tensor:
-    """Minus the confidence in the labels when these heads are silent, (b, len(sites))."""
+    """Minus the confidence in the labels without each of these heads, (b, len(sites))."""
     size, count = queries.question.size, len(sites)
     indices = torch.arange(size, device=sites.device).repeat_interleave(count)
     logits = queries.silenced(indices, sites.repeat(size), heads.repeat(size))

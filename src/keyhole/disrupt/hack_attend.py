@@ -1,10 +1,11 @@
-"""HackAttend: flip a prediction by cutting a small share of attention, the text left alone.
+"""HackAttend: flip a prediction by cutting a small share of the attention; the text is unchanged.
 
 *Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). A unit is one entry of an attention
-map: a layer, a head, a query and a key (units.py). A ranking says which units are cut first
-(rankings.py), a budget how many may be (budget.py), a schedule in which order masks are tried:
-`Greedy`, as released (greedy.py), or `Rerank`, stronger at the same budget (rerank.py). Examples
-that the model gets wrong are skipped and counted; the judge decides what is a flip (judge.py).
+map: a layer, a head, a query and a key (units.py). The attack has three parts: a ranking of the
+units (rankings.py), a budget of how many may be cut (budget.py), and a schedule that tries masks.
+The schedule is `Greedy`, as released (greedy.py), or `Rerank`, which is stronger at the same budget
+(rerank.py). Examples that the model gets wrong are skipped and counted. The judge decides what is a
+flip (judge.py).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _SPARED = {"special": "special tokens", "special keys": "special keys",
 class HackAttend:
     """Cut at most `share` of each head's units, or with scope "model", of all units of the model.
 
-    A head has (n−1)² units, as the paper counts. `least`: units that may be cut in each head even
-    where the share of a short text comes to none. `target` is the class to flip to, None for any
-    other. `continuation` is the number of tokens that a language model is asked for. `spare`: no
-    unit of a special token is cut, as query or key ("special"); only none with a special key
-    ("special keys"); none of the first token, as query or key ("first token", as released); or only
-    padding ("padding"). `batch` is the batch size of a forward pass.
+    A head has (n−1)² units, as the paper counts. `least` units may be cut in each head even if the
+    share of a short text is less than one unit. `target` is the class to flip to, None for any
+    other class. A language model is asked for a `continuation` of that many tokens. `spare` says
+    which units are not cut: those with a special token as query or key ("special") or as key
+    ("special keys"), those with the first token as query or key ("first token", as released), or
+    only padding ("padding"). `batch` is the batch size of a forward pass.
     """
 
     share: float = 0.01
@@ -78,7 +79,7 @@ class HackAttend:
         cls, share: float = 0.01, scale: Scale = "full", *, order: Order = "importance",
         **changes: Any,
     ) -> HackAttend:  # fmt: skip
-        """As the released code attacks (greedy.py). The paper's text says `ranking="magnitude"`."""
+        """The attack of the released code (greedy.py); the paper's text has ranking="magnitude"."""
         released: dict[str, Any] = {
             "ranking": "gradient", "least": 1, "loss": "cross-entropy", "spare": "first token",
         }  # fmt: skip
@@ -89,19 +90,19 @@ class HackAttend:
         cls, share: float = 0.01, scope: Scope = "head", *, rounds: int = 16, prefixes: int = 2,
         refine: int = 24, restarts: int = 1, **changes: Any,
     ) -> HackAttend:  # fmt: skip
-        """Many rankings and many swaps, few prefixes of each: success first, queries second."""
+        """Many rankings and swaps, with few prefixes of each: more flips, at more queries."""
         schedule = Rerank(rounds, prefixes, refine, restarts)
         return cls(share, schedule=schedule, scope=scope, **changes)
 
     @classmethod
     def random(cls, share: float = 0.01, **changes: Any) -> HackAttend:
-        """The control: as `as_released`, with heads and units in a random order."""
+        """The control: like `as_released`, but with heads and units in random order."""
         settings: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
         return cls.as_released(share, **{**settings, **changes})
 
     @classmethod
     def from_dict(cls, method: Mapping[str, Any]) -> HackAttend:
-        """The attack that a result's `method` describes."""
+        """Return the attack that the `method` of a result describes."""
         try:
             schedule = dict(method["schedule"])
             make = {"greedy": Greedy, "rerank": Rerank}[schedule.pop("name")]
@@ -115,12 +116,12 @@ class HackAttend:
 
     @property
     def words(self) -> str:
-        """How attention is cut, for a person to read."""
+        """A description for people of how attention is cut."""
         what = "each head's attention" if self.scope == "head" else "all attention"
         return f"{100 * self.share:g}% of {what} cut{self._differences()}"
 
     def _differences(self) -> str:
-        """What differs from the default attack, each part after a comma."""
+        """Describe the differences from the default attack, each after a comma."""
         if self.control:
             return " at random"
         schedule, parts = self.schedule, list[str]()
@@ -140,24 +141,24 @@ class HackAttend:
 
     @property
     def as_published(self) -> bool:
-        """Are budget, loss and what may be cut the released code's? Rankings may differ."""
+        """Whether the budget, the loss and the spared units are those of the released code."""
         released = HackAttend.as_released(self.share)
         names = ("scope", "least", "loss", "target", "spare")
         return all(getattr(self, name) == getattr(released, name) for name in names)
 
     @property
     def control(self) -> bool:
-        """Are units chosen at random?"""
+        """Whether units are chosen at random."""
         return self.ranking == "random"
 
     def __call__(
         self, model: Any, batch: Batch, labels: Tensor | None = None, *,
         targets: Tensor | None = None, ids: Sequence[str] = (),
     ) -> Disruption:  # fmt: skip
-        """Attack a batch as the tokenizer makes it; `ids` name its examples in the result.
+        """Attack a batch as the tokenizer returns it. `ids` name its examples in the result.
 
-        `labels` of a language model default to its own answer. `special_tokens_mask` in the batch
-        says what to spare; without it, see units.py.
+        The `labels` of a language model default to its own answer. `special_tokens_mask` in the
+        batch marks the special tokens; without it they are guessed (units.py).
         """
         started = time.perf_counter()
         if model.training:
@@ -181,7 +182,7 @@ class HackAttend:
         control, clean = run_control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:
-            right &= ~(question.labels == question.target).all(-1)  # nothing to flip there
+            right &= ~(question.labels == question.target).all(-1)  # already at the target
         limits = budget(units, self.share, self.scope, self.least)
         chosen = right.nonzero().squeeze(1)
         outcomes = [
@@ -202,7 +203,7 @@ class HackAttend:
     def _found(
         self, model: Any, question: Question, units: Units, limits: Budget
     ) -> Iterator[dict[str, Any]]:
-        """Search and judge; for each example, the fields of `Outcome` that the attack decides."""
+        """Search and judge. Yield the resulting fields of `Outcome` for each example."""
         queries = MaskedQueries(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
         proposal = self.schedule(Search(queries, limits, self.ranking, self.loss, noise))
@@ -220,12 +221,12 @@ class HackAttend:
             }
 
     def _size(self, question: Question) -> int:
-        """How many examples, or masks of one example, go through the model in one pass."""
+        """The number of examples, or masks of an example, in one forward pass."""
         return max(1, self.batch // question.rows)
 
 
 def _noise(question: Question, units: Units, seed: int) -> Tensor:
-    """Uniform numbers for each example, which do not depend on the rest of its batch."""
+    """Draw uniform numbers (b, units) that depend only on the seed and the example's own input."""
     rows: list[Tensor] = []
     for number in range(question.size):
         first = next(iter(question.inputs.values()))[number].double().cpu().flatten()
@@ -242,7 +243,7 @@ def untouched(question: Question, clean: Tensor, number: int, name: str, right: 
 
 
 def counts(units: Units, masked: Tensor) -> dict[str, Tensor]:
-    """Fields of `Outcome`, (b,) each: the units that were really masked, in all and by head."""
+    """Return the fields of `Outcome` that count masked units, (b,) each."""
     per_head, of_head = units.per_head(masked), units.head_units
     hit = per_head > 0
     return {

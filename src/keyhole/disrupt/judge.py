@@ -1,8 +1,8 @@
-"""The judge: an attack proposes masks, and a flip counts only if a fresh pass with them shows it.
+"""The judge: an attack proposes masks, and a flip counts only if a new forward pass confirms it.
 
-The judge gets only the masks, runs the model again, reads the prediction, and counts the units
-whose probability was zero. A flip does not count if units were cut that had to be spared, or more
-than the budget allows. It also runs the control: cutting no unit must change nothing.
+The judge gets only the masks. It runs the model again, reads the prediction, and counts the units
+whose probability is zero. A flip does not count if the mask cuts units that must be spared, or more
+units than the budget allows. The judge also runs the control: cutting no unit must change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keyhole.models.masking import Site, Untouched, rewriting
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """For each example: the flip, the prediction and confidence, the units really masked."""
+    """For each example: the flip, the prediction, its confidence, and the masked units."""
 
     flipped: Tensor
     predicted: Tensor
@@ -31,8 +31,8 @@ class Verdict:
     masked: Tensor  # (b, units)
 
 
-class _NotedCuts(FixedCuts):
-    """Notes which probabilities are zero."""
+class _RecordedCuts(FixedCuts):
+    """Cuts units, and records which probabilities are zero."""
 
     def __init__(self, units: Units, cut: Tensor) -> None:
         super().__init__(units, cut)
@@ -46,11 +46,11 @@ class _NotedCuts(FixedCuts):
 def judge(
     model: Any, question: Question, units: Units, cut: Tensor, limits: Budget, batch: int
 ) -> Verdict:
-    """Run the model again with the units `cut` (b, units), and say which predictions flipped."""
+    """Run the model again with the units `cut` (b, units), and return which predictions flipped."""
     logits: list[Tensor] = []
     masked: list[Tensor] = []
     for indices in _parts(question, batch):
-        cuts = _NotedCuts(units, cut[indices])
+        cuts = _RecordedCuts(units, cut[indices])
         with torch.no_grad(), rewriting(model, cuts):
             logits.append(question.part(indices).logits(model))
         masked.append(torch.cat(cuts.zeros, 1) & cut[indices] & units.exists[indices])
@@ -64,16 +64,17 @@ def judge(
 
 
 def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
-    """For each example (b,): was nothing cut that is spared, and no limit exceeded?"""
+    """For each example (b,), whether only free units are cut and no limit is exceeded."""
     spared = ~(cut & ~units.free).any(1)
     left = limits.left(units, cut)
     return spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
 
 
 def run_control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
-    """How much cutting no unit changes the answers, and the logits without any cut.
+    """Return how much cutting no unit changes the answers, and the logits without any cut.
 
-    Compared with the model as loaded (`own`), and with its attention rewritten but untouched.
+    The answers are compared with those of the model as loaded (`own`), and with those of the
+    rewritten attention that changes nothing.
     """
     result = Control(0.0, 0.0, 0)
     clean: list[Tensor] = []

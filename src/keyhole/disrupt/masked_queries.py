@@ -1,8 +1,8 @@
-"""The attacker's hands on the model: masked predictions and gradients, in batches, counted.
+"""Queries to a model under masks: predictions and gradients, in batches, with a count.
 
-A query is one example under one mask. Masks of one ordering are its prefixes, so a batch of queries
-is an ordering (the step at which each unit goes) and a list of steps; the booleans exist one site
-at a time. Examples and prefixes share a batch, which never holds more than `batch` examples.
+A query is one example under one mask. Attackers mostly ask for the prefixes of an ordering, so a
+batch of queries is an ordering (the step at which each unit is cut) and a list of steps. The
+boolean masks exist for one site at a time, and a batch never holds more than `batch` examples.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import Tensor
 from keyhole.disrupt.budget import Budget
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.tasks import Question
-from keyhole.disrupt.units import NEVER, Place, Units
+from keyhole.disrupt.units import NEVER, FixedCuts, Place, Units
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
-    """Unit u of an example is cut at step s where `goes[u] < s`; (b, units), int32."""
+    """The order in which units are cut: at step s, a unit u with `goes[u] < s` is cut.
+
+    `goes` is (b, units), int32, and NEVER for units that are not cut.
+    """
 
     goes: Tensor
 
@@ -36,12 +39,12 @@ class Ordering:
 
 
 def fixed(cut: Tensor) -> Ordering:
-    """The ordering whose every step is this mask."""
+    """An ordering that cuts the mask `cut` at every step."""
     return Ordering(torch.where(cut, -1, NEVER).to(torch.int32))
 
 
 class Cuts(Untouched):
-    """Cuts the units of an ordering, one step for each example in the batch."""
+    """Cuts the units of an ordering, at one step for each example in the batch."""
 
     def __init__(self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor) -> None:
         self.units, self.ordering, self.indices, self.steps = units, ordering, indices, steps
@@ -51,11 +54,11 @@ class Cuts(Untouched):
         return self.ordering.slice(place).at(self.steps, self.indices).view(shape)
 
 
-class Slopes(Cuts):
-    """Cuts, and asks for the gradient with respect to zeros added to the probabilities."""
+class Slopes(FixedCuts):
+    """Cuts units, and adds zeros to the probabilities, with respect to which to differentiate."""
 
-    def __init__(self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor) -> None:
-        super().__init__(units, ordering, indices, steps)
+    def __init__(self, units: Units, cut: Tensor) -> None:
+        super().__init__(units, cut)
         self.bumps: list[Tensor] = []
         self.probabilities: list[Tensor] = []
 
@@ -71,7 +74,7 @@ class Slopes(Cuts):
 
 
 class Silenced(Untouched):
-    """Whole heads without output: site s, head h of each query; head −1 is the whole layer."""
+    """Silences one head of one site for each query, or all heads of it if the head is −1."""
 
     def __init__(self, sites: Tensor, heads: Tensor) -> None:
         self.sites, self.heads = sites, heads
@@ -80,33 +83,32 @@ class Silenced(Untouched):
         numbers = torch.arange(shape[1], device=self.heads.device)
         hit = (self.heads.unsqueeze(1) == numbers) | (self.heads.unsqueeze(1) < 0)
         hit &= (self.sites == site.index).unsqueeze(1)
-        each = shape[0] // len(self.sites)
-        return (~hit).float().repeat_interleave(each, 0)[:, :, None, None]
+        rows = shape[0] // len(self.sites)
+        return (~hit).float().repeat_interleave(rows, 0)[:, :, None, None]
 
 
 class MaskedQueries:
-    """A model, a question, its units; `asked` counts for each example what was asked.
+    """Asks a model a question under masks; `asked` counts the queries of each example.
 
-    `batch` is the most examples in one pass.
+    `batch` is the batch size.
     """
 
     def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
         self.model, self.question, self.units, self.batch = model, question, units, batch
         self.asked = torch.zeros(question.size, dtype=torch.long)
 
-    def _chunks(self, indices: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:
+    def _batches(self, indices: Tensor) -> Iterator[tuple[slice, Question]]:
         for start in range(0, len(indices), self.batch):
             part = slice(start, start + self.batch)
-            chosen = indices[part]
-            self.asked += torch.bincount(chosen.cpu(), minlength=len(self.asked))
-            yield part, chosen, self.question.part(chosen)
+            self.asked += torch.bincount(indices[part].cpu(), minlength=len(self.asked))
+            yield part, self.question.part(indices[part])
 
     def logits(
         self, ordering: Ordering, indices: Tensor, steps: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """(len(indices), m, classes) for examples `indices`, each at its step of the ordering.
+        """Logits (len(indices), m, classes) of examples `indices`, each at its own step.
 
-        `rows` says which row of the ordering is whose, where it does not hold all examples.
+        `rows` are the rows of the ordering for these examples, if it does not hold all examples.
         """
         rows = indices if rows is None else rows
         return self._answers(
@@ -114,54 +116,47 @@ class MaskedQueries:
         )
 
     def silenced(self, indices: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
-        """Logits with a whole head, or a whole layer, gone."""
+        """Logits without one head (or without a whole layer, if the head is −1) for each query."""
         return self._answers(indices, lambda part: Silenced(sites[part], heads[part]))
 
     def _answers(self, indices: Tensor, rewrite: Callable[[slice], Untouched]) -> Tensor:
         answers: list[Tensor] = []
-        for part, _, question in self._chunks(indices):
+        for part, question in self._batches(indices):
             with torch.no_grad(), rewriting(self.model, rewrite(part)):
                 answers.append(question.logits(self.model))
         return torch.cat(answers)
 
     def slopes(
         self, cut: Tensor, indices: Tensor, loss: str, aim: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities and gradients (len(indices), units) under masks `cut`, and the margins.
+    ) -> tuple[Tensor, Tensor]:
+        """Probabilities and gradients of the loss (len(indices), units) under masks `cut`.
 
-        An untargeted loss leads to the most likely other class, or with `aim` to the next ones.
+        The untargeted margin is against the most likely other class, or by `aim` a less likely one.
         """
         probabilities: list[Tensor] = []
         gradients: list[Tensor] = []
-        margins: list[Tensor] = []
-        for part, chosen, question in self._chunks(indices):
-            rows = torch.arange(len(chosen), device=cut.device)
-            slopes = Slopes(self.units, fixed(cut[part]), rows, torch.zeros_like(rows))
+        for part, question in self._batches(indices):
+            slopes = Slopes(self.units, cut[part])
             with torch.enable_grad(), rewriting(self.model, slopes):
                 logits = question.logits(self.model)
-                margin = question.margin(logits)
                 if loss == "cross-entropy":
                     raised = question.surprise(logits)
                 else:
                     raised = -question.margin(logits, aim)
-                slope = torch.autograd.grad(
+                gradient = torch.autograd.grad(
                     raised.sum(), slopes.bumps, allow_unused=True, materialize_grads=True
                 )
-            probabilities.append(_joined(slopes.probabilities, len(chosen)))
-            gradients.append(_joined(list(slope), len(chosen)))
-            margins.append(margin.detach())
-        return torch.cat(probabilities), torch.cat(gradients), torch.cat(margins)
-
-
-def _joined(values: list[Tensor], size: int) -> Tensor:
-    return torch.cat([value.reshape(size, -1) for value in values], 1)
+            size = len(question.labels)
+            probabilities.append(torch.cat([a.reshape(size, -1) for a in slopes.probabilities], 1))
+            gradients.append(torch.cat([g.reshape(size, -1) for g in gradient], 1))
+        return torch.cat(probabilities), torch.cat(gradients)
 
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """A model's masked answers, the limits, and how units are ranked.
+    """The task of a schedule: queries, limits, and the ranking of units.
 
-    `loss` is what gradients are taken of; random choices are made of `noise` (b, units).
+    Gradients are those of `loss`. Random choices derive from `noise` (b, units).
     """
 
     queries: MaskedQueries
@@ -171,13 +166,13 @@ class Search:
     noise: Tensor
 
     def scores(self, units: Units, a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-        """The ranking's scores (b, units) of the examples that `units` are of."""
+        """The ranking's scores (b, units) from probabilities, gradients and noise."""
         return units.each(RANKINGS[self.ranking], a, g, noise)
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A mask for each example (b, units), whether it seemed to flip, and the steps taken."""
+    """A schedule's mask for each example (b, units), whether it seemed to flip, and the steps."""
 
     cut: Tensor
     flipped: Tensor
@@ -185,10 +180,10 @@ class Proposal:
 
 
 def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposal:
-    """The first of the steps 1…last that flips each example, or the last step's mask.
+    """Find the first of the steps 1…last that flips each example; without a flip, the last step.
 
-    Steps are asked in blocks that double, so that an early flip does not pay for all; one block
-    serves all examples that are still standing.
+    Steps are asked in blocks of doubling size, so that an early flip costs few queries. A block
+    serves all examples that are not flipped yet.
     """
     device = ordering.goes.device
     size = queries.question.size

@@ -1,10 +1,10 @@
-"""Which unit to cut first: scores from attention probabilities `a` and the loss's gradient `g`.
+"""Rankings of units: scores from attention probabilities `a` and the gradient `g` of the loss.
 
 *Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Section 3.4 and its ablations. With
-`g_ij = ∂loss/∂a_ij`, taken at zeros added to the post-softmax probabilities, a unit scores
+`g_ij = ∂loss/∂a_ij`, taken with respect to zeros added after the softmax, a unit scores
 
-    gradient            −g            as the released code ranks
-    magnitude           |g|           as the paper's text ranks, if its mask M stands here
+    gradient            −g            as in the released code
+    magnitude           |g|           as in the paper's text, if its mask M is after the softmax
     attention           a             ablation
     random              uniform       ablation
     mask-gradient       a·(Σ_l a_il g_il − g_ij)
@@ -12,19 +12,19 @@
     gradient*attention  −g·a          ours: the effect of setting a to zero without renormalising
     removal             a/(1−a)·(Σ_l a_il g_il − g_ij)            ours
 
-The paper's text takes the gradient with respect to the mask M, without saying where M stands. The
-released code adds it to the probabilities. Added to the scores before the softmax, where a cut is
-made, −∂loss/∂M is `mask-gradient`.
+The paper's text takes the gradient with respect to the mask M, and does not say where M is added.
+The released code adds it to the probabilities. If it is added to the scores before the softmax,
+where a cut is made, −∂loss/∂M is `mask-gradient`.
 
-Removal is exact to first order for what really happens: a unit that is cut before the softmax
-gives its share to the others of its row, which become `a_il/(1−a_ij)`. So the row moves by
-`a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that is the formula. The larger the score, the more
-the cut raises the loss.
+`removal` is the first-order effect of the actual cut. Cutting a unit before the softmax gives its
+probability to the others of its row, which become `a_il/(1−a_ij)`. So the row changes by
+`a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that change is the formula. A larger score means
+that the cut raises the loss more.
 
-To add a ranking, write its function and its line in RANKINGS.
+The worth of a unit that is already cut is computed in the reverse direction (`worth_of_cut`): the
+probability with which it would return, times the same bracket.
 
-A unit that is already cut has a worth too: `a'` of the probability it would come back with, times
-the same bracket (`worth_of_cut`), to first order in the reverse direction.
+To add a ranking, add its function to RANKINGS.
 """
 
 from __future__ import annotations
@@ -33,69 +33,38 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-_LEAST = 1e-6  # 1−a of a unit that holds all of its row: cutting it has no first-order effect
+_LEAST = 1e-6  # least value of 1 − a, for a unit that holds all of its row
 
 
-def gradient(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    del a, noise
-    return -g
-
-
-def magnitude(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    del a, noise
-    return g.abs()
-
-
-def attention(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    del g, noise
-    return a
-
-
-def random(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    del a, g
-    return noise
-
-
-def mask_gradient(a: Tensor, g: Tensor, noise: Tensor | None = None) -> Tensor:
-    """How much the loss rises, to first order, when a unit's score falls by a little."""
-    del noise
+def mask_gradient(a: Tensor, g: Tensor) -> Tensor:
+    """The first-order rise of the loss when a unit's score falls by a little."""
     return a * _bracket(a, g)
 
 
-def mask_magnitude(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    return mask_gradient(a, g, noise).abs()
-
-
-def gradient_attention(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    del noise
-    return -g * a
-
-
-def removal(a: Tensor, g: Tensor, noise: Tensor | None = None) -> Tensor:
-    """How much the loss rises, to first order, when a unit is cut and its row renormalised."""
-    del noise
+def removal(a: Tensor, g: Tensor) -> Tensor:
+    """The first-order rise of the loss when a unit is cut and its row renormalised."""
     return a / (1 - a).clamp(min=_LEAST) * _bracket(a, g)
 
 
-# Scores of units (…, q, k) from a, g and noise of that shape, by the name that people type.
-RANKINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "removal": removal,
-    "gradient": gradient,
-    "magnitude": magnitude,
-    "mask-gradient": mask_gradient,
-    "mask-magnitude": mask_magnitude,
-    "attention": attention,
-    "gradient*attention": gradient_attention,
-    "random": random,
-}
-# A score above zero says that the cut raises the loss; those of the others only order.
-SIGNED = frozenset({"gradient*attention", "mask-gradient", "removal"})
-
-
 def worth_of_cut(a: Tensor, g: Tensor, returning: Tensor) -> Tensor:
-    """How much the loss would fall if a cut unit came back with the probability `returning`."""
+    """The first-order fall of the loss if a cut unit returns with the probability `returning`."""
     return returning * _bracket(a, g)
 
 
 def _bracket(a: Tensor, g: Tensor) -> Tensor:
     return (a * g).sum(-1, keepdim=True) - g
+
+
+# Functions from a, g and noise (…, q, k) to the scores of that shape, by name.
+RANKINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "removal": lambda a, g, _: removal(a, g),
+    "gradient": lambda _a, g, _: -g,
+    "magnitude": lambda _a, g, _: g.abs(),
+    "mask-gradient": lambda a, g, _: mask_gradient(a, g),
+    "mask-magnitude": lambda a, g, _: mask_gradient(a, g).abs(),
+    "attention": lambda a, _g, _: a,
+    "gradient*attention": lambda a, g, _: -g * a,
+    "random": lambda _a, _g, noise: noise,
+}
+# Rankings whose scores are positive exactly where the cut raises the loss, to first order.
+SIGNED = frozenset({"gradient*attention", "mask-gradient", "removal"})

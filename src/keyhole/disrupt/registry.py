@@ -1,6 +1,6 @@
-"""Every attacker on attention under the name that people type, and what the audit tries it with.
+"""The attackers on attention by name, and the settings with which the audit tries them.
 
-To add one, write the attacker in its own module and add one entry to ATTACKERS.
+To add an attacker, write it in its own module and add one entry to ATTACKERS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keyhole.disrupt.rerank import Rerank
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the audit: what is cut, and the attacker's hyperparameters there."""
+    """One exposure that the audit tries an attacker on, with its hyperparameters."""
 
     exposure: Exposure
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -28,9 +28,10 @@ class Row:
 def _preset(
     make: Callable[..., HackAttend], *hidden: str, **changes: Any
 ) -> Callable[..., HackAttend]:
-    """`make` with keywords that can be listed: the fields of HackAttend and of its schedule.
+    """Return `make` with a signature that lists its options for the registry.
 
-    Their defaults are what `make(**changes)` sets; `hidden` ones cannot be set.
+    The options are the fields of HackAttend and of its schedule, except the `hidden` ones. Their
+    defaults are those of `make(**changes)`.
     """
     usual = make(**changes)
     fields = {**vars(usual), **vars(usual.schedule)}
@@ -49,14 +50,13 @@ def _preset(
     return made
 
 
-_USUAL = vars(Rerank())  # the schedule at its usual length
-_BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
+_BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # a shorter schedule for the audit
 
-_STRONGEST = "Ours: ranked by the effect of removal, re-ranked often, with swaps and a restart."
+_STRONGEST = "Ours: re-ranks units by the effect of their removal, with swaps and a restart."
 _RERANK = "Ours, shorter: the same schedule with fewer rankings and no restart."
 _RELEASED = (
-    "HackAttend as released: ranked once by the gradient, heads added one by one; all may be cut "
-    "but the first token and padding."
+    "HackAttend as released: ranks units once by the gradient and cuts one head after the other; "
+    "only the first token and padding are spared."
 )
 _CUTS = "KH-PREDICTIONS-CUTS"
 _RANDOM = "The control: heads and units in a random order."
@@ -64,7 +64,7 @@ _RANDOM = "The control: heads and units in a random order."
 ATTACKERS: Registry[Attacker, Row] = Registry(
     "method",
     Entry("strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST),
-    Entry("rerank", _preset(HackAttend.strongest, **_USUAL), (
+    Entry("rerank", _preset(HackAttend.strongest, **vars(Rerank())), (
         Row(Exposure(_CUTS, "head"), _BRIEF),
         Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
     ), HackAttend, _RERANK),

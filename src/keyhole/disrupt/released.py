@@ -1,26 +1,29 @@
 """HackAttend's released program, mask for mask: github.com/liongkj/HackAttend, commit 98a1d52.
 
-greedy.py is the attack that the program describes. This is what it computes, one text (C = 1) or
-one question of C choices at a time, all padded to S = 128 positions, with n tokens each. For every
-layer it writes a mask of zeros and ones, which stands in place of the padding's.
+greedy.py is the attack as the paper describes it; this module is what the released program
+computes. The program attacks one text (C = 1) or one question of C choices at a time, padded to S =
+128 positions, with n tokens each. For every layer it writes a mask of zeros and ones, which
+replaces the padding mask.
 
-- **Layers** are ranked with all keys of the layer closed, which leaves uniform attention over all
-  S positions. Those without which the answer is wrong come first, then by the confidence in
-  whatever is predicted, the lowest first. **Heads** of a layer: by that confidence alone, the
-  head's output at zero. Of the C·H sequences of that query, number r loses head r mod H, so that
-  the choices of one question lose different heads.
-- **Units** score −∂loss/∂a, and 0 where they are spared. The k = max(1, ⌊share·(Σ(n−1))²/C⌋) best
-  go, so that none of negative score does; in a head whose units all score 0 (in the last layer
-  only [CLS] is read) they are ranked by attention instead.
-- **A text**: spared are the first row, the first column and padding. An attacked head is also
-  closed from [CLS] to [CLS], which is not counted.
+- **Layers** are ranked with all keys of the layer masked, which leaves uniform attention over all S
+  positions. Layers without which the answer is wrong come first; the others follow by increasing
+  confidence in the predicted class. **Heads** of a layer are ranked by that confidence alone, with
+  the head's output at zero. Of the C·H sequences of that query, sequence r loses head r mod H, so
+  the choices of a question lose different heads.
+- **Units** score −∂loss/∂a, or 0 if they are spared. The k = max(1, ⌊share·(Σ(n−1))²/C⌋) best are
+  cut. Units of negative score rank after the spared ones, so none of them is cut. If all units of a
+  head score 0 (in the last layer only [CLS] is read), they are ranked by attention instead.
+- **A text**: the first row, the first column and padding are spared. In an attacked head [CLS] does
+  not attend to [CLS] either, which is not counted.
 - **Multiple choice**: masks depend on the query alone, so padded keys are open in every layer.
-  Padded queries see nothing, which is everything alike; in heads beside an attacked one, key 0.
-  Each choice's units are cut in all choices. In heads beside an attacked one, [CLS] of the first
-  choice sees the first Σn keys, and [CLS] of every other choice only itself.
+  Padded queries see nothing, which amounts to uniform attention; in the other heads of an attacked
+  layer they see key 0. The units of each choice are cut in all choices. In the other heads of an
+  attacked layer, [CLS] of the first choice sees the first Σn keys, and [CLS] of any other choice
+  only itself.
 
-`units=False` is the control: the same masks, and no unit is cut. The program itself fails unless
-there are as many heads as layers (a mask of heads is written over the wrong axis); this does not.
+`units=False` is the control: the same masks without the cut units. The program itself fails unless
+there are as many heads as layers, because it writes a mask of heads over the wrong axis. This
+module works for all sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from keyhole.disrupt.judge import run_control
 from keyhole.disrupt.masked_queries import MaskedQueries
 from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
-from keyhole.models.anatomy import positions as longest
+from keyhole.models.anatomy import positions as max_positions
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
@@ -49,8 +52,8 @@ from keyhole.models.masking import Site, Untouched, rewriting
 class ReleasedProgram:
     """For BERT-like classifiers and multiple choice; texts are padded to `positions` on the right.
 
-    An outcome's `steps` are the program's number of queries, its `cut` all units between tokens
-    that were closed, counted there or not; `perturbation` is of those it chose alone.
+    In an outcome, `steps` is the program's number of queries. `cut` holds all masked units between
+    tokens, also those that the program does not count. `perturbation` covers the chosen units only.
     """
 
     share: float = 0.01
@@ -108,9 +111,10 @@ class ReleasedProgram:
 
 
 class _Masks(Untouched):
-    """Attention under masks that say all: `closed` gives those of a layer, or None to leave it.
+    """Attention under the program's masks: `closed` returns that of a layer, or None for no mask.
 
-    A row without an open key is uniform, as where the least number is added to all its scores.
+    A row in which all keys are closed is uniform, because the program adds the same large negative
+    number to all its scores.
     """
 
     def __init__(self, closed: Callable[[int], Tensor | None]) -> None:
@@ -131,8 +135,8 @@ class _Masks(Untouched):
         return None if self.empty is None else self.empty.double() / shape[-1]
 
 
-class _Silent(Untouched):
-    """One layer's heads times `gates` (sequences, heads)."""
+class _Gated(Untouched):
+    """The outputs of one layer's heads, times `gates` (sequences, heads)."""
 
     def __init__(self, layer: int, gates: Tensor) -> None:
         self.layer, self.gates = layer, gates
@@ -157,13 +161,13 @@ class _Program:
         inner = real.clone()
         inner[:, 0] = False
         self.whole, self.inner = (_square(side, choice) for side in (real, inner))
-        self.back = self.whole & ~self.inner  # [CLS] in attacked heads
-        self.beside = self.inner.clone()
-        self.beside[:, : int(real.sum()), 0] = True
-        self.beside[0, 0, : int(real.sum())] = True
+        self.first = self.whole & ~self.inner  # those of [CLS], open in attacked heads
+        self.others = self.inner.clone()  # open in the other heads of an attacked layer
+        self.others[:, : int(real.sum()), 0] = True
+        self.others[0, 0, : int(real.sum())] = True
         if not choice:
-            self.back[:, 0, 0] = False
-        # In the program's precision: float32.
+            self.first[:, 0, 0] = False
+        # in float32, like the program
         self.count = int(inner.sum() ** 2 * method.share / len(inner)) or 1
         self.layers, self.heads = len(units.places), units.places[0].shape[1]
         self.open = replace(
@@ -190,7 +194,7 @@ class _Program:
         return self._judged(outcome, attacked, steps)
 
     def _judged(self, outcome: Outcome, attacked: Tensor, steps: int) -> Outcome:
-        """The outcome as one more pass with the last masks shows it."""
+        """Return the outcome of another forward pass with the last masks."""
         logits = self._ask(self.open, 1, lambda _: self._masks([attacked]))
         every = range(self.layers)
         closed = torch.cat([~self._opened(i, attacked[i][None]).flatten() for i in every])
@@ -210,9 +214,9 @@ class _Program:
         )  # fmt: skip
 
     def _chosen(self) -> list[Tensor]:
-        """The units that each layer's heads lose once they are attacked, in every choice."""
+        """The units that each head loses when it is attacked, in every choice."""
         nothing = torch.zeros_like(self.units.free)
-        a, g, _ = self.queries.slopes(nothing, _same(1, nothing), "cross-entropy")
+        a, g = self.queries.slopes(nothing, _same(1, nothing), "cross-entropy")
         masks: list[Tensor] = []
         for place in self.units.places:
             slope, attention = (
@@ -245,13 +249,13 @@ class _Program:
         gates = keep.repeat(choices, 1)
 
         def rewrite(part: slice) -> Untouched:
-            return _Silent(layer, gates[part.start * choices : part.stop * choices])
+            return _Gated(layer, gates[part.start * choices : part.stop * choices])
 
         sure = _confidence(self._ask(self.question, self.heads, rewrite))
         return sorted(range(self.heads), key=lambda i: float(sure[i]))
 
     def _ask(self, question: Question, count: int, rewrite: Callable[[slice], Untouched]) -> Tensor:
-        """Logits of the same example `count` times, the parts of which are each rewritten."""
+        """Ask the same example `count` times, each time with its own rewrite."""
         size = max(1, self.method.batch // question.rows)
         logits: list[Tensor] = []
         for start in range(0, count, size):
@@ -263,22 +267,22 @@ class _Program:
         return torch.cat(logits)
 
     def _masks(self, attacked: list[Tensor]) -> _Masks:
-        """The masks of several steps, each with these heads (layers, heads) attacked."""
+        """The masks of several steps; each step attacks these heads (layers, heads)."""
         return _Masks(
             lambda index: ~self._opened(index, torch.stack([each[index] for each in attacked]))
         )
 
     def _opened(self, layer: int, attacked: Tensor) -> Tensor:
-        """(steps·choices, heads, queries, keys) of one layer, of which these heads are attacked."""
-        lost = (self.inner[:, None] & ~self.chosen[layer]) | self.back[:, None]
+        """The open units of one layer, (steps·choices, heads, queries, keys), at several steps."""
+        lost = (self.inner[:, None] & ~self.chosen[layer]) | self.first[:, None]
         heads = attacked[:, None, :, None, None]
-        opened = torch.where(heads, lost, self.beside[:, None])
+        opened = torch.where(heads, lost, self.others[:, None])
         any_head = heads.any(2, keepdim=True)
         return torch.where(any_head, opened, self.whole[:, None]).flatten(0, 1)
 
 
 def _square(side: Tensor, choice: bool) -> Tensor:
-    """Tokens (choices, n) to units: of query and key, or in multiple choice of the query alone."""
+    """Select units by their query and key token; in multiple choice by the query token alone."""
     return side[:, :, None] & (torch.ones_like(side) if choice else side)[:, None, :]
 
 
@@ -287,15 +291,15 @@ def _same(count: int, like: Tensor) -> Tensor:
 
 
 def _confidence(logits: Tensor) -> Tensor:
-    """In whatever is predicted."""
+    """The confidence in the predicted class."""
     return logits[:, 0].softmax(-1).amax(-1)
 
 
 def _padded(model: Any, batch: Batch, positions: int) -> Batch:
-    """The batch with so many positions, or all that the model has; a longer one stays."""
+    """Pad a batch to `positions`, or to the model's maximum length; keep it if it is longer."""
     if "attention_mask" not in batch:
         batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    most = min(positions, longest(model) or positions)
+    most = min(positions, max_positions(model) or positions)
     more = max(0, most - batch["input_ids"].shape[-1])
     fill = {"input_ids": model.config.pad_token_id or 0, "special_tokens_mask": 1}
     return {

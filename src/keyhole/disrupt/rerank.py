@@ -1,19 +1,21 @@
-"""Stronger at the same budget: rank by the effect of removal, again and again, and swap.
+"""A stronger schedule at the same budget: rank by the effect of removal, repeatedly, and swap.
 
-Ours. Each round takes the gradient under the mask so far, because gradients change
-once units are gone; orders the units by what their removal does to the loss; and asks for the
-prefixes of that ordering in one batch. The smallest that flips is kept. In round t of T a share t/T
-of the budget may be gone, so that late rankings still have something to spend.
+Ours. Each round takes the gradient under the current mask, because gradients change once units are
+cut. It orders the units by the effect of removing them, and asks for prefixes of that ordering in
+one batch. The smallest prefix that flips is kept. In round t of T at most a share t/T of the budget
+may be spent, so that later rankings can still cut units.
 
-What goes beyond it:
-- When the budget is spent without a flip, **swaps** (`refine` rounds): cut units are ranked against
-  the others by what they are worth now, and the best set within the budget replaces the old one, at
-  several degrees of reluctance to change. The set with the smallest margin goes on.
+Further steps:
+
+- If the budget is spent without a flip, `refine` rounds of **swaps** follow. Cut and uncut units
+  are ranked by their present worth, and the best set within the budget replaces the mask. Several
+  sets are tried, with more or less preference for the units that are cut already. The search
+  continues from the set with the smallest margin.
 - **Restarts**: every second walk comes from above. It cuts several times the budget, where the
-  model is no longer sure and its gradients mean something, and gives back what is worth least until
-  the budget holds. Rankings of all but the first two walks are blurred at random, and where there
-  are more than two classes, each pair of walks aims at the next most likely one.
-- After a flip the prefixes between the last that held and the first that flipped are asked too.
+  model is unsure and its gradients are informative, and then gives back the units of least worth
+  until the budget holds. Rankings are randomised in all but the first two walks. With more than two
+  classes, each pair of walks aims at another of the most likely classes.
+- After a flip, the prefixes between the last that did not flip and the first that did are asked.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from keyhole.disrupt.masked_queries import Ordering, Proposal, Search, fixed
 from keyhole.disrupt.rankings import SIGNED, worth_of_cut
 from keyhole.disrupt.units import NEVER, Units
 
-_RELUCTANCE = (0.0, 0.5, 2.0, 8.0)  # in units of a cut unit's mean worth
+_PREFERENCES = (0.0, 0.5, 2.0, 8.0)  # for units already cut, relative to their mean worth
 _BLUR = 0.5  # standard deviation of the logarithm of a restart's random factors
-_EXCESS = 4.0  # times the budget: where a walk from above starts
-_MEMORY = 0.5  # of earlier worths in the swaps' ranking: the last gradient alone oscillates
+_EXCESS = 4.0  # a walk from above starts at this multiple of the budget
+_MEMORY = 0.5  # weight of earlier worths in swaps, because the last gradient alone oscillates
 
 
 @dataclass(frozen=True)
 class Rerank:
-    """`rounds` of ranking, `prefixes` asked for in each, `refine` rounds of swaps, `restarts`."""
+    """`rounds` of ranking with `prefixes` queries in each, `refine` rounds of swaps, `restarts`."""
 
     rounds: int = 8
     prefixes: int = 16
@@ -53,16 +55,15 @@ class Rerank:
 
     def __call__(self, search: Search) -> Proposal:
         """Attack every example of the search."""
-        best = self._walk(search, 0, None)
+        best = self._walk(search, 0, torch.zeros_like(search.queries.units.free[:, 0]))
         for attempt in range(1, 1 + self.restarts):
-            standing = ~best.flipped
-            if not bool(standing.any()):
+            if bool(best.flipped.all()):
                 break
-            best = _better(best, self._walk(search, attempt, standing))
+            best = _better(best, self._walk(search, attempt, best.flipped))
         return best
 
-    def _walk(self, search: Search, attempt: int, standing: Tensor | None) -> Proposal:
-        walk = _Walk(self, search, attempt, standing)
+    def _walk(self, search: Search, attempt: int, done: Tensor) -> Proposal:
+        walk = _Walk(self, search, attempt, done)
         if attempt % 2 == 0:
             for number in range(self.rounds):
                 walk.grow((number + 1) / self.rounds)
@@ -82,18 +83,17 @@ def _better(old: Proposal, new: Proposal) -> Proposal:
 
 
 class _Walk:
-    """One way from no mask to a full budget, for all examples that still stand."""
+    """One walk from an empty mask to a full budget, for all examples that are not `done`.
 
-    def __init__(
-        self, schedule: Rerank, search: Search, attempt: int, standing: Tensor | None
-    ) -> None:
+    `lowest` is the mask of the smallest margin so far, which is `least`.
+    """
+
+    def __init__(self, schedule: Rerank, search: Search, attempt: int, done: Tensor) -> None:
         self.schedule, self.search, self.attempt = schedule, search, attempt
         self.queries, self.limits, self.noise = search.queries, search.limits, search.noise
         self.cut = torch.zeros_like(self.queries.units.free)
-        size, device = len(self.cut), self.cut.device
-        self.flipped = torch.zeros(size, dtype=torch.bool, device=device)
-        self.active = torch.ones_like(self.flipped) if standing is None else standing.clone()
-        self.least = torch.full((size,), torch.inf, dtype=torch.float64, device=device)
+        self.done, self.flipped = done, torch.zeros_like(done)
+        self.least = torch.full(done.shape, torch.inf, dtype=torch.float64, device=done.device)
         self.lowest = self.cut.clone()
         self.clean: Tensor | None = None
         self.worth: Tensor | None = None
@@ -102,8 +102,8 @@ class _Walk:
         return Proposal(self.lowest, self.flipped, self.lowest.sum(1))
 
     def grow(self, share: float) -> None:
-        """One ranking; its prefixes; the smallest that flips, or else the one to go on from."""
-        indices = self._standing()
+        """Rank the units, ask for prefixes, and extend the mask within a share of the budget."""
+        indices = self._remaining()
         if not len(indices):
             return
         units, cut = self.queries.units.part(indices), self.cut[indices]
@@ -117,12 +117,12 @@ class _Walk:
         self._follow(indices, goes, steps)
 
     def _follow(self, indices: Tensor, goes: Tensor, steps: Tensor) -> None:
-        """Ask for the steps (b, p) of an ordering and move there."""
+        """Ask for the steps (b, p) of an ordering, and move to the first flip or the last step."""
         ordering = Ordering(goes)
         margins, flips = self._ask(ordering, indices, steps)
         hit = flips.any(1)
         first = flips.int().argmax(1)
-        # Without a flip the whole round is spent: a smaller margin on the way was mostly chance.
+        # Without a flip, go to the end: a smaller margin on the way is mostly chance.
         last = steps.gather(1, torch.where(hit, first, steps.shape[1] - 1)[:, None]).squeeze(1)
         before = steps.gather(1, (first - 1).clamp(min=0)[:, None]).squeeze(1)
         low = torch.where(first > 0, before, 0)
@@ -136,7 +136,7 @@ class _Walk:
     def _narrow(
         self, ordering: Ordering, indices: Tensor, hit: Tensor, low: Tensor, high: Tensor
     ) -> Tensor:
-        """The first flip among all steps between one that held and one that flipped."""
+        """Find the first flip between a step `low` that did not flip and a step `high` that did."""
         gap = int(((high - low - 1) * hit).max()) if len(hit) else 0
         if gap < 1:
             return high
@@ -152,8 +152,8 @@ class _Walk:
         return high
 
     def swap(self) -> None:
-        """The best set within the whole budget by what units are worth under the present mask."""
-        indices = self._standing()
+        """Replace the mask by the best set within the budget, by the units' present worth."""
+        indices = self._remaining()
         if not len(indices):
             return
         units, cut = self.queries.units.part(indices), self.cut[indices]
@@ -167,17 +167,17 @@ class _Walk:
         limits = self.limits.part(indices)
         sets = torch.stack(
             [
-                choose(units, worth + cut * (reluctance * mean), units.free, limits, 0.0) < NEVER
-                for reluctance in _RELUCTANCE
+                choose(units, worth + cut * (preference * mean), units.free, limits, 0.0) < NEVER
+                for preference in _PREFERENCES
             ],
             1,
         )
         self._jump(indices, sets)
 
     def descend(self) -> None:
-        """From far above the budget down to it, re-ranking what is cut; nothing is asked."""
+        """Cut several times the budget, and reduce it round by round; no prediction is asked."""
         for number in range(self.schedule.rounds):
-            indices = self._standing()
+            indices = self._remaining()
             if not len(indices):
                 return
             units = self.queries.units.part(indices)
@@ -187,7 +187,7 @@ class _Walk:
             self.cut[indices] = order < NEVER
 
     def _worth(self, units: Units, indices: Tensor) -> Tensor:
-        """What each unit is worth as a cut: to be made, or to be kept."""
+        """The worth of cutting each unit, or of keeping it cut."""
         a, g = self._slopes(indices)
         clean = a if self.clean is None else self.clean[indices]
         back = units.each(worth_of_cut, a, g, clean)
@@ -195,7 +195,7 @@ class _Walk:
         return self._blurred(worth, indices)
 
     def _jump(self, indices: Tensor, sets: Tensor) -> None:
-        """Ask for every set (b, s, units), and go where the margin is smallest."""
+        """Ask for every set (b, s, units), and move to the one with the smallest margin."""
         margins: list[Tensor] = []
         flips: list[Tensor] = []
         zero = torch.zeros_like(indices).unsqueeze(1)
@@ -204,7 +204,7 @@ class _Walk:
             margins.append(margin)
             flips.append(flip)
         margin, flip = torch.cat(margins, 1), torch.cat(flips, 1)
-        # A flip with the smallest margin: any that flips is below zero.
+        # If any set flips, this one does, because a flip has a negative margin.
         chosen = margin.argmin(1)
         rows = torch.arange(len(indices), device=indices.device)
         self.cut[indices] = sets[rows, chosen]
@@ -216,15 +216,13 @@ class _Walk:
         self.least[chosen] = margin[better].double()
         self.lowest[chosen] = cut[better]
         self.flipped[indices[hit]] = True
-        self.active[indices[hit]] = False
 
-    def _standing(self) -> Tensor:
-        return self.active.nonzero().squeeze(1)
+    def _remaining(self) -> Tensor:
+        """The indices of the examples that are not flipped yet."""
+        return (~self.done & ~self.flipped).nonzero().squeeze(1)
 
     def _slopes(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        a, g, _ = self.queries.slopes(
-            self.cut[indices], indices, self.search.loss, self.attempt // 2
-        )
+        a, g = self.queries.slopes(self.cut[indices], indices, self.search.loss, self.attempt // 2)
         if self.clean is None:
             self.clean = a.new_zeros(self.noise.shape)
             self.clean[indices] = a
@@ -234,7 +232,7 @@ class _Walk:
         return self.search.scores(units, a, g, self.noise[indices])
 
     def _blurred(self, scores: Tensor, indices: Tensor) -> Tensor:
-        """Restarts see the ranking through noise; the first two walks see it as it is."""
+        """Multiply the scores by random factors, except in the first two walks."""
         if self.attempt < 2:
             return scores
         uniform = (self.noise[indices] + 0.618034 * self.attempt) % 1
@@ -242,7 +240,7 @@ class _Walk:
         return scores * (normal * _BLUR).exp()
 
     def _ask(self, ordering: Ordering, indices: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Margins and flips (b, p) of examples `indices` at steps (b, p)."""
+        """The margins and flips (b, p) of examples `indices` at steps (b, p)."""
         queries, (size, count) = self.queries, steps.shape
         rows = torch.arange(size, device=indices.device).repeat_interleave(count)
         logits = queries.logits(ordering, indices.repeat_interleave(count), steps.flatten(), rows)
@@ -251,7 +249,7 @@ class _Walk:
 
 
 def _points(lengths: Tensor, most: int) -> Tensor:
-    """At most so many steps (b, p) from 1 to each length, evenly spread, ending with the whole."""
+    """At most `most` evenly spread steps (b, p) from 1 to each length, which is the last step."""
     count = max(1, min(most, int(lengths.max())))
     fractions = torch.arange(1, count + 1, device=lengths.device, dtype=torch.float64) / count
     return (lengths.unsqueeze(1) * fractions - 1e-9).ceil().long().clamp(min=1)

@@ -1,4 +1,4 @@
-"""`keyhole disrupt` as a function: open a model, read examples, attack them all."""
+"""Run `keyhole disrupt` as a function: open a model, read examples, attack them all."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def run(
 ) -> Disruption:
     """Flip a model's predictions by cutting a small share of its attention.
 
-    `model` is a folder, a .gguf file, a name on the hub or `demo`; `data` a file of examples, of
-    which the first `examples` are attacked. `text` names one or two columns of it, `label` the
-    column of right classes (by default the one of that name, if there is one, or else the model's
-    own answers count as right), `classes` their names. `method` is a name of the registry, or an
-    attacker with hyperparameters of your own; `options` are the hyperparameters of a named method,
-    such as share=0.02. `processes` of 0 works in-process (use on a GPU); `dask` is
-    the address of a cluster. `resume` is the file that remembers outcomes, from which a run that
-    was stopped goes on.
+    `model` is a folder, a .gguf file, a name on the hub or `demo`. `data` is a file, of which the
+    first `examples` are attacked. `text` names one or two of its columns, and `label` the column of
+    right classes, "label" by default. Without such a column the model's own answers count as right.
+    `classes` are the names of the classes. `method` is a name of the registry, or an attacker with
+    your own hyperparameters. `options` are the hyperparameters of a named method, such as
+    share=0.02. With `processes` 0 the attack runs in this process (use this on a GPU). `dask` is
+    the address of a cluster. `resume` is a journal of outcomes, from which an interrupted run
+    continues.
     """
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     expect_count("--max-length", max_length)
@@ -75,7 +75,7 @@ def run(
 
 
 def _digest(data: str | Path | None) -> str:
-    """What tells data from other data: a file's content, or the name of what is no file."""
+    """Return what identifies the data: a digest of a file's content, or a name on the hub."""
     if data is None:
         return SHIPPED
     return digest(read_text(data, "data")) if is_file(data) else str(data)
@@ -84,7 +84,7 @@ def _digest(data: str | Path | None) -> str:
 def source_of(
     model: str, task: Task | None, device: str, max_length: int, allow_pickle: bool
 ) -> ModelSource:
-    """Where a MODEL of the command line is loaded from, and with which head."""
+    """Return where MODEL of the command line is loaded from, and with which head."""
     name = folder_of(model)
     head = task_of(name) if task is None else task
     if head == "base":
@@ -102,7 +102,7 @@ def examples_of(
     classes: Sequence[str],
     limit: int | None,
 ) -> list[Example]:
-    """The examples of a file as the model takes them, or those that ship with Keyhole."""
+    """Read the examples for a model from a file, or return those that ship with Keyhole."""
     expect_count("--examples", limit)
     if data is None:
         if source.name != str(FOLDER):

@@ -1,8 +1,8 @@
-"""Many examples on many workers, written down as they come: a killed run attacks nothing twice.
+"""Attack many examples on several workers, with a journal, so that no example is attacked twice.
 
-The journal (core/journal.py) knows an example by what it says, so a longer list of examples
-continues a shorter one. A batch that fails, or kills its worker, is tried again one example at a
-time: an example that never works fails alone after `retries` more attempts, with the reason.
+The journal (core/journal.py) identifies an example by its content, so a longer list of examples
+continues a shorter one. If a batch fails or kills its worker, its examples are tried again one at a
+time. An example that still fails after `retries` more attempts is reported with the reason.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def sweep(
 ) -> Disruption:
     """Attack all examples; `resume` is the journal.
 
-    `workers`: so many processes (one per processor by default; 0 works in-process, for a GPU), the
-    address of a Dask cluster, or an executor. `data` says what the examples are from: a journal of
-    other data is refused then; more of the same data goes on.
+    `workers` is a number of processes (by default one per processor; 0 for this process, as on a
+    GPU), the address of a Dask cluster, or an executor. `data` identifies the source of the
+    examples: a journal of other data is refused.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
     expect_count("batch_size", batch_size)
@@ -89,7 +89,7 @@ def attack(
     attacker: Attacker, source: ModelSource, identity: str, examples: Sequence[Example],
     worker: int = 0,
 ) -> Disruption:  # fmt: skip
-    """What one worker does with a batch; `identity` is that of the model at the source."""
+    """Attack one batch in a worker; `identity` is that of the model at the source."""
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
         batch, given = encode(
@@ -103,9 +103,9 @@ def attack(
 
 
 def _batches(examples: list[Example], size: int) -> list[list[Example]]:
-    """Examples of like length side by side: padding is work for nothing."""
+    """Split examples into batches of similar length, the longest texts first."""
     ordered = sorted(examples, key=lambda e: (len(e.choices), len(e.text), e.id))
-    return grouped(ordered, size)[::-1]  # the long ones first: nobody waits for them at the end
+    return grouped(ordered, size)[::-1]  # no worker waits for a long batch at the end
 
 
 def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
@@ -115,10 +115,9 @@ def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
 def _results(
     runner: Runner, work: Callable[..., Disruption], retries: int
 ) -> Iterator[tuple[Sequence[Example], Disruption | Exception]]:
-    """Each batch with what came of it; an error stands for one example, which never worked.
+    """Yield each batch with its result, or a single example with the error that it always raised.
 
-    What may pass (a dead worker, no memory, a lost connection) is tried again; a wrong input is the
-    caller's mistake.
+    All errors are retried except wrong input, which is the caller's mistake.
     """
     tries: Counter[tuple[Example, ...]] = Counter()
     for done in runner.run():
@@ -137,13 +136,13 @@ def _results(
 
 
 def key_of(example: Example) -> str:
-    """Sixteen hexadecimal digits of everything that the model and the judge see."""
+    """Return sixteen hexadecimal digits that identify an example's content."""
     return digest([example.id, example.label, example.text, example.second, list(example.choices)])
 
 
 @dataclass(frozen=True)
 class _Record:
-    """One example in the journal; the seconds of a batch stand with its first."""
+    """The record of one example in the journal. The first of a batch has the batch's seconds."""
 
     outcome: Outcome
     control: Control
@@ -151,7 +150,7 @@ class _Record:
 
 
 class _Outcomes:
-    """What a journal remembers of a sweep: outcomes by example, the control, the seconds."""
+    """The outcomes of a sweep by example, its control and its seconds, all kept in the journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -164,7 +163,7 @@ class _Outcomes:
             self.seconds += record.seconds
 
     def add(self, batch: Sequence[Example], result: Disruption) -> None:
-        """The outcomes of one batch, on disk before this returns."""
+        """Add the outcomes of one batch; they are on disk when this returns."""
         outcomes = dict(zip(map(key_of, batch), result.outcomes, strict=True))
         self.known |= outcomes
         self.control = self.control.joined(result.control)
@@ -176,7 +175,7 @@ class _Outcomes:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a worker finds the model: it is loaded once a process, not sent."""
+    """The source from which each process loads the model once; the model itself is not sent."""
 
     name: str
     task: str = "classification"
@@ -191,27 +190,27 @@ class ModelSource:
         return loaded.model, loaded.tokenizer
 
     def identity(self) -> str:
-        """Sixteen hexadecimal digits of the checkpoint's files, or of its commit on the hub.
+        """Return sixteen hexadecimal digits of the checkpoint's files, or of its hub commit.
 
-        Not of the loaded model: with a pool, only the workers load it.
+        The loaded model is not used, because with several workers only they load it.
         """
         path = Path(self.name)
         if path.is_file():
             return digest(_summed(path))
         if path.is_dir():
             files = [file for file in sorted(path.iterdir()) if file.is_file()]
-            return digest({file.name: _summed(file) for file in files if _computes(file)})
+            return digest({file.name: _summed(file) for file in files if _determines_answers(file)})
         commit = getattr(load_config(self.name), "_commit_hash", None)
         return digest([self.name, commit])
 
 
-# What a checkpoint computes with; a card or a report next to it changes nothing.
+# The files that determine a checkpoint's answers; a model card next to them does not.
 _PARTS = (".safetensors", ".bin", ".gguf", ".txt", ".model")
 _CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
             "vocab.json", "added_tokens.json")  # fmt: skip
 
 
-def _computes(file: Path) -> bool:
+def _determines_answers(file: Path) -> bool:
     return file.suffix in _PARTS or file.name in _CONFIGS
 
 

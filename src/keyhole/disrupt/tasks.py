@@ -1,19 +1,20 @@
-"""What is asked of a model, and what counts as another answer: one form for every task.
+"""The question that an attack asks a model, in the same form for every task.
 
-Every task becomes logits (b, m, classes) and labels (b, m): m = 1 for a classifier, for multiple
-choice (the classes are the choices) and for the next token; m tokens for a continuation.
+Every task is reduced to logits (b, m, classes) and labels (b, m). m is 1 for a classifier, for
+multiple choice (where the classes are the choices) and for the next token; for a continuation it is
+the number of tokens.
 
-- **Causal LM.** The label is the model's own greedy continuation of m tokens where none is given.
-  It is appended to the text and all m predictions are read in one pass. The greedy continuation
-  changes under a mask exactly when one of these predictions does: up to the first change, the
-  decoder would have seen the same tokens.
-- **Sequence to sequence.** Likewise on the decoder's side; `decoder_input_ids` may be given, and
-  then every one of its positions is predicted.
-- Untargeted, an answer is flipped when any of the m predictions is another; with a target, when all
-  of them are the target's.
+- **Causal LM.** Without labels, the label is the model's own greedy continuation of m tokens. It is
+  appended to the text, and all m predictions are read in one pass. The greedy continuation changes
+  under a mask exactly when one of these predictions changes: before the first change, the decoder
+  would have seen the same tokens.
+- **Sequence to sequence.** The same, on the side of the decoder. If `decoder_input_ids` are given,
+  all their positions are predicted.
+- An untargeted attack flips an answer if any of the m predictions changes. A targeted attack flips
+  it if all of them are the target's.
 
-The margin is what attacks push below zero: the label's logit minus the best other (the least of the
-m), or the best other's minus the target's (the most).
+An attack pushes the margin below zero. The margin is the label's logit minus the best other, the
+least of the m; with a target it is the best other minus the target's, the largest of the m.
 """
 
 from __future__ import annotations
@@ -23,27 +24,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Batch
 from keyhole.models.anatomy import positions
 from keyhole.models.loading import Task, head_of
 
-IGNORED = -100  # a label at a position where nothing is predicted
+IGNORED = -100  # the label of a position where nothing is predicted
 _BELOW = -1e30
-_MAX_TOKENS = 100_000  # tokens of a continuation, where the model itself has no limit
+_MAX_TOKENS = 100_000  # of a continuation, for models without a limit
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Inputs, the answers held to be right, and the answers wanted instead (or None: any other)."""
+    """Inputs, the right answers (`labels`), and the wanted answers (`target`, None for any other).
+
+    `special` marks the special tokens, if the tokenizer did.
+    """
 
     task: Task
     inputs: Batch
     labels: Tensor
     target: Tensor | None
-    special: Tensor | None  # as the tokenizer marks them, where it did
+    special: Tensor | None
 
     @property
     def size(self) -> int:
@@ -51,7 +55,7 @@ class Question:
 
     @property
     def rows(self) -> int:
-        """Sequences that one example puts into the model."""
+        """The number of sequences of one example: its choices, or 1."""
         ids = self.inputs.get("input_ids")
         return ids.shape[1] if self.task == "choice" and ids is not None else 1
 
@@ -64,7 +68,7 @@ class Question:
         )  # fmt: skip
 
     def logits(self, model: Any) -> Tensor:
-        """(b, m, classes), in float32 or better."""
+        """The model's logits (b, m, classes), in float32 or float64."""
         if self.task != "causal":
             logits = model(**self.inputs, **_options(model, {"use_cache": False})).logits
             logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
@@ -73,29 +77,29 @@ class Question:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _last(self, model: Any) -> Tensor:
-        """The logits that predict the last m real tokens' successors, wherever padding is."""
+        """The logits at the last m real tokens, with padding on either side."""
         m = self.labels.shape[1]
         positions = last_real(self.inputs).unsqueeze(1) + torch.arange(
             1 - m, 1, device=self.labels.device
         )
         wanted, place = positions.unique(return_inverse=True)
-        # The vocabulary is large: logits are computed at the positions needed alone.
+        # The vocabulary is large, so logits are computed only where they are needed.
         options = _options(model, {"use_cache": False, "logits_to_keep": wanted})
         logits = model(**self.inputs, **options).logits
         index = place if "logits_to_keep" in options else positions
         return logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
     def margin(self, logits: Tensor, aim: int = 0) -> Tensor:
-        """Positive where the answer is not flipped; `aim` compares with that other class, by rank.
+        """The margin (b,), positive if the answer is not flipped.
 
-        0 is the best of the others.
+        Without a target it is against the other class of rank `aim`; rank 0 is the best.
         """
         wanted = self.labels if self.target is None else self.target
         valid = wanted != IGNORED
         index = wanted.clamp(min=0).unsqueeze(-1)
         chosen = logits.gather(-1, index).squeeze(-1)
         others = logits.scatter(-1, index, _BELOW)
-        # Ranks beyond the last class begin anew.
+        # Ranks beyond the last class start again from 0.
         aim = aim % max(1, logits.shape[-1] - 1) if self.target is None else 0
         other = others.topk(aim + 1, -1).values[..., aim] if aim else others.amax(-1)
         if self.target is None:
@@ -103,14 +107,14 @@ class Question:
         return (other - chosen).masked_fill(~valid, _BELOW).amax(-1)
 
     def surprise(self, logits: Tensor) -> Tensor:
-        """The cross-entropy of the labels, or minus that of the target: what an attack raises."""
+        """The loss that an attack raises: the labels' cross-entropy, or minus the target's."""
         sign = 1 if self.target is None else -1
         return -sign * self._log_probability(
             logits, self.labels if self.target is None else self.target
         )
 
     def confidence(self, logits: Tensor) -> Tensor:
-        """The probability of the labels, all m together."""
+        """The joint probability of the m labels."""
         return self._log_probability(logits, self.labels).exp()
 
     @staticmethod
@@ -140,7 +144,7 @@ def ask(
     target: Tensor | int | None = None,
     continuation: int = 1,
 ) -> Question:
-    """The question that `batch` puts to `model`; labels of a language model may be left out."""
+    """Return the question that `batch` asks `model`. A language model needs no labels."""
     task = _task(model, batch)
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
@@ -192,7 +196,7 @@ def _options(model: Any, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_real(inputs: Batch) -> Tensor:
-    """The position of the last token that is not padding."""
+    """Return the position of the last token that is not padding."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if mask is None:
         return torch.full((len(ids),), ids.shape[1] - 1, device=ids.device)
@@ -203,7 +207,10 @@ def last_real(inputs: Batch) -> Tensor:
 def _continued(
     model: Any, task: Task, inputs: Batch, special: Tensor | None, labels: Tensor | None, count: int
 ) -> tuple[Batch, Tensor | None, Tensor]:
-    """Inputs that hold the first m−1 tokens of the answer, and the answer: the labels or greedy."""
+    """Append the first m−1 tokens of the answer to the inputs, and return both.
+
+    The answer is the labels, or the model's greedy continuation.
+    """
     if count < 1:
         raise InputError(f"a continuation must have at least 1 token, got {count}")
     most, length = positions(model), inputs["input_ids"].shape[-1]
@@ -214,31 +221,33 @@ def _continued(
         )
     if count > _MAX_TOKENS:
         raise InputError(f"a continuation must have at most {_MAX_TOKENS:,} tokens, got {count}")
-    if task == "seq2seq":
-        inputs, own = _decoded(model, inputs, labels, count)
-        return inputs, special, own
-    inputs = _positioned(model, inputs)
-    given = None if labels is None else _shaped(
-        labels, len(inputs["input_ids"]), inputs["input_ids"].device, "labels"
-    )  # fmt: skip
+    ids = inputs["input_ids"]
+    if "decoder_input_ids" in inputs:
+        return inputs, special, _forced(model, inputs)
+    inputs = _positioned(model, inputs) if task == "causal" else _started(model, inputs)
+    given = None if labels is None else _shaped(labels, len(ids), ids.device, "labels")
     count = count if given is None else given.shape[1]
     answer: list[Tensor] = []
     for step in range(count):
-        question = Question("causal", inputs, inputs["input_ids"][:, :1], None, None)
         if given is None:
+            question = Question(task, inputs, ids[:, :1], None, None)
             with torch.no_grad():
-                answer.append(question.logits(model)[:, 0].argmax(-1))
+                answer.append(question.logits(model)[:, -1].argmax(-1))
         else:
             answer.append(given[:, step])
-        if step + 1 < count:
+        if step + 1 == count:
+            break
+        if task == "causal":
             inputs = _appended(inputs, answer[-1])
-            if special is not None:
-                special = torch.cat([special, torch.zeros_like(special[:, :1])], 1)
+            special = None if special is None else nn.functional.pad(special, (0, 1))
+        else:
+            decoded = torch.cat([inputs["decoder_input_ids"], answer[-1].unsqueeze(1)], 1)
+            inputs = {**inputs, "decoder_input_ids": decoded}
     return inputs, special, torch.stack(answer, 1)
 
 
 def _positioned(model: Any, inputs: Batch) -> Batch:
-    """Left padding shifts positions; models number them from the left end by default."""
+    """Add position ids to left-padded inputs, which the model would number from the padding."""
     mask = inputs.get("attention_mask")
     if mask is None or "position_ids" in inputs or bool(mask[:, 0].all()):
         return inputs
@@ -247,7 +256,7 @@ def _positioned(model: Any, inputs: Batch) -> Batch:
 
 
 def _appended(inputs: Batch, tokens: Tensor) -> Batch:
-    """One more token behind the last real one of each text."""
+    """Add a token after the last real token of each text."""
     after = last_real(inputs).unsqueeze(1) + 1
     grown: Batch = {}
     for name, value in inputs.items():
@@ -269,38 +278,28 @@ def _appended(inputs: Batch, tokens: Tensor) -> Batch:
     return grown
 
 
-def _decoded(model: Any, inputs: Batch, labels: Tensor | None, count: int) -> tuple[Batch, Tensor]:
-    config = model.config
-    ids = inputs["input_ids"]
-    forced = inputs.get("decoder_input_ids")
-    if forced is None:
-        start = config.decoder_start_token_id
-        if start is None:
-            start = config.pad_token_id if config.bos_token_id is None else config.bos_token_id
-        forced = ids.new_full((len(ids), 1), start)
-        given = None if labels is None else _shaped(labels, len(ids), ids.device, "labels")
-        steps = count if given is None else given.shape[1]
-        for step in range(steps - 1):
-            if given is None:
-                with torch.no_grad():
-                    token = (
-                        model(**{**inputs, "decoder_input_ids": forced}).logits[:, -1].argmax(-1)
-                    )
-            else:
-                token = given[:, step]
-            forced = torch.cat([forced, token.unsqueeze(1)], 1)
-    inputs = {**inputs, "decoder_input_ids": forced}
+def _started(model: Any, inputs: Batch) -> Batch:
+    """Add the token with which the decoder starts."""
+    config, ids = model.config, inputs["input_ids"]
+    start = config.decoder_start_token_id
+    if start is None:
+        start = config.pad_token_id if config.bos_token_id is None else config.bos_token_id
+    return {**inputs, "decoder_input_ids": ids.new_full((len(ids), 1), start)}
+
+
+def _forced(model: Any, inputs: Batch) -> Tensor:
+    """Return the model's predictions at all given decoder tokens."""
     with torch.no_grad():
         own = model(**inputs).logits.argmax(-1)
     mask = inputs.get("decoder_attention_mask")
-    return inputs, own if mask is None else own.masked_fill(mask == 0, IGNORED)
+    return own if mask is None else own.masked_fill(mask == 0, IGNORED)
 
 
 def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None) -> Tensor:
-    """The labels of a classifier's (or a multiple-choice model's) batch, all of them known.
+    """Return the labels of a batch for a classifier, with the model's answer where there is none.
 
-    An example without a label is held to be one that the model gets right: what is asked then is
-    not whether a right answer can be made wrong, but whether the answer can be changed.
+    For an example without a label the attack shows whether the answer can be changed, not whether a
+    right answer can be made wrong.
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}

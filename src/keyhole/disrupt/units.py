@@ -1,24 +1,23 @@
 """The units of a model on one batch: which exist, which may be cut, and how they are counted.
 
-A unit is one entry (site, head, query, key) of one attention matrix; a site is one attention call
-of a forward pass, a layer for most models. All units of an example stand in one vector, site after
-site, so that a mask is a row of booleans and a budget a sum over it.
+A unit is one entry (site, head, query, key) of an attention map. A site is one attention call of a
+forward pass, which is a layer for most models. One vector holds all units of an example, site after
+site, so a mask is a row of booleans and a budget is a sum over it.
 
-- A unit **exists** where the model itself attends: query and key are real tokens (no padding) and
-  the probability is not zero. Above the diagonal of a causal model nothing exists. These are "all
-  units", the denominator of a share: `layers·heads·n²` for an encoder and n tokens, special ones
-  included.
-- A unit is **free** (may be cut) where it exists and neither query nor key is special. A weaker
-  promise is to spare special keys only: nothing is hidden but words, yet [CLS] may be kept from
-  looking at some of them. The released code spares the first token alone, as query and as key, so
-  that [SEP] is cut like a word. The weakest promise spares nothing but padding.
-- The paper counts a head's units as `(n−1)²`: without the row and the column of the first token,
-  the very units that its code may cut. The same is done to causal and to cross attention, whose
-  counts are then `n(n−1)/2` and `(m−1)(n−1)`. It is the smaller number, so a share of it is a
-  share of all of them too.
+- A unit **exists** if the model itself attends there: query and key are real tokens (no padding)
+  and the probability is not zero. Above the diagonal of a causal model no unit exists. Shares are
+  relative to the existing units: `layers·heads·n²` for an encoder and n tokens, with special
+  tokens.
+- A unit is **free** (may be cut) if it exists and neither query nor key is special. Weaker options
+  spare special keys only (no words are hidden from [CLS], but it may be kept from looking at some),
+  the first token as query and as key (as in the released code, which cuts [SEP] like a word), or
+  nothing but padding.
+- The paper counts a head's units as `(n−1)²`, without the row and the column of the first token.
+  Causal and cross attention are counted in the same way, `n(n−1)/2` and `(m−1)(n−1)`. The count is
+  smaller than that of all units, so a share of it is at most the same share of all.
 
-Multiple choice puts several sequences of an example into the model: each is its own matrix.
-Windows (Swin) are sequences in that sense too.
+In multiple choice an example has several sequences, and each is its own matrix. Windows (Swin) are
+sequences in that sense too.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from keyhole.core.errors import InputError
 from keyhole.disrupt.tasks import Question
 from keyhole.models.masking import Site, Untouched, rewriting
 
-NEVER = torch.iinfo(torch.int32).max  # the step at which a unit goes that stays
+NEVER = torch.iinfo(torch.int32).max  # the step of a unit that is not cut
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one site's units lie in the vector: (rows, heads, queries, keys) from `start`."""
+    """The slice of the vector that holds a site's units (rows, heads, queries, keys)."""
 
     site: Site
     shape: tuple[int, int, int, int]
@@ -53,7 +52,7 @@ class Place:
 
 
 class Unit(NamedTuple):
-    """One unit; `sequence` is the choice or window that it lies in, 0 for most models."""
+    """One unit; `sequence` is the number of its choice or window, 0 for most models."""
 
     layer: int
     head: int
@@ -76,7 +75,7 @@ class Units:
         return self.places[-1].stop
 
     def at(self, values: Tensor, place: Place) -> Tensor:
-        """(…, units) -> (…, rows, heads, queries, keys) of one site."""
+        """Return the values of one site: (…, units) -> (…, rows, heads, queries, keys)."""
         return values[..., place.start : place.stop].unflatten(-1, place.shape)
 
     def part(self, indices: Tensor) -> Units:
@@ -85,12 +84,12 @@ class Units:
 
     @cached_property
     def head_of(self) -> Tensor:
-        """The number of the matrix that each unit belongs to, over all sites and sequences."""
+        """The index of each unit's matrix, over all sites and sequences."""
         return self._numbered(2)
 
     @cached_property
     def row_of(self) -> Tensor:
-        """The number of the softmax that each unit belongs to."""
+        """The index of each unit's row of the softmax."""
         return self._numbered(3)
 
     def _numbered(self, axes: int) -> Tensor:
@@ -105,7 +104,7 @@ class Units:
         return torch.cat(parts)
 
     def per_head(self, mask: Tensor) -> Tensor:
-        """How many units of a mask (b, units) lie in each head, (b, heads of all sites)."""
+        """Count the units of a mask (b, units) in each head, (b, heads of all sites)."""
         return torch.cat(
             [self.at(mask, place).sum((-1, -2)).flatten(1) for place in self.places], 1
         )
@@ -115,15 +114,15 @@ class Units:
 
     @property
     def head_units(self) -> Tensor:
-        """Units of each head as the paper counts them, (b, heads of all sites)."""
+        """The units of each head as the paper counts them, (b, heads of all sites)."""
         counts: list[Tensor] = []
         for place, (query, key) in zip(self.places, self.firsts, strict=True):
-            kept = self.at(self.exists, place) & ~_of_first(query, key, place.shape[2:])
+            kept = self.at(self.exists, place) & ~_first_row_and_column(query, key, place.shape[2:])
             counts.append(kept.sum((-1, -2)).flatten(1))
         return torch.cat(counts, 1)
 
     def each(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-        """A function of one site's matrices (b, rows, heads, queries, keys), for all sites."""
+        """Apply a function of one site's values (b, rows, heads, queries, keys) to all sites."""
         parts = [
             function(*(self.at(value, place) for value in values)).flatten(1)
             for place in self.places
@@ -131,7 +130,7 @@ class Units:
         return torch.cat(parts, 1)
 
     def named(self, mask: Tensor) -> tuple[Unit, ...]:
-        """The units of one example's mask (units,)."""
+        """List the units of one example's mask (units,)."""
         return tuple(
             Unit(place.site.index, head, query, key, row)
             for place in self.places
@@ -140,7 +139,7 @@ class Units:
 
 
 class FixedCuts(Untouched):
-    """Attention with these units (b, units) cut."""
+    """Cuts a fixed mask of units (b, units)."""
 
     def __init__(self, units: Units, cut: Tensor) -> None:
         self.units, self.mask = units, cut
@@ -150,7 +149,7 @@ class FixedCuts(Untouched):
 
 
 class Look(Untouched):
-    """Keeps the probabilities that came by."""
+    """Records the attention maps of a forward pass."""
 
     def __init__(self) -> None:
         self.maps: list[tuple[Site, Tensor]] = []
@@ -160,7 +159,7 @@ class Look(Untouched):
 
 
 def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
-    """Look at one clean pass: every site, its shape, and what the model attends to there."""
+    """Run one clean pass, and return the units of every site: which exist and which are free."""
     look = Look()
     with torch.no_grad(), rewriting(model, look):
         question.logits(model)
@@ -174,7 +173,7 @@ def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
         each = _rows(probabilities, question.size, site)
         places.append(Place(site, cast("Any", tuple(each.shape[1:])), start))
         start = places[-1].stop
-        query, key = _ends(site, sides, each)
+        query, key = _sides_of_site(site, sides, each)
         present = (each > 0) & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
         firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
         spared = torch.zeros_like(present)
@@ -183,14 +182,14 @@ def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
         if spare == "special":
             spared |= query.special[:, :, None, :, None]
         if spare == "first token":
-            spared |= _of_first(*firsts[-1], (each.shape[3], each.shape[4]))
+            spared |= _first_row_and_column(*firsts[-1], (each.shape[3], each.shape[4]))
         exists.append(present.flatten(1))
         free.append((present & ~spared).flatten(1))
     return Units(tuple(places), torch.cat(exists, 1), torch.cat(free, 1), tuple(firsts))
 
 
-def _of_first(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
-    """The row and the column (b, rows, 1, queries, keys) of the first tokens, (b, rows)."""
+def _first_row_and_column(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
+    """Select the row and column of the first query and key (b, rows): (b, rows, 1, q, k)."""
     rows, columns = (torch.arange(length, device=query.device) for length in size)
     row = (rows == query[..., None])[:, :, None, :, None]
     return row | (columns == key[..., None])[:, :, None, None, :]
@@ -206,14 +205,14 @@ def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """Positions of one side of the model, (b, rows, n): which are real, which special."""
+    """The tokens of the encoder or the decoder, (b, rows, n): which are real, which special."""
 
     real: Tensor
     special: Tensor
 
 
-def _ends(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Side]:
-    """The sides that a site's queries and keys come from."""
+def _sides_of_site(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Side]:
+    """Return the sides that a site's queries and keys come from."""
     decoder = "decoder" in sides and "encoder" not in site.name.split(".")
     query = sides.get("decoder" if decoder else "encoder")
     key = query if site.kind == "self" else sides.get("encoder")
@@ -222,7 +221,7 @@ def _ends(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Si
         shape = (*each.shape[:2], size)
         if side is not None and side.real.shape == shape:
             ends.append(side)
-        else:  # patches and windows: every position is real, none is special
+        else:  # patches and windows: every position is real and none is special
             ones = torch.ones(shape, dtype=torch.bool, device=each.device)
             ends.append(_Side(ones, ~ones))
     return ends[0], ends[1]
@@ -243,24 +242,24 @@ def _sides(model: Any, question: Question) -> dict[str, _Side]:
 def _side(
     model: Any, question: Question, ids_name: str, mask_name: str, special: Tensor | None
 ) -> _Side:
-    ids = _three(question.inputs[ids_name])
+    ids = _with_rows(question.inputs[ids_name])
     mask = question.inputs.get(mask_name)
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _three(mask) != 0
-    marked = _special(model, ids, real) if special is None else _three(special) != 0
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _with_rows(mask) != 0
+    marked = _guessed_special(model, ids, real) if special is None else _with_rows(special) != 0
     if ids_name == "decoder_input_ids":
-        marked[..., 0] = True  # the start token, whatever its number
+        marked[..., 0] = True  # the start token
     return _Side(real, marked)
 
 
-def _three(values: Tensor) -> Tensor:
+def _with_rows(values: Tensor) -> Tensor:
     return values if values.ndim == 3 else values.unsqueeze(1)
 
 
-def _special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
-    """Where the tokenizer did not say: the configuration's tokens, or an encoder's frame.
+def _guessed_special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+    """Guess the special tokens from the configuration, and for an encoder from the text's ends.
 
-    BERT's configuration does not know [CLS] and [SEP]. Its texts begin with the one and end with
-    the other, so the first token and every token like the last are spared.
+    BERT's configuration does not name [CLS] and [SEP]. Its texts begin with [CLS] and end with
+    [SEP], so the first token and every token equal to the last one count as special.
     """
     config = model.config
     names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
@@ -269,8 +268,8 @@ def _special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     known: list[int] = [number for value in listed for number in value if number is not None]
     marked = torch.isin(ids, torch.tensor(known, dtype=ids.dtype, device=ids.device))
     causal = getattr(config, "is_decoder", False) or "Causal" in type(model).__name__
-    framed = not (causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder)
-    if framed:
+    encoder = not (causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder)
+    if encoder:
         positions = torch.arange(ids.shape[-1], device=ids.device)
         first = real.int().argmax(-1, keepdim=True)
         last = (positions * real).amax(-1, keepdim=True)

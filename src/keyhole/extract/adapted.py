@@ -1,13 +1,13 @@
-"""The attack that fits a defence: the attacker knows what the server does, only not its weights.
+"""The attack that fits a defence: the attacker knows the defence, but not the weights.
 
-the server                  the attacker
-rounds, or adds noise       sends long tokens; intervals, then least squares over many probes,
-                            which averages errors out (tolerant.py)
-answers with labels         bisects (sign_only.py)
-shortens long tokens        sends shorter ones (ordinary_questions.py)
-refuses short sequences     writes them several times over (`Copied`)
-refuses unusual inputs,     asks like anybody else (ordinary_questions.py)
-all lengths but an odd one
+the server                             the attacker
+rounds, or adds noise                  sends long tokens, computes intervals, and averages
+                                       errors out by least squares (tolerant.py)
+answers with labels                    bisects (sign_only.py)
+shortens long tokens                   sends shorter ones (ordinary_questions.py)
+refuses short sequences                repeats them until they are long enough (`Copied`)
+refuses unusual inputs                 sends ordinary ones (ordinary_questions.py)
+refuses all lengths but one odd one    sends ordinary ones (ordinary_questions.py)
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.defences import Degradation, Wrapper
 from keyhole.oracle.protocol import Oracle, ask
 
-_INSIDE = 1 - 1e-9  # of a bound on norms, in spite of rounding
+_INSIDE = 1 - 1e-9  # share of a bound on norms that tokens use, because of rounding
 _LABELS = 1e-4  # the accuracy to which weights are bisected
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The attack on one head behind a `change` that is known, by its method and how it is asked.
+    """The attack on one head behind a known `change`: which method, and whether tokens are copied.
 
-    Inexact answers are asked for `repeats` times as often as there are unknowns.
+    If answers are inexact, there are `repeats` times as many queries as unknowns.
     """
 
     change: Degradation
@@ -53,7 +53,7 @@ class Adapted:
 
     @property
     def answer_error(self) -> float:
-        """How far an answer may be off, all in all."""
+        """The sum of all errors that an answer may have."""
         decimals = self.change.decimals
         rounding = 0.0 if decimals is None else 0.5 * 10.0**-decimals
         return (self.change.noise or 0.0) + (self.change.fresh_noise or 0.0) + rounding
@@ -62,7 +62,7 @@ class Adapted:
     def method(self) -> Method:
         change, error, seed = self.change, self.answer_error, self.seed
         least = change.min_tokens or 1
-        pair = 2 * math.ceil(least / 2)  # how long one is, written so often
+        pair = 2 * math.ceil(least / 2)  # the length of a pair that is repeated often enough
         ordinary = change.usual_norm is not None or pair > (change.max_tokens or pair)
         if ordinary and change.sign_only:
             return OrdinaryLabels(change.usual_norm, least, seed=seed)
@@ -80,20 +80,21 @@ class Adapted:
 
     @property
     def _copies(self) -> bool:
+        """Are tokens copied until a sequence is long enough?"""
         limited = self.change.min_tokens is not None or self.change.max_tokens is not None
         return limited and not isinstance(self.method, OrdinaryQuestions)
 
 
 class Copied(Wrapper):
-    """A server that takes `min_tokens` to `max_tokens` tokens, asked with shorter sequences too.
+    """Lets shorter sequences be sent to a server that takes `min_tokens` to `max_tokens` tokens.
 
-    A head does not see how often a whole sequence is written: c copies of each token share out the
-    attention that one had. It needs a target that adds no positions to its inputs.
+    Repeating a whole sequence does not change a head's answer: c copies of each token share the
+    attention that one had. The target must not add positions to its inputs.
     """
 
     def __init__(self, inner: Oracle, min_tokens: int, max_tokens: int | None = None) -> None:
         expect_count("min_tokens", min_tokens)
-        super().__init__(inner)  # another question, the same answer
+        super().__init__(inner)  # answers do not change, and neither does the identity
         self._min, self._max = min_tokens, max_tokens
 
     def __call__(self, sequences: Tensor) -> Tensor:

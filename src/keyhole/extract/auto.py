@@ -1,9 +1,9 @@
 """Chooses the method that applies from the target's answers to a few dozen queries.
 
-First it is found out how exact the answers are (arithmetic.py), and what the server does to its
-scores is undone (`find_link`). Answers in less than float64 are fitted within their own error
-(fitted.py), and so are those to tokens behind a norm. In exact answers each kind of target leaves a
-mark that a few of them show:
+First it measures how exact the answers are (arithmetic.py), then it finds and inverts the *link*,
+the function that a server applies to its scores (`find_link`). If answers are less exact than
+float64, or tokens pass a norm, the weights are fitted within the answers' error (fitted.py).
+Otherwise a few answers show the kind of target:
 
     vectors                                       an attention layer        FullOutput
     nothing but 0 and 1                           a threshold               SignOnly, FittedSigns
@@ -13,9 +13,9 @@ mark that a few of them show:
     logits that do not                            several heads             MultiHead
 
 For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ; for several it
-is a mixture, and generic δ show that. The choice is a guess with a reason: the judge decides. Where
+is a mixture, and generic δ show that. The choice is only a guess: the judge tests its result. If
 answers are inexact, or the first method finds that the target is of another kind, heads are fitted
-by least squares (fitted.py) before anybody calls the target safe.
+by least squares (fitted.py) before the target is called safe.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
-_FAR = 1e6  # length of tokens that are asked where shorter ones all have one answer
+_FAR = 1e6  # length of tokens that are sent if shorter ones all have one answer
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
-_NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
-_WIDEST = 128  # tokens that a fit is tried for,
-_WIDEST_SIGNS = 32  # and from one bit at a time
+_NEARLY_FLAT = 0.02  # relative change of answers that the ε of a norm may cause
+_WIDEST = 128  # largest dimension of tokens for which a fit is tried
+_WIDEST_SIGNS = 32  # the same if answers are signs
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
-_COARSE = 1e-5  # of the answers: errors beyond which nothing is read number by number
+_COARSE = 1e-5  # relative error of answers beyond which all weights are fitted together
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -80,9 +80,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How exact the answers are, and what may then be expected of a method and its result.
+    """How exact the answers are, and the tolerances that follow for a method and its result.
 
-    `precision` is the relative error of an answer, `absolute` what it may be off by besides;
+    `precision` is the relative error of an answer, `absolute` the absolute error on top of it;
     `plain` says that no link had to be undone.
     """
 
@@ -116,7 +116,7 @@ class Arithmetic:
 
     @property
     def linear(self) -> float:
-        """How far from a linear piece answers may lie that are on it."""
+        """How far from a linear piece an answer may lie and still count as on it."""
         return 1e-12 if self.exact else max(1e-9, 16 * self.precision)
 
     @property
@@ -127,9 +127,9 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and what in the answers speaks for it; `fallbacks` where that turns out wrong.
+    """A method, and what in the answers speaks for it; `fallbacks` follow if it fails.
 
-    `link` is what the server does to its scores.
+    `link` is the function that the server applies to its scores.
     """
 
     kind: Kind
@@ -168,8 +168,8 @@ class Auto(Method):
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        # Behind a link an answer may say nothing of its score, and a short format ends early: norms
-        # in float32 are NaN for long tokens.
+        # A saturated link hides the score, and a short format overflows: norms in float32 are NaN
+        # for long tokens.
         limited = choice.link is not None or choice.arithmetic.rounded
         failed = limited and result.status is Status.ORACLE_FAILED
         inexact = result.status is Status.INEXACT
@@ -196,7 +196,7 @@ class Auto(Method):
         )
 
     def _asked_again(self, result: Extraction, early: Witness, choice: Choice) -> Extraction:
-        """The first answers of all once more: the target must be the one that was looked at."""
+        """Ask the very first questions again: the target must not have changed since."""
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
@@ -244,7 +244,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     precision, absolute = measured_errors(oracle, first[:1], pairs[:1], seen)
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     noisy = absolute > 0 and decimals is None
-    if decimals is not None:  # rounding hides how fine the arithmetic is, and is worse
+    if decimals is not None:  # rounding is coarser than the arithmetic, and hides it
         precision, absolute = digits(seen), 0.5 * 10.0**-decimals
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
         fit = Fitted(precision=max(precision, 1e-14), answer_error=absolute, seed=seed)
@@ -277,7 +277,7 @@ def _choice(
 ) -> Choice:  # fmt: skip
     """The choice among kinds, once the link is undone; `odd` if f([−x]) = −f([x])."""
     accepted = arithmetic.accepted
-    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
+    # If a link such as a sigmoid is nearly saturated, scores have fewer digits than answers.
     unbounded = not isinstance(view, Undone) or view.link.name == "identity"
     precision = max(arithmetic.precision, 1e-14 if unbounded else 1e-8)
     answer_error = arithmetic.absolute if unbounded else 0.0
@@ -287,8 +287,8 @@ def _choice(
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer; a feed-forward
-        # layer behind it a block, whose answers are as long as a token.
+        # With biases, a residual, a norm or positions it is a checkpoint's sub-layer; with a
+        # feed-forward layer behind it is a block, whose answers have the dimension of a token.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
         if pairs.shape[-1] == view.dim:
             whole = (TransformerBlock, TransformerBlocks)
@@ -315,6 +315,7 @@ def _choice(
         fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
     others = () if fit is None else (fit,)
     if arithmetic.plain and arithmetic.absolute:
+        # "no more" ends the sentence about decimals or errors that `choose` begins.
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
         return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others)
     if arithmetic.rounded and fit is not None:
@@ -332,10 +333,10 @@ def _choice(
 
 
 def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
-    """More than one layer of attention alone?
+    """Does the target have several layers, of attention alone?
 
-    Answers are then linear in single tokens and odd; and of one layer, with or without a residual,
-    `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s.
+    Attention alone gives answers that are linear in single tokens and odd. If it is one layer, with
+    or without a residual, `s·(y([sx + δ/s ; sx]) − y([sx]))` is also the same for every s.
     """
     y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
     pair, long = torch.stack([x + delta, x]), torch.stack([2 * x + delta / 2, 2 * x])
@@ -347,7 +348,7 @@ def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
-    """Answers to longer tokens, where a target takes them: rounding may hide shorter ones'."""
+    """Answers to longer tokens, if the target takes them: rounding may hide what short ones do."""
     try:
         return torch.cat([seen[:1], ask(oracle, _FAR * tokens.unsqueeze(1))])
     except (OracleError, InputError):
@@ -355,7 +356,7 @@ def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
 
 
 def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
-    """Is a token eight times as long the same to the target, as behind a norm?"""
+    """Does a token eight times as long get the same answer, as behind a norm?"""
     signs = alone.view(-1, 2)
     off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
     flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
@@ -382,35 +383,35 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
     return False
 
 
-# What a server does to its scores, found out from answers to single tokens.
+# Finds the link, the function that a server applies to its scores, from answers to single tokens.
 #
-# Behind no link, every kind of target is linear or piecewise linear along a ray of single tokens:
-# with y(t) the answer to [t·a], y(2) − y(0) = 2·(y(1) − y(0)), and the same for −a. Behind a
-# sigmoid, a tanh or a softmax that holds for the answers once they are undone, and for nothing
-# else, as soon as the answers are large enough to bend: tokens are made longer until what is
-# missing exceeds what errors of the answers can do to the scores, for all links but one. y(0) is
-# the offset, and y(1) + y(−1) = 2y(0) where nothing but heads is behind the answers.
+# The scores of every kind of target are linear along a ray of single tokens: with y(t) the score of
+# [t·a], y(2) − y(0) = 2·(y(1) − y(0)), and the same for −a. So the inverse of the right link
+# (identity, sigmoid, tanh or softmax) gives scores that satisfy this, and the inverse of a wrong
+# one does not, once tokens are long enough for the link to bend. They are made longer until all
+# links but one violate it by more than the errors of the answers explain. y(0) is the offset, and
+# y(1) + y(−1) = 2y(0) if the target consists of heads alone.
 
 _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
 _RAYS = 3
 _TRIES = 16
-_FURTHER = 16.0  # times longer, where answers do not differ yet
-_BEYOND = 3.0  # times what errors of the answers explain: what refutes a link
+_FURTHER = 16.0  # factor on the length of tokens while answers do not differ yet
+_BEYOND = 3.0  # a link is refuted beyond this multiple of what errors of the answers explain
 _ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A link, and whether answers are odd once it is undone."""
+    """A link, and whether scores are odd, up to their offset."""
 
     link: Link
     odd: bool
 
 
 def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0) -> Found:
-    """The link that makes answers along rays add up.
+    """The link whose inverse makes answers linear along rays.
 
-    Answers are off by a share `precision` of themselves and by `absolute`.
+    `precision` is the relative error of an answer, `absolute` its absolute error.
     """
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
     rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
@@ -421,7 +422,7 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
         try:
             flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
-            break  # longer tokens than it takes
+            break  # the target refuses tokens as long as these
         answers = _by_ray(flat)
         if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
             break  # saturated
@@ -445,7 +446,7 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
         if len(names) < 2 and spread > 8 * error.max():
             break
         scale *= 2 if spread > 8 * error.max() else _FURTHER
-    if not names:  # no link makes it add up: a target of another kind
+    if not names:  # no link makes answers linear: a target of another kind
         none = Link("identity", torch.zeros((), dtype=torch.float64))
         return Found(none, odd["identity"])
     best = names[0]
@@ -459,7 +460,7 @@ def _by_ray(flat: Tensor) -> Tensor:
 
 
 def _possible(name: str, answers: Tensor) -> bool:
-    """Can answers come from behind this link? The zero token's is well inside of its range."""
+    """Are answers in the range of this link, and is the zero token's score finite?"""
     labels = bool(((answers == 0) | (answers == 1)).all())
     if name == "identity" or labels:
         return name == "identity"
@@ -485,13 +486,13 @@ def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
 
 
 def _beyond(off: Tensor, allowed: Tensor) -> bool:
-    """Is anything off by more than errors explain, where these are finite?"""
+    """Is anything off by more than its error explains, where both are finite?"""
     known = off.isfinite() & allowed.isfinite()
     return bool((off.abs() > _BEYOND * allowed)[known].any())
 
 
 def _offset(name: str, answers: Tensor) -> Tensor:
-    """The scores of the zero token: of its one position, where every token answers."""
+    """The scores of the zero token; if every token answers, those of its only position."""
     zero = undone(name, answers)[0, 0]
     while zero.ndim > 1:
         zero = zero[0]

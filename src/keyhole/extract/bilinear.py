@@ -7,7 +7,7 @@
 
 Departures, all for precision:
 
-- Scale. The logit loses a factor 1/(α(1−α)), and a tiny one drowns in rounding. Tokens are
+- Scale. The logit magnifies errors by 1/(α(1−α)), and a tiny one drowns in rounding. Tokens are
   scaled by `s` so that the largest |δᵀWx| seen comes out near 1; the first few queries find `s`.
   An answer whose error bound exceeds `_PRECISION` of the largest entry is asked again at the
   scale known by then. That costs nothing when W is of ordinary size.

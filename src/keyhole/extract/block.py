@@ -581,7 +581,7 @@ class _Undone:
         # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
         epsilon = self.epsilon * d / e
         left = max(epsilon / _LENGTH**2, 1e-12)
-        return replace(plain, epsilon=epsilon, asking=math.sqrt(e * (1 - left)))
+        return replace(plain, epsilon=epsilon, last_norm=math.sqrt(e * (1 - left)))
 
     def block(self, layer: SubLayer) -> Block:
         """With the attention that its answers show."""
@@ -606,9 +606,9 @@ class _Undone:
         """All numbers of attention at once, where `_polished` would not take as many."""
         around = self.surroundings()
         numbers = sum(getattr(attention, name).numel() for name in attention.NAMES)
-        if around.asking is None or numbers <= 4 * _MOST:
+        if around.last_norm is None or numbers <= 4 * _MOST:
             return attention
-        sequences = Sequences.drawn(attention, stream, around.asking)
+        sequences = Sequences.drawn(attention, stream, around.last_norm)
         sums = around.answer(sequences.tokens) + around.b
         return fitted_heads(attention, sequences, sums, lambda added: added, self.device, stream)
 

@@ -49,11 +49,11 @@ from keyhole.extract.bilinear import ask_scores, lengths
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
-    Behind,
+    IsolatedHeads,
     Rays,
     Rows,
+    leak_probes,
     mask_others,
-    pull,
     read_logits,
     starting_with,
 )
@@ -307,11 +307,11 @@ class Columns:
     ) -> None:
         reach = _REACH * lengths(lines.g) / lengths(rays.g).unsqueeze(1)
         masks = mask_others(lines, rays.line, rays.sign, reach, stream, rays.other_values())
-        self._behind = Behind(oracle, masks.D, rays.v0)
+        self._isolated = IsolatedHeads(oracle, masks.D, rays.v0)
         self._rays = rays
         d = len(v)
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
-        self._tokens = asking_tokens(self._behind, lines, rays, v, step, stream)
+        self._tokens = asking_tokens(self._isolated, lines, rays, v, step, stream)
         self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
         self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
@@ -373,7 +373,7 @@ class Columns:
         used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
         owner, rows = rays.unsqueeze(1).expand_as(used)[used], deltas[used]
         asked = read_logits(
-            self._behind, self._rays, tokens.x[some], tokens.base[some], rows, owner
+            self._isolated, self._rays, tokens.x[some], tokens.base[some], rows, owner
         )
         if bool(asked.isnan().any()):
             raise BadToken(Status.MISMATCH, "an isolated gate answers outside its range")
@@ -417,24 +417,29 @@ class Columns:
 
 
 def asking_tokens(
-    behind: Behind, lines: Lines, rays: Rays, v: Tensor, step: float, stream: torch.Generator
+    isolated: IsolatedHeads,
+    lines: Lines,
+    rays: Rays,
+    v: Tensor,
+    step: float,
+    stream: torch.Generator,
 ) -> Tokens:
     """x_j as far from x_0 as every mask allows, each proven by the answer at δ = 0."""
     count, d = rays.g.shape
     size = float(lengths(rays.x))
     B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
     B[0] = rays.x / size
-    pulls = pull(lines, rays.line, rays.g, rays.V, stream)
+    pulls = leak_probes(lines, rays.line, rays.g, rays.V, stream)
     many = pulls.shape[1]
     rows, owner = pulls.reshape(-1, d), torch.arange(count).repeat_interleave(many)
 
     def answers(x: Tensor) -> Tensor:
-        return behind.grid(x, rows, owner).view(len(x), count, many)
+        return isolated.grid(x, rows, owner).view(len(x), count, many)
 
     origin = answers(rays.x.unsqueeze(0))
     shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(lengths(rays.V).max())
-    noise = 2e-14 * values * (lengths(behind.D).amax(1) + size)
+    noise = 2e-14 * values * (lengths(isolated.D).amax(1) + size)
     inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if many > 1 else 2e-14)  # of own values
     noise = noise + inexact * values * lengths(pulls).amax(1)
     eta = torch.full((d,), step * size, dtype=torch.float64)

@@ -1,37 +1,41 @@
 """An attention sub-layer of a real checkpoint: biases, residual, norm, positions (ours).
 
 The target is `y` of oracle/sub_layer.py: several heads that may share keys and values, biases,
-rotary positions, an RMS norm in front, the input added behind. Nothing of this is assumed; numbers
-of heads, widths, ε and frequencies show in the answers. Only the last token's vector is used.
+rotary positions, an RMS norm in front, the input added behind. None of these is assumed: the
+number of heads, widths, ε and frequencies are read from answers. Only the last token's vector is
+used.
 
-What can be known. The same function has many parameters:
+Many parameters give the same function:
 - `V_g → V_g T`, `O_h → T⁻¹ O_h` for any invertible T, and `K_g → K_g T`, `Q_h, q_h → Q_h T⁻ᵀ,
   q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex number for each
   plane;
-- weights sum to 1, so a bias of the values is one of the output, `b + Σ_h (v_h O_h)`; and a bias of
-  the keys adds one number to all scores of a query, which the softmax does not see (without rotary
-  positions);
+- weights sum to 1, so a bias of the values equals one of the output, `b + Σ_h (v_h O_h)`; and a
+  bias of the keys adds one number to all scores of a query, which the softmax cancels (without
+  rotary positions);
 - a norm's gain is part of Q, K and V; 1/√k is part of Q; the order of heads is free.
-A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
+A sub-layer is recovered up to these, as `unknowns` numbers (oracle/sub_layer.py).
 
 A head's *gate* is its weight on the first token of `[x + δ ; x]`: the logistic function of a score,
-different for every head. Answers for one δ and many x are the gates times δM_h, so that a fit
-separates the heads. The first δ at which it does is the *anchor*. The stages, in queries:
+different for every head. With `M_h = V_h O_h`, answers for one δ and many x are sums of gates times
+δM_h, so a fit separates the heads. The first δ for which the fit succeeds is the *anchor*. The
+stages, with s heads that share keys:
 
-    open_surroundings      norm, ε, residual connection, b              a few
-    read_total             Σ_h M_h = Σ_h V_h O_h, from single tokens    d + 1
-    find_anchor, read_vectors   the row space of each M_h               5/4·k·(H + 12), some dozens
-    strengthened           x with larger scores, where a norm bounds tokens   d
-    read_factors           scores of all heads from one answer: keys from 9/8·k/s or more x,
-                           queries at d + 1 points                      2·d/s and more; 3(d + 1)
+    stage               what it reads                                    queries
+    open_surroundings   norm, ε, residual connection, b                  a few
+    read_total          Σ_h M_h, from single tokens                      d + 1
+    find_anchor         the first vector δM_h of each head               some dozens
+    read_vectors        the row space of each M_h                        5/4·k·(H + 12)
+    strengthened        x with larger scores, if a norm bounds tokens    d
+    read_factors        keys, from the scores of 9/8·k/s or more x       2·d/s or more
+                        queries, at d + 1 points                         3(d + 1)
 
-with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over
-the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, 3.6 times. Tokens so long that all
-gates are 0 or 1, which separate heads elsewhere (heads/far_field.py), do not exist behind a norm.
+At least (unknowns / numbers in an answer) queries are needed. MiniLM (d = 384, H = 12) takes 2.1
+times as many, SmolLM2 (d = 576, s = 3, H = 9) 3.6 times. heads/far_field.py separates heads by
+tokens so long that all gates are 0 or 1; behind a norm there are none.
 
-Limits. The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of
-their size: the solves in a row cost six to eight digits. A LayerNorm behind the sub-layer, as BERT
-has it, removes the mean and the length of every answer; such a target is refused.
+The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of their
+size, because the chain of solves costs six to eight digits. A LayerNorm behind the sub-layer, as in
+BERT, removes the mean and the length of every answer; such a target is refused.
 """
 
 from __future__ import annotations
@@ -63,15 +67,15 @@ from keyhole.extract.sub_layer_values import (
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
 
-_AXES = 6  # of the subspace that points come from
-_OPEN = (0.75, 0.92)  # the range of |tanh(z/2)| = |2·gate − 1| that is aimed at, on average
+_AXES = 6  # the dimension of the subspace from which points are drawn
+_OPEN = (0.75, 0.92)  # the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
 _SCALES = 16
 _PAIRS = 3
-_SHORTER = -1 / 8  # with positions all tokens are reach^this times as long, x no longer than δ
+_SHORTER = -1 / 8  # with positions, all tokens are scaled by reach to this power, x like δ
 _FAINT = 0.5  # scores below this, on average, cost too many digits
-_BOUND = 0.67  # of the norm's radius: the sum of two such orthogonal tokens is inside
-_WIDEST = 0.95  # of the radius, for one token
-_INWARDS = 0.45  # the length of δ over that of the last token, where the latter is prescribed
+_BOUND = 0.67  # share of the norm's radius: two such orthogonal tokens have their sum inside
+_WIDEST = 0.95  # share of the radius, for one token
+_INWARDS = 0.45  # the length of δ relative to the last token, if the latter is prescribed
 _SCORES = 0.7  # the size of scores at which logarithms of weights lose least
 
 
@@ -83,7 +87,7 @@ class AttentionSubLayer(Method):
     tolerance: float = 1e-8
 
     def expected_queries(self, dim: int) -> int | None:
-        """For heads that fill the width and share nothing."""
+        """An estimate for heads that fill the width and share no keys."""
         return 7 * dim
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
@@ -96,7 +100,7 @@ class AttentionSubLayer(Method):
 def read_attention(
     view: Surroundings, stream: torch.Generator, total: Tensor | None = None, reach: float = 1.0
 ) -> SubLayer:
-    """The sub-layer, once norm, residual and b are known; `total` is Σ_h M_h, where it is known.
+    """Read the sub-layer, given norm, residual and b; `total` is Σ_h M_h, if it is known.
 
     Without a norm x may be `reach` times longer than δ and keys, which makes scores larger.
     """
@@ -104,18 +108,18 @@ def read_attention(
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
-    if view.asking is not None:
-        length = _INWARDS * view.asking
+    if view.last_norm is not None:
+        length = _INWARDS * view.last_norm
     positions = _positions_matter(view, length, stream)
-    if view.asking is None:
-        # With positions, scores of x with itself count: all tokens are shorter instead.
+    if view.last_norm is None:
+        # With positions, the score of x with itself counts, so all tokens are made shorter instead.
         share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
         length = share * _fitting_length(view, total, length, reach, stream)
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
     scores = float(anchor.scores.square().mean().sqrt())  # of random directions
-    bounded = view.asking is not None or length >= _BOUND * view.radius
+    bounded = view.last_norm is not None or length >= _BOUND * view.radius
     if scores < _FAINT and bounded:
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
@@ -123,7 +127,7 @@ def read_attention(
     probe = replace(probe, view=view, total=total)
     values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(probe, stream)
     stronger = _SCORES / max(2 * scores, 1e-3)
-    length = length * (math.sqrt(stronger) if view.asking is None else stronger)
+    length = length * (math.sqrt(stronger) if view.last_norm is None else stronger)
     reader = Reader(view, values.of_heads, values.O, total, positions)
     length = min(length, _WIDEST * view.radius)
     factors = read_factors(reader, values.groups, length, reach, stream)
@@ -133,7 +137,7 @@ def read_attention(
 def _fitting_length(
     view: Surroundings, total: Tensor, length: float, reach: float, stream: torch.Generator
 ) -> float:
-    """The length of δ at which most gates of `[x + δ ; x]` are neither near ½ nor 0 or 1."""
+    """The length of δ at which most gates of `[x + δ ; x]` are not near 0, ½ or 1."""
     length /= math.sqrt(reach)
     most = _BOUND * view.radius
     for _ in range(_SCALES):
@@ -143,7 +147,7 @@ def _fitting_length(
         forward, backward = (
             view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
         )
-        # Σ_h tanh(z_h/2)·δM_h next to Σ_h δM_h
+        # the size of Σ_h tanh(z_h/2)·δM_h relative to Σ_h δM_h
         ratio = float((forward + backward).norm() / (forward - backward).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3
@@ -157,7 +161,7 @@ def _fitting_length(
 def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
     """Does an answer change if a key moves by one position?"""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
-    x = x if view.asking is None else x * view.asking / length
+    x = x if view.last_norm is None else x * view.last_norm / length
     near, further = view.answer(
         torch.stack([torch.stack([0 * x, key, x]), torch.stack([key, 0 * x, x])])
     )
@@ -192,21 +196,21 @@ def _described(model: SubLayer) -> str:
     return ", ".join(parts)
 
 
-# Queries and keys of every head: a low-rank factor from a few rows, the other by linear solves.
+# Reads queries and keys of every head: keys by a low-rank factorisation, queries by linear solves.
 #
 # Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that stands m places
-# before x (rotary positions; else R = 1). Scores of a few x with a basis of keys, each at a place
-# of its own, are a matrix of rank k for all heads that share keys together; its right factor is
-# all κ, up to a k×k matrix. Then every other x takes two or three queries, whose scores with some
-# keys are linear in its q.
+# before x (rotary positions; else R = 1). For all heads that share keys, the scores of a few x with
+# a basis of keys, each at its own place, are one matrix of rank k; its right factor gives all κ, up
+# to a k×k matrix. Then every other x takes two or three queries, whose scores with some keys are
+# linear in its q.
 
-# For each dimension of the scores, x in the first step and keys in the second; with positions more,
-# since errors of the planes grow with every solve.
+# How many x (first step) and keys (second step) are used for each of the k dimensions. With
+# positions there are more, since errors of the planes grow with every solve.
 _ROWS, _ROWS_TURNED = 9 / 8, 3 / 2
 _KEYS, _KEYS_TURNED = 9 / 8, 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
-_RANK = 1e-6
-_GROWN = 1e5  # or this much more than the noise of answers
+_RANK = 1e-6  # singular values below this share of the largest count as noise,
+_GROWN = 1e5  # and so do those below this multiple of the answers' precision
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A few x, a basis of keys in blocks, and the scores of both (len(xs), H, d)."""
+    """A few x, a basis of keys in blocks, and the scores of x with keys (len(xs), H, d)."""
 
     reader: Reader
     xs: Tensor
@@ -235,7 +239,7 @@ class _Rows:
         return torch.cat([torch.arange(size, 0, -1.0) for size in sizes]).to(torch.float64)
 
     def shifted(self, gap: int, keys: int) -> Tensor:
-        """Scores of the first so many keys, each `gap` places further in front of x."""
+        """Scores of at least the first `keys` keys, each `gap` places further in front of x."""
         blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(
             self.reader.keys
         )
@@ -245,9 +249,9 @@ class _Rows:
 def read_factors(
     reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
 ) -> Factors:
-    """With keys of norm `length` and x of `reach` times that, or of the prescribed norm."""
+    """Read Q, q and K with keys of norm `length`; x is `reach` times longer, or as prescribed."""
     (d, k), positions = reader.values.shape[1:], reader.positions
-    longer = reader.view.asking or reach * length
+    longer = reader.view.last_norm or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
     xs = reader.moderate(longer * random_orthogonal(d, stream)[: min(count, d)], stream)
@@ -270,7 +274,7 @@ def read_factors(
 def _keys_of(
     rows: _Rows, moved: list[Tensor], group: list[int], k: int, noise: float
 ) -> tuple[Tensor, Planes | None]:
-    """κ of every key at x's own place (d, k), and the planes in which places turn it."""
+    """κ of every key at x's own place (d, k), and the planes in which positions rotate it."""
     left, sizes, right = torch.linalg.svd(rows.scores[:, group].flatten(0, 1), full_matrices=False)
     if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
         raise Unsuccessful(
@@ -317,18 +321,18 @@ def _read_queries(
     return Q, q
 
 
-# Rotary positions found out: the planes in which places turn keys, and by how much.
+# Finds rotary positions: the planes in which they rotate keys, and the frequencies.
 #
 # Keys κ known up to a k×k matrix A, at one place and again m places further on, satisfy
 #
 #     κ_m = κ·ρ_m,    ρ_m = A⁻¹ R_m A,
 #
 # so ρ_m is similar to a rotation: its eigenvalues are e^{±imθ_f} and its eigenvectors the planes.
-# What is left of A is one complex number for each plane, and that commutes with all positions: it
-# goes into the queries. One step tells fast planes apart, a long one those that hardly turn.
+# What is left of A is one complex number for each plane, which commutes with all positions and goes
+# into the queries. A step of one place separates fast planes, a long step those that hardly turn.
 
-_WEIGHT = 0.7  # of the long step next to the short one, so that all eigenvalues differ
-_TURN = 1e-3  # how far from length 1 an eigenvalue of a rotation may be computed
+_WEIGHT = 0.7  # of the long step relative to the short one, so that all eigenvalues differ
+_TURN = 1e-3  # how far the modulus of a rotation's computed eigenvalue may be from 1
 
 
 @dataclass(frozen=True)
@@ -342,7 +346,7 @@ class Planes:
         return keys @ self.basis
 
     def turned(self, coordinates: Tensor, places: Tensor) -> Tensor:
-        """Keys so many places in front of where they are: R_{−m} of each row (n, k)."""
+        """Keys moved to earlier places: R_{−m} applied to each row (n, k), with m from `places`."""
         angles = places.unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), -angles.sin()
         x, y = coordinates.chunk(2, 1)
@@ -350,7 +354,7 @@ class Planes:
 
 
 def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -> Planes:
-    """Planes from keys (n, k) and the first of them `steps` places further in front."""
+    """Planes from keys (n, k) and, for each of two `steps`, the first keys that much earlier."""
     short, long = (least_squares(keys[: len(part)], part) for part in moved)
     values, vectors = torch.linalg.eig(short + _WEIGHT * long)
     values, vectors = values[values.imag != 0], vectors[:, values.imag != 0]
@@ -360,7 +364,7 @@ def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "places change the scores otherwise than rotary positions do"
         )
-    # Keys turn by −θ for every place that they are further in front; of each pair, that one.
+    # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate pair.
     once = -turns[0].angle() / steps[0]
     first = once > 0
     once, vectors = once[first], vectors[:, first]
@@ -377,25 +381,25 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
     return (vectors.conj() * images).sum(0) / (vectors.conj() * vectors).sum(0)
 
 
-# Scores of every head from one answer, once its values are known.
+# Reads the scores of every head from one answer, once the values are known.
 #
-# The sequence `[0 ; w_1 ; … ; w_p ; 0 ; … ; 0 ; x]` makes the last token answer with
+# For the sequence `[0 ; w_1 ; … ; w_p ; 0 ; … ; 0 ; x]` the last token's answer is
 #
 #     Σ_h (Σ_j a_hj·w_j + a_h·x) M_h,    a_hj = e^{z_hj}/(c + e^{s_h} + Σ_j e^{z_hj}),
 #
-# c the number of zero tokens, whose score and value are 0. The answer is m numbers, so that as many
-# as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
-# c/(…), so logarithms give the scores z_hj of the keys. Those of x with itself may be anything.
+# where c is the number of zero tokens, whose score and value are 0. An answer has m numbers, so a
+# linear solve gives the weights of all heads at once if H(p + 1) ≤ m. One minus a head's weights is
+# c/(…), so logarithms give the scores z_hj of the keys, whatever the score s_h of x with itself is.
 #
 # Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the answer is
-# `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, whatever the length of x, and x's own weight is what is left.
+# `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, however long x is, and x's weight is one minus the others.
 #
-# All heads are solved for together, and not one by one after a projection onto the space that each
-# writes into: those spaces are independent but nearly meet (the output projection of SmolLM2's
-# first block has condition 4e4), the values of half as many tokens do not.
+# All heads are solved for together, and not one by one after a projection onto the row space of
+# each M_h: those spaces are independent but nearly meet (the output projection of SmolLM2's first
+# block has condition 4e4), while the values of half as many tokens are well separated.
 
-_FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
-_ALONE = 0.997  # a weight of x in [0 ; x] above this: other weights are too small to measure
+_FULL = 0.6  # share of the weights that an answer could determine: the last ones cost many digits
+_ALONE = 0.997  # if the weight of x in [0 ; x] exceeds this, others are too small to measure
 _AGAIN = 8  # rounds in which points are replaced
 
 
@@ -406,7 +410,7 @@ class Reader:
     view: Surroundings
     values: Tensor
     outputs: Tensor
-    total: Tensor  # of what [x] answers
+    total: Tensor  # Σ_h M_h, so that [x] answers x·total
     positions: bool
 
     @property
@@ -416,20 +420,20 @@ class Reader:
 
     @property
     def keys(self) -> int:
-        """How many keys a sequence should hold at most."""
+        """The most keys that a sequence should hold."""
         heads, k, m = self.outputs.shape
         return max(1, math.floor(_FULL * min(k, m / heads)) - (not self.added))
 
     def _written(self, tokens: Tensor) -> Tensor:
-        """`t M_h` of tokens (n, d): (n, H, m)."""
+        """`t M_h` for tokens t (n, d): (n, H, m)."""
         return torch.einsum(
             "nhk,hkm->nhm", torch.einsum("nd,hdk->nhk", tokens, self.values), self.outputs
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
-        """z (len(xs), H, p), with `gap` zero tokens between the keys and x.
+        """Scores z (len(xs), H, p), with `gap` zero tokens between the keys and x.
 
-        Where keys are added to x, scores are relative to that of x with itself.
+        If keys are added to x, scores are relative to that of x with itself.
         """
         (p, d), heads = keys.shape, len(self.outputs)
         if self.added:
@@ -457,11 +461,11 @@ class Reader:
         return _logarithms(weights, rest / (1 + gap))
 
     def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
-        """The points; where their norm is prescribed, without those that saturate a head.
+        """The points, of which those that saturate a head are replaced if the norm is prescribed.
 
-        One query for each, `[0 ; x]`: a point with a weight above `_ALONE` is replaced.
+        One query for each, `[0 ; x]`, shows whether a weight exceeds `_ALONE`.
         """
-        length, points, new = self.view.asking, points.clone(), torch.arange(len(points))
+        length, points, new = self.view.last_norm, points.clone(), torch.arange(len(points))
         for _ in range(_AGAIN):
             if length is None or not len(new):
                 break
@@ -477,7 +481,7 @@ class Reader:
         return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
-        """The same for one key, where an answer determines one weight of a head but not two.
+        """Scores of one key, if an answer determines one weight of each head but not two.
 
         `[0 ; x]` gives the logistic function of s_h, `[w ; x]` that of z_h − s_h.
         """
@@ -498,7 +502,7 @@ class Reader:
 
 
 def _logarithms(weights: Tensor, rest: Tensor) -> Tensor:
-    """Scores: logarithms of weights over `rest`, the weight of a token whose score is 0."""
+    """Scores, as logarithms of weights over `rest`, the weight of a token with score 0."""
     if not bool((weights > 0).all() & (rest > 0).all()):
         raise Unsuccessful(
             Status.MISMATCH, "the answers leave the range that attention weights allow"

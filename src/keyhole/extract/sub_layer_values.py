@@ -59,7 +59,7 @@ class LostSum(KeyholeError):
 class Surroundings:
     """A sub-layer to be asked with the tokens t that its attention sees; the last one answers.
 
-    `asking` is the length of the last token, where answers can be used for one length only.
+    `last_norm` is the norm of the last token, where answers can be used for one length only.
     """
 
     oracle: Oracle
@@ -68,7 +68,7 @@ class Surroundings:
     residual: bool = False
     every_token: bool = False
     causal: bool = False
-    asking: float | None = None
+    last_norm: float | None = None
     precision: float = 1e-11  # of answers, relative
     # Where answers to more than two tokens are no sums: what others add to the last one's, from
     # tokens and the span of rows that it is in
@@ -202,9 +202,9 @@ class Probe:
         """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
-        if self.view.asking is not None:
+        if self.view.last_norm is not None:
             xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
-            return self.view.asking * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
+            return self.view.last_norm * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
         xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
         signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
@@ -217,7 +217,7 @@ class Probe:
         if near is not None:
             near = near - self.subspace.mT @ (self.subspace @ near)
             delta = delta - near * (near @ delta) / (near @ near)
-        elif self.view.asking is not None:
+        elif self.view.last_norm is not None:
             delta = normalize(delta, dim=0) - self.subspace[0]
         return self.length * delta / torch.linalg.vector_norm(delta)
 
@@ -316,7 +316,7 @@ def _anchored(
     # κ of points in more dimensions, which part the gates better: from τ and −τ, or τ/2.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
-    other = -1 if probe.view.asking is None else 0.5
+    other = -1 if probe.view.last_norm is None else 0.5
     both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, other * tau)])
     z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
     if not bool(torch.isfinite(z).all()):
@@ -333,13 +333,13 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     in the gates at many points, which follow from the values at δ; κ is noise here. Where points
     have one length, they stay around the subspace's first axis.
     """
-    d, kept = probe.view.dim, probe.subspace[: int(probe.view.asking is not None)]
+    d, kept = probe.view.dim, probe.subspace[: int(probe.view.last_norm is not None)]
     basis = random_orthogonal(d, stream)
     basis[: 1 + len(kept)] = torch.cat([kept, anchor.delta[None]])
     basis = torch.linalg.qr(basis.mT)[0].mT[1 + len(kept) :]
     points = probe.length * basis
-    if probe.view.asking is not None:
-        points = probe.view.asking * normalize(kept + basis, dim=1)
+    if probe.view.last_norm is not None:
+        points = probe.view.last_norm * normalize(kept + basis, dim=1)
     rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1)) - points @ probe.total
     gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
     along = torch.logit(gates)

@@ -6,7 +6,7 @@ and differences to the reference do not depend on what the others have. With k =
 is sampled, and its log-probability is as it was (oracle/completions.py). With k = 0 there are no
 log-probabilities: which of two raised tokens is sampled, at temperature 0, is one bit, the sign of
 ℓ_i − ℓ_j + t for biases that differ by t, and bisecting t measures the difference. Without a bias
-the sampled token says ℓ_i ≥ ℓ_j of unknown states, which every width allows: no rank follows.
+sampled tokens give only inequalities ℓ_i ≥ ℓ_j, which any width satisfies: no rank follows.
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit: the
 smallest that lifts the tokens is used, and more for a token that the others leave a probability of
@@ -40,7 +40,7 @@ _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used
 _TOGETHER = 64  # rows whose questions are asked at once: several servers may share them
 _BIASES = (16.0, 32.0, 64.0, 128.0)
-_FURTHER = 48.0  # more for tokens of no probability: less than what they are behind the reference
+_FURTHER = 48.0  # more bias for tokens of zero probability, too little to pass the reference
 _RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
 _FIRMLY = 60.0  # raised above all other tokens; a bias may be 100, as OpenAI has it
 _REFERENCE = 16.0  # more, for the reference
@@ -191,7 +191,7 @@ class ChosenTokens:
                 return
             if tried == _SET_ASIDE:
                 break
-        shown = "" if self._top == 1 else ", or does not show it: top = 1 needs that no more"
+        shown = "" if self._top == 1 else ", or does not show it: with top = 1 it need not"
         raise Unsuccessful(
             Status.NOT_APPLICABLE, f"raised tokens do not come back: it takes no bias{shown}"
         )

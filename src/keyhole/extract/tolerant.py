@@ -1,28 +1,31 @@
 """One head from answers that are off by up to ±τ, with the error of the result proved (ours).
 
 After Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if every
-answer is within τ of the truth, probes that keep the logit where it is Lipschitz give W to
-accuracy ε for τ polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
+answer is within τ of the truth, probes whose α stays away from 0 and 1 give W to accuracy ε for
+τ polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
 
     v_i = f([e_i]) ± τ;   α = (f([x+δ ; x]) − vᵀx) / vᵀδ;   δᵀWx = logit(α ± error of α).
 
 tolerant_as_published.py has the theorem as it stands. Departures:
 
 - The error is not the theorem's worst case. Each answer gives an interval for one bilinear form
-  δᵀWx, and intervals are computed with throughout (quotient, logit, linear solve), so `guarantee`
-  follows from the answers themselves. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤
-  B) and `margin` (η) make intervals narrower. Rounding is added to first order.
-- Amplification. The error of α is τ/|vᵀδ|, so δ is made t times longer and x t times shorter: the
-  logit stays the same, the error of α falls by t. So rounding protects only together with a bound
-  on the norm of tokens; `max_norm` states one, and t is the largest that it allows. Without it
-  t = τ/ε, beyond which rounding by the oracle (`precision`, ε) exceeds τ. v is read with t as well.
+  δᵀWx, and every later step (quotient, logit, linear solve) uses interval arithmetic, so
+  `guarantee` follows from the answers themselves. ‖v‖ ≤ 1 is not needed, since v is read first.
+  `bound` (‖W‖ ≤ B) and `margin` (η) make intervals narrower. Floating-point rounding widens them,
+  to first order.
+- Probes are amplified. The error of α is τ/|vᵀδ|, so δ is made t times longer and x t times
+  shorter: the logit stays the same, the error of α falls by t. So a server that rounds its answers
+  is protected only if it also bounds the norm of tokens. `max_norm` states that bound, and t is the
+  largest that it allows. Without it t = τ/`precision`: beyond that the oracle's floating-point
+  error exceeds τ. v is read with t as well.
 - Probes have a large component along v (bilinear.py), and each is sent alone as well: vᵀδ is then
-  known to τ/‖δ‖, √d times better than from the entries of v. d² + 2d queries, and a few for scale.
+  known to τ/‖δ‖, √d times better than from the entries of v. This takes d² + 2d queries, and a few
+  that find the scale of the probes.
 - `repeats` measures everything again with other probes, and intersects the intervals. This helps
-  also where the oracle makes the same error whenever it is asked the same. Estimates are
-  averaged, or up to 1,200 unknowns (`refine`) fitted to all answers by least squares, which is
-  for random errors; either way the result is moved into the proved intervals.
-- What is assumed is tested: the judge asks every query twice more, with the sequence repeated two
+  even if the oracle repeats its error whenever a query is repeated. Estimates are averaged; with
+  `refine`, up to 1,200 unknowns are fitted to all answers by least squares instead, which reduces
+  random errors. Either way the result is moved into the proved intervals.
+- The assumption is tested: the judge asks every query twice more, with the sequence repeated two
   and three times, to which a head gives the same answer. If answers are more than 2τ apart, one of
   them is not within τ, and nothing is called proved.
 """
@@ -46,7 +49,7 @@ from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
+_EXACT = 1e-8  # relative error on fresh queries up to which a model counts as exact
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
 _FITTED = 1200  # unknowns up to which all answers are fitted at once
 
@@ -60,9 +63,9 @@ class Tolerant(Method):
     margin: float | None = setting(None, "no |v_i| lies between 0 and this")
     max_norm: float | None = setting(None, "tokens may not be longer than this")
     precision: float = setting(
-        torch.finfo(torch.float64).eps, "relative, of the target's arithmetic; 6e-8 for float32"
+        torch.finfo(torch.float64).eps, "relative precision of the target; 6e-8 for float32"
     )
-    repeats: int = setting(1, "times that everything is measured, with other questions")
+    repeats: int = setting(1, "how often everything is measured, each time with other probes")
     refine: bool = setting(True, "fit all answers by least squares in the end")
     seed: int = 0
 
@@ -95,7 +98,7 @@ class Tolerant(Method):
         return f"every answer is within ±{self.tolerance:g} of one head{more}"
 
     def reach(self, signal: float = 1.0) -> float:
-        """The norm of tokens that are sent: of longer ones the rounding of an answer exceeds ±τ."""
+        """The norm of tokens that are sent; for longer ones rounding would exceed τ."""
         ample = max(1.0, self.tolerance / (self.precision * signal))
         return ample if self.max_norm is None else min(ample, _WITHIN * self.max_norm)
 
@@ -113,7 +116,7 @@ class Tolerant(Method):
             try:
                 forms.measure(stream, None if number == 0 else state.W)
             except BudgetExhausted:
-                state.partly(forms, probes)
+                state.add_incomplete(forms, probes)
                 yield state.step()
                 raise
             state.add(forms, probes)
@@ -123,7 +126,7 @@ class Tolerant(Method):
 
 
 class _State:
-    """What all rounds so far have proved (v, W as intervals), and everything that was answered."""
+    """What all rounds so far have proved (v, W as intervals), and all answers."""
 
     def __init__(self, method: Tolerant, d: int) -> None:
         self._method = method
@@ -135,7 +138,7 @@ class _State:
         self.W = Interval.unknown(d, d, bound=method.bound)
 
     def read_values(self, oracle: Oracle, basis: Tensor) -> None:
-        """v in an orthonormal basis: d queries of length one."""
+        """Read v in an orthonormal basis, with d sequences of one token."""
         along = self._ask_alone(oracle, basis, self._method.reach())
         v = Interval.around(basis.mT @ along.middle, basis.abs().mT @ along.radius)
         self._values.append(v.middle)
@@ -158,7 +161,7 @@ class _State:
             )
 
     def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
-        """The probes, read alone for vᵀδ, and what is needed to measure δᵀWx with them."""
+        """Send each probe alone for vᵀδ, and prepare to measure δᵀWx with them."""
         deltas = probes.deltas
         deltas = deltas / torch.linalg.vector_norm(deltas, dim=1, keepdim=True)
         v, method = self.v, self._method
@@ -182,8 +185,8 @@ class _State:
         self._estimates.append(middle)
         self._known = middle.numel()
 
-    def partly(self, forms: Forms, probes: ProbeBasis) -> None:
-        """An estimate from the complete columns, if there is none yet; it has no guarantee."""
+    def add_incomplete(self, forms: Forms, probes: ProbeBasis) -> None:
+        """Estimate W from the complete columns, if there is no estimate yet; nothing is proved."""
         if self._estimates:
             return
         columns = forms.interval.finite.all(0)
@@ -224,7 +227,7 @@ class _State:
         inverse = probes.solve(torch.linalg.vector_norm(probes.deltas, dim=1).diag())
         W = inverse @ forms.interval.middle @ forms.X
         d = len(W)
-        # Scores, their exponentials and this solve are rounded; to first order, with |Ŵ| for |W|.
+        # Rounding of scores, their exponentials and this solve, to first order, by the estimate W.
         rounding = (
             (4 * d + 16) * self._method.precision * forms.deltas.abs() @ W.abs() @ forms.X.abs().mT
         )

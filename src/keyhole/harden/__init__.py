@@ -1,6 +1,6 @@
-"""Training against attacks on attention (docs/disrupt.md), one module per defence; extra `models`.
+"""Training against attacks on attention (docs/disrupt.md). It needs the extra `models`.
 
-A defence is a frozen dataclass of hyperparameters; `train` trains with it, and so does any loop
+A defence is a frozen dataclass of hyperparameters. `train` trains with it, and so does any loop
 that differentiates its `losses`.
 """
 

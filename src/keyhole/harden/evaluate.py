@@ -1,21 +1,23 @@
-"""What a model withstands: clean accuracy, every attack, and masks that it did not help to choose.
+"""Evaluate a model's robustness: clean accuracy, and flips by attacks and by independent masks.
 
-The attacks are HackAttend's (arXiv 2402.16470). A model that was
-trained on masks may have learnt to read the label off a mask, or to hide its gradients: the attack
-then fails, and nothing was gained. So two more kinds of masks are tried:
+The attacks are HackAttend's (arXiv 2402.16470). They may fail for a wrong reason: a model that was
+trained on masks may have learnt to read the label from a mask, or to hide its gradients. So two
+more kinds of masks are tried, which the model has not influenced:
 
-- **Transferred.** The units that an attack found on another model, for the same sentences; counted
-  over the examples that both models get right, for only these have a mask.
-- **Wrong label.** t is a random class other than the predicted one: wrong wherever the model is
-  right, and drawn without the labels. `lowered` cuts what lowers the confidence in t most, as if t
-  were the label, with the whole budget: an honest model gets surer of its answer, one that reads
-  labels off masks says t. `raised` cuts what leads to t, with HackAttend's search for a target.
+- **Transferred.** The units that an attack found on another model, for the same texts. Only
+  examples that both models get right have such a mask.
+- **Wrong label.** t is a random class other than the predicted one, so it is wrong wherever the
+  model is right, and the labels are not used. `lowered` cuts the units that lower the confidence in
+  t most, as if t were the label, with the whole budget. A robust model becomes surer of its answer;
+  a model that reads labels from masks answers t. `raised` cuts the units that lead to t, with
+  HackAttend's targeted search.
 
-Beside what attacks found stands, where asked for, what no attack can do: the share of answers that
-is certified of the model smoothed over masks (smoothing.py).
+If requested, the share of answers that is certified for the model smoothed over masks
+(smoothing.py) is also measured. It bounds what any attack can do.
 
-Flips are counted over the examples that the model gets right, and by the judge (disrupt/judge.py)
-where the masks come from a HackAttend. `lowered` cuts at least one unit a head, as in training.
+Flips are counted over the examples that the model gets right. The judge (disrupt/judge.py) counts
+them if the masks come from a HackAttend. `lowered` cuts at least one unit in each head, as in
+training.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ from keyhole.models.masking import rewriting
 
 @dataclass(frozen=True)
 class Measured:
-    """Flips among the examples that were tried; `queries` of one example, `seconds` of all.
+    """Flips among the examples that were tried, with the mean queries and the total seconds.
 
-    `share` is the mean share of all units that the flips took, where the judge counted it.
+    `share` is the mean share of all units that was cut for a flip, if the judge counted it.
     """
 
     examples: int
@@ -67,10 +69,9 @@ class Measured:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation(Result):
-    """`accuracy` over `examples`; the rest over the first of them that were attacked.
+    """`accuracy` over all `examples`, and flips over those that were attacked.
 
-    `disruptions` holds the outcomes behind `attacks`, for pictures and as a donor; files leave it
-    out.
+    `disruptions` holds the outcomes of `attacks`, for pictures and for transfers; it is not saved.
     """
 
     accuracy: float
@@ -86,7 +87,7 @@ class Evaluation(Result):
     kind: ClassVar[str] = "evaluation"
 
     def figures(self) -> dict[str, float]:
-        """Accuracy, and the share of right answers that each kind of mask flips."""
+        """Return the accuracy, and the share of right answers that each kind of mask flips."""
         kinds = (("", self.attacks), ("masks found on ", self.transferred),
                  ("wrong label ", self.wrong_label))  # fmt: skip
         flips = {
@@ -112,7 +113,7 @@ class Evaluation(Result):
 
 
 def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:
-    """The attacks that every model is tried with; `changes` are for all of them."""
+    """Return the attacks that every model is tried with; `changes` apply to all of them."""
     return {
         "stronger": HackAttend.strongest(share, **changes),
         "as released": HackAttend.as_released(share, **changes),
@@ -136,11 +137,11 @@ def evaluate(
     keep: Callable[[Evaluation], object] | None = None,
     track: Track = untracked,
 ) -> Evaluation:
-    """Clean accuracy on all examples, everything else on the first `attacked` of them.
+    """Measure clean accuracy on all examples, and everything else on the first `attacked`.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels; without it there are none. `smoothing` votes over masks. `keep` is handed what is known
-    after each part, so that a run that is stopped has not been for nothing.
+    labels. `smoothing` votes over masks. `keep` receives the results so far after each part, so
+    that they survive an interruption.
     """
     started = time.perf_counter()
     everything = Batches(model, tokenizer, examples, batch_size, max_length)
@@ -181,14 +182,14 @@ def attack(
     model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
     batch_size: int = 64, max_length: int | None = 128,
 ) -> Disruption:  # fmt: skip
-    """An attack in batches of texts of like length; the outcomes in the examples' order."""
+    """Attack examples in batches of similar length; outcomes are in the order of the examples."""
     return Batches(model, tokenizer, examples, batch_size, max_length).attack(method)
 
 
 def transferred(batches: Batches, donor: Disruption) -> Measured:
-    """The donor's units cut here, whether they flipped the donor or not."""
+    """Cut the units that an attack chose on another model, whether they flipped it or not."""
     if getattr(batches.tokenizer, "padding_side", "right") != "right":
-        raise InputError("pad on the right: otherwise units of another batch are shifted")
+        raise InputError("the tokenizer must pad on the right: otherwise the units are shifted")
     started, flips, count = time.perf_counter(), 0, 0
     method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}
@@ -196,7 +197,7 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
         question = ask(batches.model, batch, labels)
         units = survey(batches.model, question, spare=method.spare)
         cut = torch.stack([_mask(units, cuts.get(example.id, ())) for example in part])
-        cut = cut.to(units.free.device) & units.free  # what is not there cannot be cut
+        cut = cut.to(units.free.device) & units.free
         limits = budget(units, method.share, method.scope, method.least)
         verdict = judge(batches.model, question, units, cut, limits, method.batch)
         has = torch.tensor([example.id in cuts for example in part], device=labels.device)
@@ -207,20 +208,20 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
 
 
 def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
-    """The inverse of `Units.named`, (units,)."""
+    """Return the mask (units,) of a list of units: the inverse of `Units.named`."""
     mask = torch.zeros(units.total, dtype=torch.bool)
     for unit in cut:
         place = units.places[unit.layer] if unit.layer < len(units.places) else None
         inside = (unit.sequence, unit.head, unit.query, unit.key)
         shape = () if place is None else place.shape
         if place is None or any(index >= size for index, size in zip(inside, shape, strict=True)):
-            raise InputError(f"the donor must have the same layers and heads: {unit} is not here")
+            raise InputError(f"the donor must have the same layers and heads: there is no {unit}")
         units.at(mask, place)[inside] = True
     return mask
 
 
 def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
-    """Masks that lower the confidence in a wrong label, as if it were the right one."""
+    """Measure masks that lower the confidence in a wrong label, as if it were right."""
     started, flips, count = time.perf_counter(), 0, 0
     for part, batch, labels in batches:
         before = batches.predicted(batch)
@@ -235,9 +236,9 @@ def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
 
 
 def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cuts:
-    """The cuts themselves: the labels are nowhere near."""
+    """Cut the units that lower the confidence in the `wrong` labels; the labels are not used."""
     made, cuts = AttackMasks(share=method.share, rounds=_rounds(method)), Cuts()
-    with torch.enable_grad(), rewriting(model, cuts), _followed(model):
+    with torch.enable_grad(), rewriting(model, cuts), _with_gradients(model):
         scores = partial(logits, model, batch)
         ranked = cuts.gradients(cuts.look(scores), wrong)
         made.attack(scores, cuts, ranked, wrong, tokens(batch))
@@ -245,13 +246,13 @@ def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cut
 
 
 def _rounds(method: HackAttend) -> int:
-    """How often units are ranked again; once, where the schedule is greedy."""
+    """Return how often units are ranked: once if the schedule is greedy."""
     return method.schedule.rounds if isinstance(method.schedule, Rerank) else 1
 
 
 @contextmanager
-def _followed(model: Any) -> Generator[None]:
-    """Maps have gradients even where all weights are frozen: the embeddings ask for them."""
+def _with_gradients(model: Any) -> Generator[None]:
+    """Let the embeddings require gradients, so that maps have them even if weights are frozen."""
     weights = list(model.get_input_embeddings().parameters())
     before = [weight.requires_grad for weight in weights]
     try:
@@ -264,7 +265,7 @@ def _followed(model: Any) -> Generator[None]:
 
 
 def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
-    """Masks that lead to a wrong label; the search is given the prediction, not the label."""
+    """Measure masks that lead to a wrong label; the search gets the prediction, not the label."""
     started = time.perf_counter()
     flips, count, queries, share = 0, 0, 0, 0.0
     for part, batch, labels in batches:
@@ -281,7 +282,7 @@ def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
 
 
 def wrong_labels(model: Any, batch: Batch, part: Sequence[Example], seed: int) -> Tensor:
-    """A random class other than the predicted one for each example, the same in any batch."""
+    """Draw a class other than the predicted one for each example, independent of its batch."""
     with torch.no_grad():
         scores = logits(model, batch)
     steps: list[int] = []

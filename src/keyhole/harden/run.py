@@ -1,4 +1,4 @@
-"""`keyhole harden` as a function: measure, train with each seed, save, measure again."""
+"""Run `keyhole harden` as a function: measure, train with each seed, save, measure again."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
 from keyhole.models.loading import Task, class_names, expect_names, load_config, save, task_of
 
-MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
+MOST_CLASSES = 65_536  # of a new head, where each class has a name and a row of weights
 CARD = "hardening.json"
-_FLIPS = 50  # answers to flip by default
-_BATCH_SIZE = 16  # examples that are attacked at once: few, so that the bar moves
+_FLIPS = 50  # examples to attack by default
+_BATCH_SIZE = 16  # of attacks; small, so that the progress bar moves
 
 
 def run(
@@ -68,18 +68,21 @@ def run(
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
 
-    `model` is a folder, a name on the hub or `demo`; one without a head gets a new one. `data` is a
-    file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`). The
-    trained model goes to the folder `out`, with a card (hardening.json) that is written as it
-    grows; of several `seeds`, each has a folder inside. `method` is a name of the registry, with
-    its hyperparameters as `options`, or a defence of your own; before it the
-    model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
-    model is a running mean of the weights, of which each step keeps so much. `dev` is a file
-    on which accuracy is measured, and the flips of its first `flips` examples (50 by default),
-    before and after. With `certify` also how many of those answers no cut of k units changes, when
-    the model votes over the masks that S-Attend trains it with (see smoothing.py).
-    `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
-    A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
+    `model` is a folder, a name on the hub or `demo`; a model without a head gets a new one. `data`
+    is a file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`).
+
+    `method` is a name of the registry with its hyperparameters as `options`, or your own defence.
+    `plain_first` is the share of the steps before it in which the model is trained plainly.
+    `average` is the decay of a running mean of the weights, which becomes the trained model.
+
+    The trained model is saved in the folder `out`, or with several `seeds` in one folder for each
+    inside it, with a card (hardening.json) that is updated after each part. A folder of another
+    run, or of a finished one, is refused without `force`. `checkpoint` is a folder for the last
+    epoch, from which an interrupted run continues.
+
+    On the examples of the file `dev`, accuracy is measured before and after, and flips of the first
+    `flips` (50 by default). `certify` also measures how many of those answers no cut of k units
+    changes, if the model votes over the masks of its training with S-Attend (smoothing.py).
     """
     counts = {
         "--flips": flips, "--seeds": seeds, "--epochs": epochs, "batch": batch,
@@ -115,20 +118,20 @@ def run(
         "epochs": epochs, "rate": learning_rate, "batch": batch, "max_length": max_length,
         "amp": amp, "average": average,
     }  # fmt: skip
-    course = _Course(
-        str(model), chosen, held_out, flips or _FLIPS, method, settings, Path(out), device,
-        allow_pickle, None if checkpoint is None else Path(checkpoint), track, smoothing,
-    )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
     )
     if not force:
         expect_unfinished(Path(out), card)
-    return course.run(range(seed, seed + seeds), card)
+    course = _Course(
+        card, chosen, held_out, flips or _FLIPS, method, Path(out), allow_pickle,
+        None if checkpoint is None else Path(checkpoint), track, smoothing,
+    )  # fmt: skip
+    return course.run(range(seed, seed + seeds))
 
 
 def smoothing_of(method: Defence) -> Smoothing:
-    """The vote over the masks that this defence trains with, exact."""
+    """Return the exact vote over the masks that a defence trains with."""
     if not (isinstance(method, SAttend) and method.mode == "unit" and method.emptied):
         raise InputError(
             "--certify needs a model that learns to answer under masks: give --method sattend "
@@ -138,7 +141,7 @@ def smoothing_of(method: Defence) -> Smoothing:
 
 
 def expect_writable(out: Path, model: str) -> None:
-    """Refuse a folder before hours of training, not after; nothing is written yet."""
+    """Raise if a model cannot be saved in this folder, before hours of training."""
     expect_folder(out)
     if out.exists() and any(out.iterdir()) and not (out / CARD).exists():
         raise InputError(f"choose a new folder, or one that this command made, not {out}")
@@ -147,7 +150,7 @@ def expect_writable(out: Path, model: str) -> None:
 
 
 def expect_folder(folder: Path) -> None:
-    """A folder that is there, or that can be made."""
+    """Raise if a folder is not writable and cannot be made."""
     try:
         os.lstat(folder)
     except FileNotFoundError:
@@ -164,13 +167,13 @@ def expect_folder(folder: Path) -> None:
 
 
 def expect_unfinished(out: Path, card: Hardening) -> None:
-    """A folder of this command's may be continued by the same run, but not overwritten."""
+    """Raise if a folder holds a finished run or another run; the same run may continue."""
     if not (out / CARD).exists():
         return
     earlier = Hardening.load(out / CARD)
     if earlier.finished:
         raise InputError(f"{out} holds a trained model already: give --force to replace it")
-    fix = "choose another folder, or give --force to replace what is in it"
+    fix = "choose another folder, or give --force to replace its contents"
     expect_same_run(out, _run_of(card), _run_of(earlier), fix)
 
 
@@ -181,42 +184,40 @@ def _run_of(card: Hardening) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Course:
-    """One model's training with each seed, and what is measured before and after it."""
+    """The training of a model with each seed, and the measurements before and after."""
 
-    model: str
+    card: Hardening  # without results
     examples: list[Example]
     held_out: list[Example]
     flips: int
     defence: Defence
-    settings: dict[str, Any]
     out: Path
-    device: str
     allow_pickle: bool
     checkpoint: Path | None
     track: Track
     smoothing: Smoothing | None
 
-    def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
-        """Train, save and measure; the card is written as it grows."""
+    def run(self, seeds: Sequence[int]) -> Hardening:
+        """Train, save and measure with each seed; write the card after each part."""
         loaded, has_head = self._loaded(seeds[0])
         parts = len(seeds) + (len(seeds) + has_head if self.held_out else 0)
         overall, done = self.track("harden", parts), itertools.count(1)
         overall(0)
         with threads_for(largest_matrix(loaded.model)):
-            before = self._measured(loaded, "before", card.seed) if has_head else None
+            before = self._measured(loaded, "before") if has_head else None
             if before is not None:
                 overall(next(done))
-            card = replace(card, identity=loaded.identity, before=before)
+            card = replace(self.card, identity=loaded.identity, before=before)
             for seed in seeds:
                 part = "" if len(seeds) == 1 else f"seed-{seed}"
                 if seed != seeds[0]:
                     loaded, _ = self._loaded(seed)
                 trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
                 overall(next(done))
-                # First: whoever is stopped from here on may come again.
+                # Before the model is saved, so that an interrupted run can be started again.
                 self._write(replace(card, runs=(*card.runs, trained)))
                 save(loaded, self.out / part)
-                after = self._measured(loaded, f"after {part}".strip(), card.seed, before)
+                after = self._measured(loaded, f"after {part}".strip(), before)
                 if after is not None:
                     overall(next(done))
                 card = replace(card, runs=(*card.runs, replace(trained, after=after)))
@@ -226,8 +227,8 @@ class _Course:
         return card
 
     def _loaded(self, seed: int) -> tuple[Loaded, bool]:
-        """The model, and whether it has a trained head: one that has none gets a new one."""
-        name = folder_of(self.model)
+        """Load the model and return whether it has a trained head; otherwise it gets a new one."""
+        name = folder_of(self.card.model)
         task: Task = "choice" if self.examples[0].choices else "classification"
         has_head = task_of(name) == task
         count = max(example.label for example in self.examples) + 1
@@ -236,7 +237,7 @@ class _Course:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             loaded = load_model(
-                name, task=task, device=self.device, allow_pickle=self.allow_pickle,
+                name, task=task, device=self.card.device, allow_pickle=self.allow_pickle,
                 new_head=None if has_head else count,
             )  # fmt: skip
         classes = loaded.model.config.num_labels
@@ -249,8 +250,8 @@ class _Course:
     def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
         training = train(
             loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
-            device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
-            progress=self.track(f"training {part}".strip()), **self.settings,
+            device=self.card.device, checkpoint=self.checkpoint and self.checkpoint / part,
+            progress=self.track(f"training {part}".strip()), **self.card.settings,
         )  # fmt: skip
         loaded.model.requires_grad_(False)
         if training.reason:
@@ -258,14 +259,15 @@ class _Course:
         return training
 
     def _measured(
-        self, loaded: Loaded, when: str, seed: int, before: Evaluation | None = None
+        self, loaded: Loaded, when: str, before: Evaluation | None = None
     ) -> Evaluation | None:
-        """Accuracy over all examples held out, and every kind of mask on the first few.
+        """Evaluate the model on the held-out examples, or return None if there are none.
 
-        Once trained, also with masks that the model did not help to choose.
+        A trained model is also tried with masks that it has not influenced.
         """
         if not self.held_out:
             return None
+        seed = self.card.seed
         attacks = standard(seed=seed)
         more: dict[str, Any] = {}
         if when != "before":
@@ -278,7 +280,7 @@ class _Course:
 
         return evaluate(
             loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=seed, batch_size=_BATCH_SIZE, max_length=self.settings["max_length"],
+            seed=seed, batch_size=_BATCH_SIZE, max_length=self.card.settings["max_length"],
             track=track, smoothing=self.smoothing, **more,
         )  # fmt: skip
 
@@ -292,10 +294,7 @@ class _Course:
 
 @dataclass(frozen=True)
 class Trained:
-    """One seed: the folder of its model inside the output, what training cost, what it withstands.
-
-    `after` is None where it was not measured, or not yet.
-    """
+    """One seed's folder in the output, its training, and its evaluation, if it was measured."""
 
     seed: int
     folder: str
@@ -305,10 +304,10 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class Hardening(Result):
-    """The settings, each seed's training, the figures before and after: hardening.json.
+    """The card of a run (hardening.json): settings, each seed's training, and the evaluations.
 
-    `identity` is the model's before training, `before` what it withstood then. The card
-    is written as it grows; `finished` says that it grows no more.
+    `identity` and `before` are those of the model before training. The card is written after each
+    part, and `finished` is True in the last version.
     """
 
     model: str
@@ -329,11 +328,11 @@ class Hardening(Result):
 
     @property
     def after(self) -> tuple[Evaluation, ...]:
-        """What was measured of each seed's model."""
+        """The evaluations of the trained models."""
         return tuple(trained.after for trained in self.runs if trained.after is not None)
 
     def evaluations(self) -> dict[str, Evaluation]:
-        """What was measured, by what people call the models."""
+        """The evaluations by a description of the model."""
         before = {} if self.before is None else {"the model before training": self.before}
         several = len(self.runs) > 1
         return before | {

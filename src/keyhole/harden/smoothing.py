@@ -1,26 +1,29 @@
 """A certificate by smoothing over masks: no cut of k units, anywhere, changes the vote.
 
-Ours; after randomised ablation (Levine and Feizi, arXiv 1911.09272), on units of attention instead
-of pixels. Let U be the units of a text that may be cut, f(K) the class that the model gives when
-only K ⊆ U is kept (a query that keeps nothing contributes zero), and g the class that most f(K) are
-for. A cut of A ⊆ U makes f(K ∖ A) of f(K), which is the same wherever K and A do not meet.
+Ours, after randomised ablation (Levine and Feizi, arXiv 1911.09272), on units of attention instead
+of pixels. Let U be the units of a text that may be cut. Let f(K) be the model's answer if only the
+units K ⊆ U are kept (a query that keeps none contributes zero), and g the most frequent answer over
+random K. An attack that cuts A ⊆ U changes f(K) to f(K ∖ A), which is the same if K and A are
+disjoint.
 
-- **random**: every unit is in K with probability ρ, independently. K meets A with probability
-  `Δ = 1 − (1 − ρ)^|A|`, so no P(f = c) moves by more, and g = c stands for every A of k units if
+- **random**: each unit is in K with probability ρ, independently. K and A intersect with
+  probability `Δ = 1 − (1 − ρ)^|A|`, so no P(f = c) changes by more. g = c is certified for every A
+  of k units if
 
       P(f = c) − P(f = j) > 2Δ(k)    for all j ≠ c            (two classes: P(f = c) > ½ + Δ)
 
-  A first tenth of the masks chooses c, the others bound the probabilities by Clopper and Pearson's
-  intervals, all at once at `confidence` (Bonferroni; of two classes one bound says both).
-- **partition**: U is divided at random into B = 1/ρ parts and K is each of them in turn. A meets at
-  most k parts, so k of B votes change at most, and g = c stands if `N_c − N_j > 2k` for all j ≠ c.
-  Exact, for a division that everybody may know, in B passes. At most (B − 1)/2 units.
+  A first tenth of the masks chooses c. The others bound the probabilities by Clopper and Pearson's
+  intervals, jointly at `confidence` (Bonferroni; with two classes one bound is enough).
+- **partition**: U is divided at random into B = 1/ρ parts, and K is each part in turn. A intersects
+  at most k parts, so at most k of B votes change. g = c is certified if `N_c − N_j > 2k` for all
+  j ≠ c. This is exact, holds even if the attacker knows the parts, takes B passes, and certifies at
+  most (B − 1)/2 units.
 
-Proofs are in docs/mathematics.md. Both speak of the smoothed model, which is to be used as such:
-g must be asked with masks drawn anew each time (random), or always with the same (partition). A
-model trained with S-Attend at rate 1 − ρ and `emptied` has learnt to answer under these masks.
-Nothing is claimed where the vote is close. ρ = 0 is the model without attention, which no cut
-changes; ρ = 1 is the model as it is, of which nothing is proved.
+Proofs are in docs/mathematics.md. The certificate is about the smoothed model g, so g must be what
+is deployed: with new masks for each question (random), or always with the same parts (partition). A
+model trained with S-Attend at rate 1 − ρ and `emptied` has learnt to answer under these masks. A
+close vote is not certified. ρ = 0 is the model without attention, which no cut changes; ρ = 1 is
+the plain model, for which nothing is certified.
 """
 
 from __future__ import annotations
@@ -53,10 +56,10 @@ Kind = Literal["random", "partition"]
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Keep each unit with probability `keep` (ρ); of a partition, 1/keep parts.
+    """Keep each unit with probability `keep` (ρ), or divide the units into 1/keep parts.
 
-    `samples` masks are drawn, a tenth more to choose the class. `spare`: what no attack may cut is
-    always kept, by default nothing but padding. `batch` is the most masked sequences in one pass.
+    `samples` masks are drawn, and a tenth more to choose the class. `spare` are the units that no
+    attack may cut and every mask keeps, by default only padding. `batch` is the batch size.
     """
 
     keep: float = 0.05
@@ -78,23 +81,21 @@ class Smoothing:
 
     @property
     def exact(self) -> bool:
-        """Are all masks voted on, so that nothing is left to chance?"""
+        """Whether all masks vote, so that the certificate holds without a confidence level."""
         return self.kind == "partition" or self.keep in (0, 1)
 
     @property
     def masks(self) -> int:
-        """How many vote; where ρ is 0 or 1 the one that keeps nothing, or everything."""
-        if not self.exact:
-            return self.samples
-        return self.parts if 0 < self.keep < 1 else 1
+        """The number of masks that vote."""
+        return self.parts if self.exact else self.samples
 
     @property
     def parts(self) -> int:
-        """Of a partition."""
+        """The number of parts of a partition, which is 1 if ρ is 0 or 1."""
         return max(1, round(1 / self.keep)) if self.keep else 1
 
     def ballot(self, model: Any, batch: Batch, label: int, name: str = "0") -> Ballot:
-        """Vote on one text (or one question with its choices), and say what is proved."""
+        """Vote on one text (or one question with its choices), and certify the answer."""
         question, units = self.asked(model, batch, label)
         stream = self.stream(question)
         first = self.votes(model, question, units, self.samples // 10, stream)
@@ -107,7 +108,7 @@ class Smoothing:
         self, model: Any, tokenizer: Any, examples: Sequence[Example], k: int = 1,
         max_length: int | None = 128, progress: Progress = silent,
     ) -> Smoothed:  # fmt: skip
-        """Vote on every example."""
+        """Vote on every example, and certify the answers for cuts of `k` units."""
         started, ballots = time.perf_counter(), list[Ballot]()
         max_length = fitting(model, tokenizer, max_length)
         for example in examples:
@@ -123,7 +124,7 @@ class Smoothing:
         return question, survey(model, question, spare=self.spare)
 
     def stream(self, question: Question) -> torch.Generator:
-        """Of this text's masks; a partition is the same for all texts of a length."""
+        """Seed this text's masks; a partition is the same for all texts of the same length."""
         ids = question.inputs["input_ids"].flatten().tolist()
         own = 0 if self.kind == "partition" else hash(tuple(ids)) % 2**31
         return torch.Generator(question.labels.device).manual_seed(self.seed * 2**31 + own)
@@ -132,7 +133,7 @@ class Smoothing:
         self, model: Any, question: Question, units: Units, count: int, stream: torch.Generator,
         cut: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """How many of so many masks are for each class, if an attack cuts the units `cut`."""
+        """Count the votes of `count` masks for each class, while an attack cuts the units `cut`."""
         total: Tensor | int = 0
         for kept in self.drawn(units, question.rows, count, stream):
             left = kept if cut is None else kept & ~cut
@@ -144,7 +145,7 @@ class Smoothing:
     def drawn(
         self, units: Units, rows: int, count: int, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        """What `count` masks keep, or all there are: (m, units) at a time."""
+        """Yield the units that `count` masks keep, or all masks if exact: (m, units) at a time."""
         device, spared = units.free.device, ~units.free[0]
         count = self.masks if self.exact else count
         part = torch.zeros(0, device=device)
@@ -159,9 +160,9 @@ class Smoothing:
             yield kept | spared
 
     def radius(self, votes: Sequence[int], answer: int) -> int:
-        """The most units of which it is proved that no cut of so many changes the answer.
+        """Return the largest k for which no cut of k units changes the answer.
 
-        −1 where it is not even proved that the answer is the smoothed model's.
+        It is −1 if it is not even certain that the answer is the smoothed model's.
         """
         others = [count for number, count in enumerate(votes) if number != answer]
         if not self.keep:
@@ -180,19 +181,19 @@ class Smoothing:
         return max(0, math.ceil(math.log1p(-gap) / math.log1p(-self.keep) - _ROUNDING) - 1)
 
 
-_ANY = 2**62  # units: more than any model has
+_ANY = 2**62  # more units than any model has
 _ROUNDING = 1e-9
 
 
 def at_least(hits: int, drawn: int, doubt: float) -> float:
-    """Clopper and Pearson's lower bound of a probability, wrong with a chance of `doubt`."""
-    from scipy.special import betaincinv  # with the models
+    """Return Clopper and Pearson's lower bound of a probability, wrong with chance `doubt`."""
+    from scipy.special import betaincinv  # part of the extra `models`
 
     return float(betaincinv(hits, drawn - hits + 1, doubt)) if hits else 0.0
 
 
 class Kept(FixedCuts):
-    """Attention of which the units `kept` (m, units) are left, for m masks of one text."""
+    """Keeps only the units `kept` (m, units), for m masks of one text."""
 
     empties = True
 
@@ -202,10 +203,10 @@ class Kept(FixedCuts):
 
 @dataclass(frozen=True)
 class Ballot:
-    """The vote on one text: the answer, and the `radius` up to which it is proved to stand.
+    """The vote on one text: no cut of up to `radius` units changes the `answer`.
 
-    `votes` are those of the classes, or choices; `units` may be cut. A radius below 0: not even the
-    vote without a cut is sure.
+    `votes` counts them by class (or choice). `units` is the number of units that may be cut. The
+    radius is −1 if even the vote without a cut is uncertain.
     """
 
     id: str
@@ -220,13 +221,13 @@ class Ballot:
         return self.votes.index(max(self.votes)) == self.label
 
     def holds(self, k: int) -> bool:
-        """Is the answer right, and is it proved that it stands whichever k units are cut?"""
+        """Whether the answer is right, and certified for every cut of k units."""
         return self.answer == self.label and self.radius >= min(k, self.units)
 
 
 @dataclass(frozen=True, repr=False)
 class Smoothed(Result):
-    """The votes on all texts, in their order; shares are of all texts, right or not."""
+    """The votes on all texts, in order. Shares are relative to all texts."""
 
     ballots: tuple[Ballot, ...]
     smoothing: Smoothing
@@ -243,7 +244,7 @@ class Smoothed(Result):
         return sum(ballot.right for ballot in self.ballots) / max(1, len(self.ballots))
 
     def certified(self, k: float) -> float:
-        """The share that is right and stands whichever k units are cut; below 1 a share of them."""
+        """The certified share for cuts of k units; if k < 1, of that share of each text's units."""
         needed = (k if k >= 1 else math.ceil(k * ballot.units) for ballot in self.ballots)
         held = [b.holds(int(n)) for b, n in zip(self.ballots, needed, strict=True)]
         return sum(held) / max(1, len(held))
@@ -257,7 +258,7 @@ class Smoothed(Result):
 
     @property
     def outcome(self) -> Outcome:
-        """All are certified, or something is left open."""
+        """KEPT if all answers are certified for k units, otherwise UNCHECKED."""
         return Outcome.KEPT if self.certified(self.k) == 1 else Outcome.UNCHECKED
 
     def summary(self) -> str:
@@ -266,8 +267,8 @@ class Smoothed(Result):
         shares = ", ".join(f"{name} {percent(share, 1)}" for name, share in self.curve().items())
         count = round(self.certified(self.k) * len(self.ballots))
         return (
-            f"{count} of {len(self.ballots)} answers are right and stand whichever {self.k} units "
-            f"are cut ({sure})\naccuracy of the vote over {way.masks} masks that keep "
+            f"{count} of {len(self.ballots)} answers are right and unchanged by any cut of "
+            f"{self.k} units ({sure})\naccuracy of the vote over {way.masks} masks that keep "
             f"{percent(way.keep, 1)} each: {percent(self.accuracy, 1)}\n"
             f"certified share: {shares}; {self.seconds:.1f} s"
         )
@@ -283,7 +284,7 @@ def certify_all(
     examples: int | None = None, max_length: int = 128, device: str = "cpu",
     allow_pickle: bool = False, track: Track = untracked,
 ) -> Smoothed:  # fmt: skip
-    """Which answers stand, whichever k units are cut; arguments as of `keyhole.disrupt.run`."""
+    """Certify a model's answers for cuts of k units; arguments as in `keyhole.disrupt.run`."""
     expect_count("K", k)
     expect_count("--max-length", max_length)
     expect_device(device)

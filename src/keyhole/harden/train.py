@@ -1,8 +1,8 @@
-"""A small training loop with a defence: AdamW, linear warm-up and decay, and resumption.
+"""A training loop with a defence: AdamW, linear warm-up and decay, and resumption.
 
-Everything random in epoch e (the order of the examples, dropout, the defence's draws) depends on
-the seed and e alone, and the learning rate on the step. So a run that was stopped and resumed from
-the end of an epoch ends with the same weights, bit for bit, as one that was not.
+Everything random in an epoch (the order of the examples, dropout, the defence's draws) depends only
+on the seed and the epoch, and the learning rate only on the step. So a run that resumes from the
+end of an epoch ends with exactly the weights of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from keyhole.core import FORMAT, Result, dump, read
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import unwritable
 from keyhole.core.journal import digest, expect_same_run
 from keyhole.core.progress import Progress, silent
@@ -36,11 +36,11 @@ from keyhole.models.loading import identity
 
 @dataclass(frozen=True, repr=False)
 class Training(Result):
-    """What a run cost. `losses` are the mean of each epoch, also of those before a resumption.
+    """The cost of a run. `losses` are the means of all epochs, including those before a resumption.
 
-    `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, of the whole
-    process on a CPU (0 where the system does not say). `reason` is empty, or says why the run ended
-    early.
+    `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, or of the whole
+    process on a CPU (0 if the system does not report it). `reason` says why the run ended early, or
+    is empty.
     """
 
     steps: int
@@ -82,10 +82,10 @@ def train(
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `average` is the decay of an exponential moving average of the weights, which the model gets in
-    the end (0: it keeps the last weights). `amp` runs the passes in bfloat16 where autocast allows.
-    `pool`: so many batches are sorted by length at a time, for less padding: faster, less random.
-    `progress` is called after every step.
+    `average` is the decay of an exponential moving average of the weights, which the model gets at
+    the end (0 keeps the last weights). `amp` runs the passes in bfloat16 where autocast allows.
+    `pool` is the number of batches that are sorted by length at a time: more is faster, because
+    there is less padding, but less random. `progress` is called after every step.
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
@@ -124,9 +124,9 @@ def _epoch(
     state: State, defence: Defence, run: Run, epoch: int,
     batches: Iterator[tuple[Batch, Tensor]], progress: Progress,
 ) -> str:  # fmt: skip
-    """Train for one epoch; the reason if it had to end early, else empty."""
+    """Train for one epoch. Return the reason if it ended early, otherwise ""."""
     stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "defence"))
-    steps, total, count = run.epochs * _steps(run), 0.0, 0
+    steps, total, count = run.epochs * math.ceil(run.examples / run.batch), 0.0, 0
     parameters = [weight for weight in state.model.parameters() if weight.requires_grad]
     for inputs, labels in batches:
         for group in state.optimizer.param_groups:
@@ -165,7 +165,7 @@ def _backward(
     model: nn.Module, defence: Defence, batch: Batch, labels: Tensor, stream: torch.Generator,
     amp: bool,
 ) -> float:  # fmt: skip
-    """Gradients of all the defence's losses at the weights; returns their sum."""
+    """Accumulate the gradients of the defence's losses, and return the sum of the losses."""
     losses = defence.losses(model, batch, labels, stream)
     total = torch.zeros((), device=labels.device)
     while True:
@@ -185,7 +185,7 @@ def _batches(
     for numbers in _batched(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
-        if tokenizer.unk_token_id is not None:  # S-Attend's released code spares it too
+        if tokenizer.unk_token_id is not None:  # spared too, as in S-Attend's released code
             inputs[SPECIAL] = inputs[SPECIAL] | (inputs["input_ids"] == tokenizer.unk_token_id)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
@@ -193,7 +193,7 @@ def _batches(
 def _batched(
     order: list[int], examples: Sequence[Example], run: Run, stream: torch.Generator
 ) -> Iterator[list[int]]:
-    """The order cut into batches; with a pool, of similar length and again in random order."""
+    """Split the order into batches. With a pool, their texts have similar lengths."""
     pool = run.batch * run.pool
     for start in range(0, len(order), pool):
         part = order[start : start + pool]
@@ -210,33 +210,27 @@ def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": run.decay},
-        # Biases and norms do not decay.
+        # biases and norms
         {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=run.rate)
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
-    """The factor of the rate: linear up over the warm-up, then linear down to zero."""
+    """Return the factor of the rate: linear warm-up, then linear decay to zero."""
     warm = max(1, round(warmup * steps))
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
-def _steps(run: Run) -> int:
-    return math.ceil(run.examples / run.batch)
-
-
 def _epoch_seed(seed: int, epoch: int, what: str) -> int:
-    """Another seed for each epoch and use; torch's streams of neighbouring seeds are unrelated."""
+    """Return a seed for each epoch and use; torch's neighbouring seeds are unrelated."""
     return (seed * 1_000_003 + epoch) * 2 + (what == "order")
 
 
 def _check(run: Run) -> None:
     for name in ("epochs", "batch", "examples", "pool"):
-        if getattr(run, name) < 1:
-            raise InputError(f"{name} must be 1 or more, not {getattr(run, name)}")
-    if not run.rate > 0:
-        raise InputError(f"rate must be above 0, not {run.rate}")
+        expect_count(name, getattr(run, name))
+    expect_number("rate", run.rate, above=0)
     if not 0 <= run.average < 1:
         raise InputError(f"average must be at least 0 and below 1, got {run.average}")
 
@@ -244,7 +238,7 @@ def _check(run: Run) -> None:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":  # there is no such module
+    if sys.platform == "win32":  # has no module `resource`
         return 0
     import resource
 
@@ -252,18 +246,18 @@ def _peak(device: torch.device) -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-# Checkpoints of a training run: a folder `epoch-N` for the last complete epoch.
+# Checkpoints: a folder `epoch-N` for the last complete epoch.
 #
-# It is written under another name and renamed when complete: weights as safetensors, the
-# optimizer's state and the running means (opened with `weights_only`), and the run's settings, so
-# that a run with other settings does not resume from it.
+# It holds the weights as safetensors, the optimizer's state and the running means (which are opened
+# with `weights_only`), and the run's settings, so that a run with other settings does not resume
+# from it. It is written under another name and renamed when it is complete.
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that determines a run; a checkpoint of a run with other settings is refused.
+    """The settings that determine a run. A checkpoint with other settings is refused.
 
-    `model` is the model's identity at the start, `data` a digest of the examples.
+    `model` is the model's identity at the start, and `data` a digest of the examples.
     """
 
     model: str
@@ -284,7 +278,7 @@ class Run:
 
 @dataclass
 class State:
-    """What changes during a run; `average` holds the weights' running means, if wanted."""
+    """The state of a run; `average` holds the weights' running means, if requested."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -317,7 +311,7 @@ def _saved(folder: Path) -> list[int]:
 
 
 def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
-    """Load the last complete checkpoint; returns the number of epochs it was trained for."""
+    """Load the last complete checkpoint, and return its number of epochs."""
     saved = _saved(folder)
     if not saved:
         return 0
@@ -333,7 +327,7 @@ def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
         kept = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
         state.optimizer.load_state_dict(kept["optimizer"])
         state.average = kept["average"]
-    except Exception as error:  # whatever torch and pickle make of a damaged file
+    except Exception as error:  # torch and pickle raise many kinds for a damaged file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"the checkpoint {place} is damaged ({first}): remove it to train that epoch again"

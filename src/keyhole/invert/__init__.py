@@ -1,6 +1,7 @@
-"""Inputs from weights and outputs: one module per idea. Each method is called on a problem.
+"""Read the input of an attention layer back from its weights and output.
 
-What reads text from a whole model's leaks is keyhole.recover; its names can be had from here too.
+Each method is a class that is called on a `Problem` and returns an `Inversion`. Recovery of text
+from whole models lives in keyhole.recover; its names can be imported from this package too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,10 @@ from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.solvers.mean_field import mean_field
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
-from keyhole.invert.solvers.starts import mean_field
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 __all__ = [
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
         recover_texts,
         recovering,
     )
-else:  # on demand: an inversion of one layer needs no transformers
+else:  # imported on demand, because inverting one layer needs no transformers
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

@@ -1,4 +1,4 @@
-"""What every inversion returns: one type, judged, saved and shown like all results."""
+"""The result of an inversion: an input that the judge has checked, or why there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keyhole.invert.krawczyk import Certificate
 _ADVICE = {
     Status.RECOVERED: "Do not hand this output to people who may not see the input.",
     Status.INEXACT: "Nearly an input: more steps, or the output is not as exact as stated.",
-    Status.UNSOLVED: "Try more starts or another seed; the output may also be rounded or foreign.",
+    Status.UNSOLVED: "Try more starts or another seed; B may be rounded, or of another layer.",
     Status.INTERRUPTED: "X is the best so far: run again with more time, or start from it.",
     Status.MISMATCH: "The output is not one of this layer's: check the weights, biases and layer.",
     Status.NOT_IDENTIFIABLE: "A family of inputs has this output; known tokens would narrow it.",
@@ -26,14 +26,14 @@ _ADVICE = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inversion(Result):
-    """An input with the given output, or how far the search came.
+    """An input with the given output, or the best input that the search reached.
 
-    `residual` is the judge's: the largest entry of `attention(X) − B`, relative to the numbers
-    that it is made of. `solutions` are all different exact inputs that were found, `X` the one of
-    least norm (what the paper's regulariser prefers as γ → 0): the output alone cannot tell which
-    of them was put in. `condition` is that of the equations at X: an error ε in B may be one of
-    condition·ε in X. `trace` holds (iteration, residual norm) of the start that led to X.
-    `certificate` is the proof about X, where one was asked for.
+    `residual` is the judge's: the largest entry of `attention(X) − B`, relative to the terms that
+    it is the sum of. `solutions` are all the different exact inputs that were found. The output
+    does not determine which of them the layer received. `X` is the solution of least norm, which
+    the paper's regulariser prefers as γ → 0. `condition` is the condition number of the equations
+    at X: an error ε in B may become condition·ε in X. `trace` holds (iteration, residual norm) for
+    the start that led to X. `certificate` is the proof about X, if one was requested.
     """
 
     status: Status

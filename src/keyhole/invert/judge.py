@@ -1,8 +1,9 @@
-"""The judge of inversions: solvers propose inputs, shared code recomputes what they give.
+"""The judge of inversions: solvers propose inputs, and shared code checks them.
 
-"Recovered" needs a residual at rounding level (or within the stated tolerance of B), recomputed
-from the original problem, not from the reduced one that a solver saw, and equations that determine
-X at least locally: where their Jacobian is singular, a family of inputs has the same output.
+An input is "recovered" if it passes two tests. Its residual, recomputed from the original problem
+instead of the reduced problem that a solver works on, must be at rounding level, or within the
+stated tolerance of B. And the equations must determine X at least locally: where their Jacobian is
+singular, a family of inputs has the same output.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from keyhole.core import Status
 from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.problem import Problem
 
-ROUNDING = 1e-12  # relative to the numbers that were added up
-NEARLY = 1e-4
-SAME = 1e-6  # solutions closer than this (relative) are one
-_SINGULAR = 1e-12
+ROUNDING = 1e-12  # a residual below this is exact
+NEARLY = 1e-4  # a residual below this is "inexact", above it "unsolved"
+SAME = 1e-6  # solutions whose relative distance is smaller count as the same
+_SINGULAR = 1e-12  # relative size of a singular value that counts as zero
+SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)  # the statuses of an exact input
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class Verdict:
 
 
 def residual_of(problem: Problem, X: Tensor) -> float:
-    """The largest entry of `attention(X) − B` relative to the largest sum of magnitudes."""
+    """Return the largest entry of `attention(X) − B`, relative to the largest sum of magnitudes."""
     if not bool(X.isfinite().all()):
         return torch.inf
     X = X.to(problem.B.device, torch.float64)
@@ -42,20 +44,19 @@ def residual_of(problem: Problem, X: Tensor) -> float:
 
 
 def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
-    """Decide what an input is worth as an answer to a problem.
+    """Decide whether an input solves the problem.
 
-    `unique`: something else than the output has settled that X is the only one, as leaked maps do;
-    then the Jacobian is not looked at.
+    With `unique`, X is known to be the only solution for another reason (leaked maps prove it), so
+    the Jacobian is not examined.
     """
     residual = residual_of(problem, X)
     off = float((problem.output(X) - problem.B).abs().max())
     exact = residual <= ROUNDING
-    if not exact and not off <= problem.tolerance:
-        nearly = residual <= NEARLY
-        reason = f"residual {residual:.1e}"
-        return Verdict(Status.INEXACT if nearly else Status.UNSOLVED, reason, residual, None)
-    condition, missing = (None, 0) if unique else _determined(problem, X)
     reason = f"residual {residual:.1e}"
+    if not exact and not off <= problem.tolerance:
+        status = Status.INEXACT if residual <= NEARLY else Status.UNSOLVED
+        return Verdict(status, reason, residual, None)
+    condition, missing = (None, 0) if unique else _condition(problem, X)
     if not exact:
         reason += f", within the tolerance {problem.tolerance:.1e} of the output"
     if missing:
@@ -64,13 +65,11 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     return Verdict(Status.RECOVERED, reason, residual, condition)
 
 
-def _determined(problem: Problem, X: Tensor) -> tuple[float | None, int]:
-    """The condition of the equations at X, and in how many directions X may move freely."""
-    unknowns = problem.length * problem.dim
-    if unknowns > DENSE:
+def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int]:
+    """Return the condition of the equations at X and the number of directions X may move in."""
+    if problem.length * problem.dim > DENSE:
         return None, 0
-    equations = Equations.of(problem, X.device)
-    J = equations.jacobian(X.unsqueeze(0))[0]
+    J = Equations.of(problem, X.device).jacobian(X.unsqueeze(0))[0]
     if problem.known is not None:
         J = J[:, problem.known.isnan().flatten()]
     if J.shape[1] == 0:
@@ -82,7 +81,7 @@ def _determined(problem: Problem, X: Tensor) -> tuple[float | None, int]:
 
 
 def distinct(inputs: list[Tensor]) -> list[Tensor]:
-    """The first of each kind, those of least norm in front."""
+    """Drop repeated inputs and sort the others by norm."""
     kept: list[Tensor] = []
     for X in inputs:
         if not any(float((X - other).abs().max()) <= SAME * float(X.abs().max()) for other in kept):

@@ -1,28 +1,30 @@
-"""Certificates: a proof that an exact solution lies within a stated distance of a found X.
+"""Certificates: a proof that exactly one solution lies within a stated distance of an input X̂.
 
 The Krawczyk test (R. Krawczyk 1969; see S. M. Rump, *Verification methods*, Acta Numerica 2010,
-Section 13). With `r(X) = attention(X) − B`, any matrix `Y` (here the float64 inverse of J at X̂)
-and an enclosure J(box) of the derivatives over the box X̂ ± ρ, entry by entry,
+Section 13). Let `r(X) = attention(X) − B`, let `Y` be any matrix (here the float64 inverse of J at
+X̂), and let J(box) enclose the derivatives over the box X̂ ± ρ. If, entry by entry,
 
     |Y r(X̂)| + |I − Y J(box)|·ρ ≤ ρ      and      ‖I − Y J(box)‖∞ < 1
 
-prove that the box holds exactly one solution, and that it lies within the left side of X̂:
-`X ↦ X − Y r(X)` maps the box into itself and contracts it, and Y has an inverse.
+then the box holds exactly one solution, and its distance from X̂ is at most the left side. The
+reason is that `X ↦ X − Y r(X)` maps the box into itself and contracts it, and that Y has an
+inverse.
 
-The equations are mixed first (`Balls`): r, J and Y are those of `r(X) M` with M = V⁻¹ where that
-promises narrower bounds.
+How it is computed:
+- Ball arithmetic evaluates everything (`Balls`), and every bound is rounded upwards. Only Y, M and
+  ρ come from float64; the proof does not depend on their accuracy.
+- r, J and Y are those of the mixed equations `r(X) M`, where M is I or V⁻¹, whichever promises
+  narrower bounds.
+- ρ starts at |Y r|. While the left side exceeds ρ, it becomes the next ρ, so that the smallest box
+  is found from below.
 
-All of it is evaluated in ball arithmetic (`Balls`) and every bound is rounded upwards. Only Y, M
-and ρ come from float64, and the proof does not depend on how good they are. ρ starts at |Y r|, and
-while the left side is larger than ρ it becomes the next ρ: the smallest box is found from below.
-
-What is proved, and what is not:
-- `radius` is around the X that was given, which is not polished before: it covers the distance
-  from there to the solution, in every entry. X far from a solution gets no certificate.
-- Uniqueness is local: inputs that give the same outputs may exist outside the box.
-- The proof is about B as given, rounded as it is. `radius_within` holds for every B' within ±τ of
-  B, entry by entry: r becomes r ± τ, so |Y r| becomes |Y r| + τ|Y|1.
-- There must be as many equations as unknowns and J must be non-singular; the reason says when not.
+What is proved:
+- `radius` bounds the distance from the given X̂ to the solution, in every entry. X̂ is not polished
+  first, and gets no certificate if it is far from a solution.
+- Uniqueness is local: other inputs outside the box may have the same output.
+- The proof takes B as exact. `radius_within` holds for every output within ±τ of B, entry by entry:
+  r becomes r ± τ, so |Y r| becomes |Y r| + τ|Y|1.
+- The test needs as many equations as unknowns and a non-singular J; otherwise the reason says so.
 """
 
 from __future__ import annotations
@@ -49,16 +51,17 @@ if TYPE_CHECKING:
 
 
 BITS = 128
-_ATTEMPTS = 8
-_MARGIN = 1.02  # the next box, larger than what is needed by as much as κ may grow meanwhile
+_ATTEMPTS = 8  # boxes of growing size
+_MARGIN = 1.02  # growth of the next box, because the contraction factor grows with the box
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Within `radius` of X, in every entry, lies exactly one solution; or `reason` says why not.
+    """Proof that exactly one solution lies within `radius` of X, or the `reason` why there is none.
 
-    `radius_within` is the same for every output within ±`tolerance` of B; None if not proved.
-    `condition` is that of the Jacobian, a float64 estimate and no part of the proof.
+    `radius_within` is such a radius for every output within ±`tolerance` of B, or None if that is
+    not proved. `condition` is a float64 estimate of the Jacobian's condition number and no part of
+    the proof.
     """
 
     radius: float | None
@@ -75,7 +78,7 @@ class Certificate:
         return self.radius is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity: the condition of a singular system is left out."""
+        """Return data for JSON, which has no infinity: a singular system has no condition."""
         data = asdict(self)
         if self.condition is not None and not math.isfinite(self.condition):
             data["condition"] = None
@@ -94,9 +97,9 @@ class Certificate:
 def certify(
     problem: Problem, X: Tensor, *, tolerance: float | None = None, bits: int = BITS
 ) -> Certificate:
-    """Prove that a solution lies near X, or say why that cannot be done.
+    """Prove that a solution lies near X, or say why that cannot be proved.
 
-    `tolerance` (τ) takes the place of the problem's own. `bits` is the precision of the balls.
+    `tolerance` (τ) replaces that of the problem. `bits` is the precision of the ball arithmetic.
     """
     started = time.perf_counter()
     X = _checked(problem, X)
@@ -111,7 +114,7 @@ def certify(
 
 
 def _checked(problem: Problem, X: Tensor) -> Tensor:
-    # Not everyone who calls this has a type checker.
+    # Callers without a type checker may pass anything.
     if not isinstance(X, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"expected X as a torch.Tensor, got {type(X).__name__}")
     if X.shape != (problem.length, problem.dim) or X.is_complex():
@@ -123,7 +126,7 @@ def _checked(problem: Problem, X: Tensor) -> Tensor:
 
 
 def _unfit(problem: Problem, X: Tensor) -> str:
-    """Why the test does not apply, as far as that shows before anything is computed."""
+    """Return why the test does not apply, or "" if nothing shows that before the computation."""
     if problem.fault:
         return f"does not apply: {problem.fault}"
     if not X.isfinite().all():
@@ -131,20 +134,20 @@ def _unfit(problem: Problem, X: Tensor) -> str:
         return f"does not apply: X holds {wrong} NaN or infinite numbers"
     if problem.gamma > 0:
         return (
-            "does not apply: with γ > 0 the input that is sought minimises a sum and does not "
-            "reproduce the output exactly; certify against the problem with γ = 0"
+            "does not apply: with γ > 0 the solution minimises a sum and does not reproduce the "
+            "output exactly; certify against the problem with γ = 0"
         )
     free = unknown(problem).cpu()
     equations, unknowns = problem.B.numel(), int(free.sum())
     if equations != unknowns:
         kind = (
-            "outputs rounded anywhere then have no exact solution at all"
+            "with more equations, a rounded output has no exact solution"
             if equations > unknowns
-            else "whole families of inputs then give the same output"
+            else "with fewer equations, whole families of inputs give the same output"
         )
         return (
-            f"does not apply: {equations} equations for {unknowns} unknowns, and the proof needs "
-            f"as many of one as of the other; {kind}"
+            "does not apply: the proof needs as many equations as unknowns, and there are "
+            f"{equations} equations for {unknowns} unknowns; {kind}"
         )
     if problem.known is not None:
         off = float((X - problem.known.cpu())[~free].abs().max()) if unknowns < X.numel() else 0
@@ -159,11 +162,14 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     if not J.isfinite().all():
         return replace(blank, reason="does not apply: the layer overflows float64 at this X")
     Y, mix = _preconditioners(problem, J)
-    blank = replace(blank, condition=_condition(J))
+    values = torch.linalg.svdvals(J)
+    condition = float(values[0] / values[-1]) if values[-1] > 0 else math.inf
+    blank = replace(blank, condition=condition)
     singular = (
         "does not apply: at this X the equations are singular, or too close to it for float64 "
-        f"(condition {blank.condition:.0e}): some change of X leaves the output as it is, so the "
-        "output alone cannot pin X down. V without an inverse or two equal tokens would do that"
+        f"(condition {condition:.0e}): some change of X leaves the output as it is, so the "
+        "output alone does not determine X. Possible causes are a V without an inverse, or two "
+        "equal tokens"
     )
     if not Y.isfinite().all():
         return replace(blank, reason=singular)
@@ -171,13 +177,14 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
         test = _Krawczyk.at(problem, X, Y, mix)
         if not test.contraction(0.0)[1] < 1:
             return replace(blank, reason=singular)
-        return _settled(test, blank)
+        return _concluded(test, blank)
 
 
 def _preconditioners(problem: Problem, J: Tensor) -> tuple[Tensor, Tensor]:
-    """Y and M: of M = 1 and M = V⁻¹ (of all heads together) the one that promises narrower bounds.
+    """Return Y and M, where M is I or (Σ_h V_h)⁻¹.
 
-    The bounds grow with the size of Y and with that of the mixed values.
+    The bounds grow with the sizes of Y and of the mixed values V M, so the M of the smaller product
+    is chosen.
     """
     V = problem.V.cpu() if problem.V.ndim == 3 else problem.V.cpu().unsqueeze(0)
     m = problem.outputs
@@ -194,34 +201,30 @@ def _preconditioners(problem: Problem, J: Tensor) -> tuple[Tensor, Tensor]:
     return Y, M
 
 
-def _condition(J: Tensor) -> float:
-    values = torch.linalg.svdvals(J)
-    return float(values[0] / values[-1]) if values[-1] > 0 else math.inf
-
-
-def _settled(test: _Krawczyk, blank: Certificate) -> Certificate:
+def _concluded(test: _Krawczyk, blank: Certificate) -> Certificate:
+    """Fill in the radii that the test proves, or the reason why it does not."""
     tau = blank.tolerance
     radius, reach = test.radius(0.0)
     if radius is None:
         return replace(
             blank,
-            reason=f"not proved: X is not close enough to a solution, if there is one near it. One "
-            f"Newton step moves X by {reach:.1e}, and over a box that wide the layer bends too "
-            "much for the proof. Let a solver continue from X, then certify again",
+            reason="not proved: X is not close enough to a solution, or there is none near it. One "
+            f"Newton step moves X by {reach:.1e}, and over a box of that size the derivatives "
+            "change too much. Let a solver continue from X, then certify again",
         )
     within, reach = (radius, 0.0) if tau == 0 else test.radius(tau)
     reason = ""
     if within is None:
         reason = (
             f"proved for B as given, not for B ± {tau:.1e}: errors of that size can move X by "
-            f"about {reach:.1e}, and over a box that wide the layer bends too much for the proof"
+            f"about {reach:.1e}, and over a box of that size the derivatives change too much"
         )
     return replace(blank, radius=radius, radius_within=within, reason=reason)
 
 
 @dataclass(frozen=True, eq=False)
 class _Krawczyk:
-    """The test at one X, for boxes of any size. Columns hold one bound for each unknown."""
+    """The test at one X, for boxes of any size. A column holds one bound for each unknown."""
 
     balls: Balls
     X: arb_mat
@@ -241,10 +244,10 @@ class _Krawczyk:
         return cls(layer, centre, J, Y, magnitudes(Y), step, defect)
 
     def contraction(self, radius: float) -> tuple[arb_mat, float]:
-        """Row sums of |I − Y J(box)|, and the largest of them.
+        """Return bounds of the row sums of |I − Y J(box)|, and the largest of them.
 
-        J(box) = J(X̂) + D, so that |I − Y J(X̂)| + |Y||D| bounds them: the one product of large
-        matrices serves every box.
+        J(box) = J(X̂) + D, so |I − Y J(X̂)| + |Y||D| is a bound. The product of the large matrices
+        Y and J(X̂) is computed once for all boxes.
         """
         sums = self.defect
         if radius > 0:
@@ -253,13 +256,13 @@ class _Krawczyk:
         return sums, _largest(sums)
 
     def gain(self) -> arb_mat:
-        """Row sums of |Y Mᵀ|: errors of B pass through M, token by token, before they meet Y."""
+        """Return the row sums of |Y Mᵀ|: M mixes errors of B, token by token, before Y."""
         make, size, m = flint().arb_mat, self.Y.nrows(), self.balls.mix.nrows()
         through = make(size * size // m, m, self.Y.entries()) * self.balls.mix.transpose()
         return row_sums(make(size, size, through.entries()))
 
     def radius(self, tolerance: float) -> tuple[float | None, float]:
-        """A proved radius for outputs within ±tolerance, or None; and how far one step reaches."""
+        """Return a proved radius for outputs within ±tolerance, or None, and the first step."""
         reach = self.step + self.gain() * tolerance if tolerance else self.step
         first = box = _largest(reach)
         for _ in range(_ATTEMPTS):
@@ -267,12 +270,12 @@ class _Krawczyk:
             if not math.isfinite(box):
                 break
             sums, largest = self.contraction(box)
-            if not largest < 1:  # nor would it be for any larger box
+            if not largest < 1:  # a larger box would not contract either
                 break
             image = _largest(reach + sums * box)
             if image <= box:
                 return image, first
-            # What the fixed point is near to, if κ stays as it is
+            # near the fixed point, if the contraction factor does not change
             box = max(image, first / (1 - largest))
         return None, first
 
@@ -281,31 +284,31 @@ def _largest(column: arb_mat) -> float:
     return max(upward(entry) for entry in column.entries())
 
 
-# The equations of one problem in ball arithmetic: every number a midpoint with a rigorous radius.
+# The equations of one problem in ball arithmetic: a number is a midpoint with a rigorous radius.
 #
 #     r(X) = Σ_h A_h X V_h (+ X) − B        J(box) ∋ dr/dX at every X of the box X̂ ± ρ
 #
-# Weights, outputs and X̂ are float64 and enter exactly; each operation of Arb (python-flint) then
-# encloses the true value, so that nothing that float64 would have rounded is lost. J is the formula
-# of equations.py with balls in the place of numbers, not a linearisation of it.
+# Weights, outputs and X̂ are float64 and enter exactly. Each operation of Arb (python-flint)
+# encloses the true value, so rounding is accounted for. J is the formula of equations.py with balls
+# in place of numbers.
 #
-# Where the plain replacement would be wide, an equal form that is narrower takes its place. The
-# scores differ from those at X̂ by `e_iᵀWx̂_j + (Wᵀx̂_i + u)ᵀe_j + e_iᵀWe_j` with |e| ≤ ρ, which is
-# bounded entry by entry; and `A_ij = 1/(1 + Σ_{k≠j} e^{S_ik}/e^{S_ij})` holds each score once.
+# Two equal forms make the balls narrower. The scores differ from those at X̂ by
+# `e_iᵀWx̂_j + (Wᵀx̂_i + u)ᵀe_j + e_iᵀWe_j` with |e| ≤ ρ, which is bounded entry by entry. And
+# `A_ij = 1/(1 + Σ_{k≠j} e^{S_ik}/e^{S_ij})` contains each score only once.
 #
-# The equations may be mixed, `r(X) M` with an m×m matrix M: with M ≈ V⁻¹ the values become the
-# tokens themselves, and what an ill-conditioned V would add to every bound is gone, so wider boxes
-# pass the test. The solutions are the same unless M is singular, and then every J is, so no
-# certificate can come of it.
+# The equations may be mixed, `r(X) M` with an m×m matrix M. With M ≈ V⁻¹ the values become the
+# tokens themselves, so an ill-conditioned V does not widen the bounds, and larger boxes pass the
+# test. The solutions are the same unless M is singular; then J is singular too, and there is no
+# certificate.
 #
-# All methods work at the precision of the caller (`precision`).
+# All methods compute at the precision that the caller sets (`precision`).
 
 Rows = list[list["arb"]]
 
 
 def flint() -> Any:
     try:
-        return importlib.import_module("flint")  # by name: it is an extra
+        return importlib.import_module("flint")  # by name, because it is an optional extra
     except ModuleNotFoundError as missing:
         raise MissingExtra(
             "certificates need python-flint, which is not installed", "proofs"
@@ -314,40 +317,40 @@ def flint() -> Any:
 
 @contextmanager
 def precision(bits: int) -> Generator[None]:
-    """Arb's working precision, put back afterwards: it is one setting for the whole process."""
+    """Set Arb's working precision, which is global to the process, and restore it at the end."""
     with flint().ctx.workprec(bits):
         yield
 
 
 def exact(matrix: Tensor) -> arb_mat:
-    """A float64 matrix (or vector, as a column) without any rounding."""
+    """Convert a float64 matrix (or a vector, to a column) without rounding."""
     rows = matrix.unsqueeze(-1) if matrix.ndim == 1 else matrix
     return flint().arb_mat(*rows.shape, rows.flatten().tolist())
 
 
 def upward(number: arb) -> float:
-    """A float64 that is no smaller than any number of the ball; infinity where there is none."""
+    """Return a float64 that is at least every number in the ball, or infinity."""
     bound = float(number.upper())
     return math.inf if math.isnan(bound) else math.nextafter(bound, math.inf)
 
 
 def magnitudes(matrix: arb_mat) -> arb_mat:
-    """Entry by entry, an upper bound of |·|."""
+    """Return upper bounds of the entries' absolute values."""
     entries = [entry.abs_upper() for entry in matrix.entries()]
     return flint().arb_mat(matrix.nrows(), matrix.ncols(), entries)
 
 
 def row_sums(matrix: arb_mat) -> arb_mat:
-    """`Σ_j |M_ij|` as a column, bounded from above."""
+    """Return upper bounds of `Σ_j |M_ij|` as a column."""
     ones = [1] * matrix.ncols()
     return magnitudes(matrix) * flint().arb_mat(matrix.ncols(), 1, ones)
 
 
 @dataclass(frozen=True, eq=False)
 class Balls:
-    """One problem, its numbers exact, V and B times M = `mix`.
+    """One problem with exact numbers, where V and B are multiplied by M = `mix`.
 
-    `free` says which entries of X (row by row) are unknown.
+    `free` says which entries of X are unknown, row by row.
     """
 
     W: list[arb_mat]
@@ -386,7 +389,7 @@ class Balls:
         return flint().arb_mat(out.nrows() * out.ncols(), 1, out.entries())
 
     def jacobian(self, X: arb_mat, radius: float) -> arb_mat:
-        """J(box) for the box X ± radius in the unknown entries: n·m rows, a column per unknown."""
+        """J(box) for the box X ± radius: n·m rows, and a column for each unknown entry."""
         make = flint().arb_mat
         n, d, m = X.nrows(), X.ncols(), self.B.ncols()
         widths = make(n, d, [radius if free else 0.0 for row in self.free for free in row])
@@ -407,7 +410,7 @@ class Balls:
         return make(J)
 
     def _rows(self, i: int, blocks: list[arb], own: list[arb], d: int) -> Rows:
-        """The m rows of J that belong to token i, without the columns of known entries."""
+        """Return the m rows of J for token i, without the columns of known entries."""
         m = self.B.ncols()
         for a, b in itertools.product(range(m), range(d)):
             bypass = self.mix[b, a] if self.residual else 0
@@ -457,7 +460,7 @@ class Balls:
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """What J is made of: A (n×n), `C_ij = A_ij (h_j − o_i)` (row i: n·m), queries and keys."""
+    """The parts of J for one head: A (n×n), `C_ij = A_ij (h_j − o_i)` (row i: n·m), Q and K."""
 
     A: Rows
     C: Rows
@@ -466,24 +469,24 @@ class _Head:
 
 
 def unknown(problem: Problem) -> Tensor:
-    """True where an entry of X is to be found: (n, d)."""
+    """Return True for each unknown entry of X: (n, d)."""
     if problem.known is None:
         return problem.B.new_ones(problem.length, problem.dim).bool()
     return problem.known.isnan()
 
 
 def _softmax(scores: list[arb]) -> list[arb]:
-    # Any exact shift will do, as long as nothing overflows.
+    # Any exact shift gives the same result, as long as nothing overflows.
     peak = max(scores, key=lambda s: float(s.mid())).mid()
     powers = [(score - peak).exp() for score in scores]
-    nothing = flint().arb(0)
-    before = list(itertools.accumulate(powers[:-1], initial=nothing))
-    after = list(itertools.accumulate(powers[:0:-1], initial=nothing))[::-1]
+    zero = flint().arb(0)
+    before = list(itertools.accumulate(powers[:-1], initial=zero))
+    after = list(itertools.accumulate(powers[:0:-1], initial=zero))[::-1]
     return [1 / (1 + (b + a) / p) for p, b, a in zip(powers, before, after, strict=True)]
 
 
 def _widened(centres: arb_mat, widths: arb_mat) -> arb_mat:
-    """Balls around balls: every number within `widths` of every number of `centres`."""
+    """Return balls that contain every number within `widths` of a number in `centres`."""
     ball = flint().arb
     entries = [
         centre + ball(0, width)

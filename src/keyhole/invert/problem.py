@@ -4,14 +4,14 @@
 
     softmax(X W Xᵀ) X V = B        minimising ‖softmax(X W Xᵀ) X V − B‖_F² + γ‖X‖_F²
 
-A block of a real model adds what the paper leaves out, and each addition is one field:
-several heads (`W` H×d×d, `V` H×d×m with the output projection inside), biases, a residual
-connection, a causal mask, entries of `X` that are known already, and a tolerance on `B`.
+Blocks of real models also have several heads, biases, a residual connection and a causal mask, and
+an attacker may know some entries of `X`, or `B` only within a tolerance. Each is one field of
+`Problem`. The output projection is multiplied into `V`.
 
-Biases of a real block come down to two vectors. With `q = W_Qᵀx + b_Q` and `k = W_Kᵀx + b_K` the
-scores are `x_iᵀWx_j + (W_K b_Q)ᵀx_j` plus terms that are equal for all keys, which softmax does
-not see: `key_bias = W_K b_Q`. Rows of the attention map sum to 1, so the biases of the values and
-of the projection add one constant vector: `output_bias`.
+The biases of a real block reduce to two vectors. With `q = W_Qᵀx + b_Q` and `k = W_Kᵀx + b_K` the
+scores are `x_iᵀWx_j + (W_K b_Q)ᵀx_j` plus terms that are equal for all keys. Softmax ignores equal
+terms, so `key_bias = W_K b_Q`. Rows of the attention map sum to 1, so the biases of the values and
+of the projection add one constant vector, `output_bias`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FLAGS = ("causal", "residual")
 class Problem:
     """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
 
-    `known` (n×d) holds the entries of `X` that the attacker has already, NaN for the others; `maps`
-    (n×n, or H×n×n) the attention maps, where they leaked as well. The output is known within
-    ±`tolerance`. `gamma` is the paper's regulariser.
+    `W` is d×d and `V` d×m, or H×d×d and H×d×m for H heads. `known` (n×d) holds the entries of `X`
+    that the attacker knows, and NaN for the others. `maps` (n×n, or H×n×n) are the attention maps
+    if they leaked too. `B` is exact within ±`tolerance`. `gamma` is the paper's regulariser.
     """
 
     W: Tensor
@@ -59,7 +59,7 @@ class Problem:
         for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is not None:
-                object.__setattr__(self, name, _checked(name, tensor))
+                object.__setattr__(self, name, _as_float64(name, tensor))
         W, V, B = self.W, self.V, self.B
         if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2]:
             raise InputError(f"expected W of shape d×d or H×d×d, got {_shape(W)}")
@@ -72,23 +72,20 @@ class Problem:
                 "a residual connection needs as many outputs as inputs: "
                 f"d = {self.dim}, m = {self.outputs}"
             )
-        self._check_shape("key_bias", W.shape[:-1])
-        self._check_shape("output_bias", V.shape[-1:])
-        self._check_shape("known", torch.Size((self.length, self.dim)))
         n, heads = self.length, self.heads
-        shapes = [(heads, n, n), (n, n)] if heads == 1 else [(heads, n, n)]
-        if self.maps is not None and self.maps.shape not in shapes:
-            expected = f"{heads}×{n}×{n}" if W.ndim == 3 else f"{n}×{n}"
-            raise InputError(f"expected maps of shape {expected}, got {_shape(self.maps)}")
+        shapes = {
+            "key_bias": [W.shape[:-1]],
+            "output_bias": [V.shape[-1:]],
+            "known": [(n, self.dim)],
+            "maps": [(heads, n, n)] if heads > 1 else [(1, n, n), (n, n)],
+        }
+        for name, allowed in shapes.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape not in allowed:
+                expected = "×".join(map(str, allowed[-1]))
+                raise InputError(f"expected {name} of shape {expected}, got {_shape(tensor)}")
         for name in _NUMBERS:
             expect_number(name, getattr(self, name), least=0)
-
-    def _check_shape(self, name: str, shape: torch.Size) -> None:
-        tensor = getattr(self, name)
-        if tensor is not None and tensor.shape != shape:
-            raise InputError(
-                f"expected {name} of shape {'×'.join(map(str, shape))}, got {_shape(tensor)}"
-            )
 
     @property
     def length(self) -> int:
@@ -113,20 +110,20 @@ class Problem:
         return self.B if self.output_bias is None else self.B - self.output_bias
 
     def output(self, X: Tensor) -> Tensor:
-        """What the layer answers to an input (…, n, d)."""
+        """The layer's output for an input (…, n, d)."""
         result = attention.output(X, self.W, self.V, causal=self.causal, key_bias=self.key_bias)
         if self.output_bias is not None:
             result = result + self.output_bias
         return result + X if self.residual else result
 
     def maps_of(self, X: Tensor) -> Tensor:
-        """The attention maps that belong to an input: (…, n, n), or (…, H, n, n)."""
+        """The attention maps of an input: (…, n, n), or (…, H, n, n)."""
         scores = attention.scores(X, X, self.W, key_bias=self.key_bias)
         return attention.probabilities(scores, causal=self.causal)
 
     @property
     def fault(self) -> str | None:
-        """What makes the problem meaningless, if anything does: NaN or infinity in its tensors."""
+        """Why no method can run, or None: a tensor of the problem holds NaN or infinity."""
         for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is None:
@@ -137,14 +134,14 @@ class Problem:
         return None
 
     def save(self, path: str | Path) -> None:
-        """Write the problem as .safetensors, to be handed to another machine."""
+        """Write the problem as a .safetensors file."""
         tensors = {n: getattr(self, n) for n in _TENSORS if getattr(self, n) is not None}
         metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
         write_tensors(path, tensors, {"keyhole": "1", "kind": "inversion", **metadata})
 
     @classmethod
     def load(cls, path: str | Path) -> Problem:
-        """Read a problem; any .safetensors with tensors W, V and B is one."""
+        """Read a problem from any .safetensors file with tensors W, V and B."""
         metadata, tensors = read_tensors(path)
         missing = [name for name in ("W", "V", "B") if name not in tensors]
         if missing:
@@ -152,7 +149,7 @@ class Problem:
             raise InputError(f"{path} must hold tensors W, V and B: it holds {got}")
         given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
         given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
-        given |= {name: number_in(metadata, name, path) for name in _NUMBERS}
+        given |= {name: _number(metadata, name, path) for name in _NUMBERS}
         try:
             problem = cls(**given)
         except InputError as error:
@@ -162,8 +159,8 @@ class Problem:
         return problem
 
 
-def number_in(metadata: dict[str, str], name: str, path: str | Path) -> float:
-    """A number of a file's metadata, 0 if it is not there."""
+def _number(metadata: dict[str, str], name: str, path: str | Path) -> float:
+    """Return a number from a file's metadata, 0 if it is missing."""
     word = metadata.get(name, "0")
     try:
         return float(word)
@@ -171,9 +168,9 @@ def number_in(metadata: dict[str, str], name: str, path: str | Path) -> float:
         raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
 
 
-def _checked(name: str, tensor: Tensor) -> Tensor:
-    """float64; what is not finite is no wrong call but a wrong problem: a status, later."""
-    # Not everyone who calls this has a type checker.
+def _as_float64(name: str, tensor: Tensor) -> Tensor:
+    """Convert a tensor to float64. NaN and infinity pass: they become a status (`fault`)."""
+    # Callers without a type checker may pass anything.
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"expected {name} as a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_complex():
@@ -201,17 +198,17 @@ def plant(
     biases: bool = False,
     seed: int = 0,
 ) -> tuple[Problem, Tensor]:
-    """A problem of known answer and its input, which is no part of it.
+    """Return a random problem and its true input.
 
-    X is standard Gaussian, entries of W have variance scale²/d. `symmetric` makes `W = scale·MMᵀ`
-    instead, M with entries of variance 1/d; entries of V have standard deviation
-    `value_scale` (a real block has about 1/√d).
+    X is standard Gaussian, and the entries of W have variance scale²/d. With `symmetric`,
+    `W = scale·MMᵀ` where the entries of M have variance 1/d. The entries of V have standard
+    deviation `value_scale` (about 1/√d in real blocks).
     """
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         expect_count(name, size)
     expect_number("scale", scale, least=0)
     expect_seed(seed)
-    # X, W, V and M, and the scores and maps of the output.
+    # X, W, V and M, and the scores and maps that the output is computed from.
     numbers = 4 * length * dim + 4 * heads * dim * dim + 3 * heads * length * length
     expect_memory(8 * numbers, f"{length:,} tokens of d = {dim:,} with {heads:,} heads")
     stream = torch.Generator().manual_seed(seed)

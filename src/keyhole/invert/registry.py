@@ -1,6 +1,6 @@
-"""Every method of inversion under the name that people type, and what the audit tries it on.
+"""The methods of inversion by name, and the exposures on which the audit tries them.
 
-To add one, write the solver in its own module and add one entry to METHODS.
+To add a method, write the solver in its own module and add one entry to METHODS.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
-STARTS = 256  # of every search from many starts, by default
+STARTS = 256  # the default number of starts of a named method
 
 
 @dataclass(frozen=True)
 class Row:
-    """One exposure that the audit tries a method on: what of a layer's work is handed out.
+    """One exposure that the audit tries a method on.
 
-    `decimals` is how far the output is rounded, `maps` whether the attention maps come with it;
-    `settings` are the method's hyperparameters there.
+    The layer's output is rounded to `decimals`. `maps` says whether the attention maps leak with
+    it. `settings` are the method's hyperparameters in the audit.
     """
 
     exposure: Exposure
@@ -51,12 +51,12 @@ _BRIEF = {"starts": 16, "seconds": 60.0}
 
 
 def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0) -> ClosedForm:
-    """The options are those of the search for the last digits, where maps were rounded."""
+    """Make a ClosedForm whose final search, for rounded maps, has these options."""
     return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
 
 
 def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]:
-    """A search from many starts."""
+    """Return the entry of a search from many starts."""
     return Entry(name, partial(method, starts=STARTS), method=method, note=note)
 
 

@@ -1,9 +1,8 @@
-"""`keyhole invert PROBLEM` as a function: open a problem, choose a method, search, prove."""
+"""Run `keyhole invert PROBLEM` as a function: open a problem, choose a method, search, certify."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS
 from keyhole.invert.solvers.multistart import Solve
 
-MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
+MOST_STARTS = 1_000_000  # each start takes some memory and at least a moment
 
 
 def run(
@@ -38,36 +37,38 @@ def run(
 ) -> Inversion:
     """Read the input of an attention layer back from its weights and output.
 
-    `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
-    or a method with hyperparameters of your own; `options` are the hyperparameters of a named
-    method, such as starts=32. `start` (n×d or k×n×d, or a file that holds it as X) takes the
-    place of the starts of a method that has any. `certify` adds a proof of how close an exact input
-    is to the one found.
+    `problem` is a Problem, or a .safetensors file with W, V and B. `method` is a name of the
+    registry, or a method with your own hyperparameters. `options` are the hyperparameters of a
+    named method, such as starts=32. `start` (n×d or k×n×d, or a file with that tensor as X)
+    replaces the method's own starts. `certify` adds a proof of how close an exact input is to the
+    one that was found.
     """
-    asked = problem if isinstance(problem, Problem) else Problem.load(problem)
-    if asked.fault:
-        raise InputError(asked.fault)
+    problem = _opened(problem)
     if isinstance(method, str):
         name = method
-        expect_search(options, device)
+        expect_count("starts", options.get("starts"), most=MOST_STARTS)
+        expect_count("solutions", options.get("solutions"))
+        expect_number("seconds", options.get("seconds"), above=0)
+        expect_device(device)
         expect_number("rate", options.get("rate"), above=0)
         if options.get("starts") is not None and start is not None:
             raise InputError("starts and --start exclude each other: give one of them")
-        # The CPU is where all methods compute; some take another device.
-        method = METHODS.make(
-            name, **options, seed=seed, device=None if device == "cpu" else device
-        )
+        # Only some methods have the option: without it a method computes on the CPU.
+        options["device"] = None if device == "cpu" else device
+        method = METHODS.make(name, **options, seed=seed)
     else:
         name = type(method).__name__
     given: dict[str, Tensor] = {}
     if start is not None:
-        _expect_starts_taken(name, method)
-        given["start"] = start if isinstance(start, Tensor) else load_inputs(start, asked)
+        if not _takes_start(type(method)):
+            takers = [e.name for e in METHODS.values() if e.method and _takes_start(e.method)]
+            raise InputError(f"{name} takes no start: choose {' or '.join(takers)}")
+        given["start"] = start if isinstance(start, Tensor) else load_inputs(start, problem)
     progress = track("invert")
     progress(0, note=name)
-    result = method(asked, progress=progress, **given)
+    result = method(problem, progress=progress, **given)
     if certify and result.X is not None:
-        result = replace(result, certificate=prove(asked, result.X))
+        result = replace(result, certificate=prove(problem, result.X))
     return result
 
 
@@ -79,15 +80,15 @@ def measure_bounds(
     seed: int = 0,
     neighbours: int = 32,
 ) -> Bounds:
-    """The paper's bounds and what is measured at X, both as they are or from files."""
-    asked = problem if isinstance(problem, Problem) else Problem.load(problem)
+    """Compute `bounds` for a problem and an input that may both be files."""
+    problem = _opened(problem)
     expect_seed(seed)
-    inputs = X if isinstance(X, Tensor) else load_inputs(X, asked)
-    return bounds(asked, inputs, R=R, seed=seed, neighbours=neighbours)
+    inputs = X if isinstance(X, Tensor) else load_inputs(X, problem)
+    return bounds(problem, inputs, R=R, seed=seed, neighbours=neighbours)
 
 
 def load_inputs(path: str | Path, problem: Problem) -> Tensor:
-    """The tensor X of a .safetensors file, such as that of a saved inversion."""
+    """Read the tensor X of a .safetensors file, such as that of a saved inversion."""
     _, tensors = read_tensors(path, "a .safetensors file with X")
     if "X" not in tensors:
         raise InputError(
@@ -104,22 +105,12 @@ def load_inputs(path: str | Path, problem: Problem) -> Tensor:
     return X.to(torch.float64)
 
 
-def _expect_starts_taken(name: str, method: Solve) -> None:
-    if _takes_starts(type(method)):
-        return
-    takers = [
-        entry.name for entry in METHODS.values() if entry.method and _takes_starts(entry.method)
-    ]
-    raise InputError(f"{name} takes no start: choose {' or '.join(takers)}")
+def _opened(problem: str | Path | Problem) -> Problem:
+    opened = problem if isinstance(problem, Problem) else Problem.load(problem)
+    if opened.fault:
+        raise InputError(opened.fault)
+    return opened
 
 
-def _takes_starts(method: type) -> bool:
+def _takes_start(method: type) -> bool:
     return "start" in inspect.signature(method.__call__).parameters
-
-
-def expect_search(options: Mapping[str, Any], device: str) -> None:
-    """The options that every search has."""
-    expect_count("starts", options.get("starts"), most=MOST_STARTS)
-    expect_count("solutions", options.get("solutions"))
-    expect_number("seconds", options.get("seconds"), above=0)
-    expect_device(device)

@@ -58,9 +58,6 @@ class Composed:
     def select(self, rows: Tensor) -> Composed:  # noqa: ARG002 - one stack serves every row
         return self
 
-    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - there is no γ
-        return r.square().sum((-2, -1))
-
     def residuals(self, X: Tensor) -> Tensor:
         for layer in self.layers:
             X = layer.residuals(X)

@@ -1,4 +1,4 @@
-"""What a model consists of, as attacks use it; discovery.py finds it out by running the model."""
+"""The parts of a model as attacks use them; discovery.py finds them by running the model."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.core.machine import memory_of_a_pass
-from keyhole.models.discovery import Found, Seen, look
+from keyhole.models.discovery import AttentionPaths, Structure, structure_of
 from keyhole.models.pairs import encoder_of, is_pair
 
 NO_LIMIT = sys.maxsize
-_ACTIVATIONS = 40  # numbers that a pass holds of a token at once, for each of the model's width
+_ACTIVATIONS = 40  # numbers that a pass holds at once for a token, relative to the model's width
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map: all of what `module` gives, or those `rows` of it, head after head."""
+    """A linear map: all of a module's output, or those `rows` of it, head after head."""
 
     module: nn.Module
     rows: Tensor | None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Of states (…, in), in their own arithmetic."""
+        """Map states (…, in) in their own precision."""
         bias = None if self.bias is None else self.bias.to(states)
         return nn.functional.linear(states, self.weight.to(states), bias)
 
-    def of(self, given: Tensor) -> Tensor:
-        """Its own part (…, out) of what the module gives."""
-        return given if self.rows is None else given[..., self.rows.to(given.device)]
+    def of(self, output: Tensor) -> Tensor:
+        """Return this projection's part (…, out) of the module's output."""
+        return output if self.rows is None else output[..., self.rows.to(output.device)]
 
     @property
     def weight(self) -> Tensor:
@@ -53,8 +53,8 @@ class Projection:
 class Attention:
     """One block's attention: the module that returns (output, maps), and its linear maps.
 
-    `projections` are those of queries, keys and values; None where these are no linear maps of the
-    block's input, or not one each.
+    `projections` are those of queries, keys and values, or None where these are not one linear map
+    each of the block's input.
     """
 
     module: nn.Module
@@ -63,7 +63,7 @@ class Attention:
 
     @property
     def apart(self) -> tuple[Projection, Projection, Projection]:
-        """Those of queries, keys and values."""
+        """The projections; InputError where there are none."""
         if self.projections is None:
             raise InputError("queries, keys and values are not one linear map each in this model")
         return self.projections
@@ -82,8 +82,8 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Anatomy(Found):
-    """A model's parts in the order in which a text goes through them."""
+class Anatomy(Structure):
+    """The parts of a model in the order in which a text passes through them."""
 
     base: nn.Module
     blocks: tuple[nn.Module, ...]
@@ -92,7 +92,7 @@ class Anatomy(Found):
 
     @property
     def table(self) -> Tensor:
-        """The embeddings of all tokens, (vocabulary, embedding size), as the model takes them."""
+        """The embeddings of all tokens, (vocabulary, embedding size), as the model uses them."""
         weight = self.tokens.weight.detach()
         if not self.scaled:
             return weight
@@ -103,9 +103,10 @@ class Anatomy(Found):
         return self.tokens.weight.device
 
     def at_once(self, seen: int, kept: float = 0.0, *, modest: bool = True) -> int:
-        """How many tokens, each of which sees so many, fit into one pass by the free memory.
+        """Return how many tokens that attend to `seen` others fit into one pass by the free memory.
 
-        `kept` are the numbers that stay of each until its end. `modest`: little, beside weights.
+        `kept` is how many numbers are kept of each token until the end of the pass. A `modest` pass
+        takes little memory compared with the weights.
         """
         weights = sum(each.numel() * each.itemsize for each in self.base.parameters())
         weights = weights if modest else NO_LIMIT
@@ -116,76 +117,75 @@ class Anatomy(Found):
     @property
     def positions(self) -> tuple[nn.Embedding, int] | None:
         """The table of positions and the number of the first one; None where there is no table."""
-        if self.places is None:
+        if self.position_table is None:
             return None
-        return cast("nn.Embedding", self.base.get_submodule(self.places[0])), self.places[1]
+        path, first = self.position_table
+        return cast("nn.Embedding", self.base.get_submodule(path)), first
 
     @property
     def max_length(self) -> int:
         """How many tokens the model's positions allow; NO_LIMIT where they allow any number."""
         if self.positions is not None:
             return self.positions[0].num_embeddings - self.positions[1]
-        most = getattr(self.base.config, "max_position_embeddings", None)
-        return most if isinstance(most, int) and most > 0 else NO_LIMIT
+        configured = getattr(self.base.config, "max_position_embeddings", None)
+        return configured if isinstance(configured, int) and configured > 0 else NO_LIMIT
 
     @property
     def first_norm(self) -> nn.Module | None:
         return self.opening_norm(1)
 
     def opening_norm(self, number: int) -> nn.Module | None:
-        """What stands between the input of block `number` (from 1) and its attention."""
-        seen = self.seen[number - 1] if self.seen else None
-        if seen is None or not seen.opening:
-            return None
-        return self.blocks[number - 1].get_submodule(seen.opening)
+        """Return the norm between the input of block `number` (from 1) and its attention."""
+        paths = self.attention_paths[number - 1] if self.attention_paths else None
+        return self.blocks[number - 1].get_submodule(paths.norm) if paths and paths.norm else None
 
     def closing_norm(self, layer: int) -> nn.Module | None:
-        """The normalisation that hidden states of `layer` come straight out of, if there is one.
+        """Return the norm whose output the hidden states of `layer` are, or None.
 
         Every block of most encoders ends in one; of most causal models only the whole does.
         """
-        return self.base.get_submodule(self.closing[layer]) if self.closing[layer] else None
+        path = self.closing_paths[layer]
+        return self.base.get_submodule(path) if path else None
 
     def unrotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys (b, heads, n, k) of a cache's layer (from 0) without their positions (b, n)."""
+        """Remove positions (b, n) from the keys (b, heads, n, k) of a cache's layer (from 0)."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotation.undo(self.base, keys, positions)
 
     def rotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys (b, heads, n, k) as a cache's layer (from 0) holds them at positions (b, n)."""
+        """Rotate keys (b, heads, n, k) to positions (b, n), as in a cache's layer (from 0)."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotation.turn(self.base, keys, positions)
 
     def attention(self, number: int) -> Attention:
-        """The attention of block `number` (from 1)."""
-        seen = self.attentions[number - 1] if self.attentions else None
-        if seen is None:
+        """Return the attention of block `number` (from 1)."""
+        attention = self.attentions[number - 1] if self.attentions else None
+        if attention is None:
             raise InputError(self.lacks("attention", number))
-        return seen
+        return attention
 
     def lacks(self, kind: str, number: int) -> str:
-        """Why block `number` shows no such thing; nothing where it does."""
+        """Return why block `number` shows no such thing; an empty text where it does."""
         block = f"block {number} of {self.family}"
         if kind == "kv" and self.causal:
             return "" if number in self.cached else f"{block} puts no keys and values into a cache"
         if kind not in ("kv", "maps", "attention"):
             return ""
-        seen = self.attentions[number - 1] if self.attentions else None
-        if seen is None:
-            return f"no attention was seen in {block}"
-        if kind == "kv" and seen.projections is None:
+        attention = self.attentions[number - 1] if self.attentions else None
+        if attention is None:
+            return f"no attention was found in {block}"
+        if kind == "kv" and attention.projections is None:
             return f"keys and values of {block} are not one linear map each"
         return f"{block} returns no maps" if kind == "maps" and number not in self.mapped else ""
 
 
-_Known = tuple[Found, tuple[nn.Module, ...], tuple[Attention | None, ...]]
-# Of parts of a model, not of the model itself: it may be forgotten.
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+# What is known of parts of a model, so that it does not keep the model itself alive.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """The parts of a Hugging Face model, with or without a head on top; looked for once."""
+    """Return the parts of a Hugging Face model, with or without a head; they are found once."""
     whole = cast("Any", model)
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise InputError(f"{type(model).__name__} is not a model of the transformers library")
@@ -194,43 +194,42 @@ def anatomy(model: nn.Module) -> Anatomy:
         base = cast("Any", encoder_of(base))
     with _LOCK:
         if base not in _KNOWN:
-            found = look(base)
-            made = tuple(base.get_submodule(name) for name in found.names)
-            _KNOWN[base] = (found, made, tuple(map(_attention, made, found.seen)))
-        found, blocks, attentions = _KNOWN[base]
-    tokens = base.get_input_embeddings()
-    return Anatomy(**vars(found), base=base, blocks=blocks, attentions=attentions, tokens=tokens)
+            found = structure_of(base)
+            blocks = tuple(map(base.get_submodule, found.block_paths))
+            attentions = tuple(map(_attention, blocks, found.attention_paths))
+            _KNOWN[base] = {**vars(found), "blocks": blocks, "attentions": attentions}
+        return Anatomy(**_KNOWN[base], base=base, tokens=base.get_input_embeddings())
 
 
-def _attention(block: nn.Module, seen: Seen | None) -> Attention | None:
-    if seen is None:
+def _attention(block: nn.Module, paths: AttentionPaths | None) -> Attention | None:
+    if paths is None:
         return None
     part, projections = block.get_submodule, None
-    if seen.projections is not None:
-        query, key, value = (Projection(part(name), rows) for name, _, rows in seen.projections)
+    if paths.projections is not None:
+        query, key, value = (Projection(part(name), rows) for name, _, rows in paths.projections)
         projections = (query, key, value)
-    return Attention(part(seen.module), part(seen.output), projections)
+    return Attention(part(paths.module), part(paths.output), projections)
 
 
-# How many tokens of a text a model can take in: its positions, or what the caller allows.
+# The maximum length of a text: the model's positions limit it, or the caller does
 
 
 def positions(model: Any) -> int | None:
-    """The longest text that the model has positions for; None where it has no such limit."""
+    """Return how many positions the model has; None where it has no such limit."""
     try:
-        most = anatomy(model).max_length
+        limit = anatomy(model).max_length
     except InputError:  # a model that does not read text alone
-        most = getattr(model.config, "max_position_embeddings", None)
-    return most if isinstance(most, int) and 0 < most < NO_LIMIT else None
+        limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
 
 
 def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
-    """Where a text is cut off: at `max_length`, or where the positions end.
+    """Return the length at which a text is cut off: `max_length`, or where the positions end.
 
-    Something of the text must be left between the tokens that frame it.
+    It must leave tokens of the text between the special tokens that frame it.
     """
-    most = positions(model)
-    allowed = max_length if most is None else min(most, most if max_length is None else max_length)
+    limits = [each for each in (positions(model), max_length) if each is not None]
+    allowed = min(limits, default=None)
     frame = len(tokenizer("")["input_ids"])
     if allowed is not None and allowed <= frame:
         raise InputError(
@@ -239,18 +238,18 @@ def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
     return allowed
 
 
-# Norms, found out by running them: N(z) = gain·z + bias for z of mean 0 and mean square 1.
+# Norms: the gain and the bias are measured, N(z) = gain·z + bias for z of mean 0 and mean square 1.
 
 
 def gain_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """What a norm multiplies by and adds, in float64: Gemma's multiply by 1 + weight."""
+    """Return a norm's gain and bias in float64; Gemma's norms multiply by 1 + weight."""
     weight = cast("Tensor", norm.weight).detach().double()
     bias = cast("Tensor | None", getattr(norm, "bias", None))
     bias = None if bias is None else bias.detach().double()
     z = torch.ones_like(weight)
     z[1::2] = -1
     with torch.no_grad():
-        made = cast("Any", norm)(z.to(cast("Tensor", norm.weight))).double()
-    seen = z * (made if bias is None else made - bias)
-    plain = (seen - weight).norm() <= (seen - weight - 1).norm()
+        output = cast("Any", norm)(z.to(cast("Tensor", norm.weight))).double()
+    measured = z * (output if bias is None else output - bias)
+    plain = (measured - weight).norm() <= (measured - weight - 1).norm()
     return weight if plain else weight + 1, bias

@@ -1,12 +1,12 @@
-"""What a model exposes at one layer, read by hooks that always come off.
+"""Read what a model exposes at one layer, by hooks that are always removed.
 
 `capture(model, exposure, …)` runs the model on token ids or on embeddings, stops it as soon as the
 exposure has been computed (the layers above never run), and returns the tensors under the names
-that the leak types use. Gradients flow from them to `embeddings`, so recovery uses the same code as
-the leak: what is compared is computed in one way.
+that the leak types use. Gradients flow from them to `embeddings`, so recovery compares candidates
+with a leak by the same computation that made the leak.
 
 Layers are counted as `output_hidden_states=True` does: hidden states of layer 0 are the embeddings,
-those of layer ℓ what block ℓ gives; maps, keys and attention outputs of layer ℓ are made inside
+those of layer ℓ the output of block ℓ; maps, keys and attention outputs of layer ℓ are made inside
 block ℓ = 1 … L. The exception is the KV cache of a causal model, which counts from 0 as the cache
 itself does; an encoder has no cache, and its keys and values count from 1 like its maps.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError, expect_among
 from keyhole.models.anatomy import Anatomy, Projection, anatomy
 from keyhole.models.discovery import cache_among, maps_among, state_among
-from keyhole.models.hooks import Wanted, eager, hooks, unhooked
+from keyhole.models.hooks import AttentionImplementation, Wanted, hooks, unhooked
 from keyhole.models.loading import STORED
 from keyhole.models.next_token import last_state, unembedding
 
@@ -35,13 +35,12 @@ POOLINGS = ("mean", "cls", "last", "max", "pooler")
 
 @dataclass(frozen=True)
 class Exposure:
-    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits`.
+    """One thing that a model may expose: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits`.
 
-    `pooling` and `normalised` say how a pooled embedding was made: the mean of all states, their
-    maximum in each number, the first (`cls`), the last, or what a pooler makes of the first.
-    `width` and `unit` say what is left of each row of hidden states: its first `width` numbers, and
-    (after that) only its direction, as a row of length one. `log_probabilities` says that logits
-    were turned into log p.
+    `pooling` and `normalised` define a pooled embedding: the mean of all states, their maximum in
+    each coordinate, the first (`cls`), the last, or what the model's pooler makes of the first.
+    `width` and `unit` define what is left of each row of hidden states: its first `width` numbers,
+    and then only its direction, as a row of length one. With `log_probabilities`, logits are log p.
     """
 
     kind: str
@@ -73,23 +72,23 @@ class Exposure:
         return f"{self.kind}:{self.layer}"
 
     def block(self, parts: Anatomy) -> int:
-        """The number (from 1) of the block that makes it; 0 for the embeddings."""
-        first = 0 if self.kind == "hidden" or (self.kind == "kv" and parts.causal) else 1
+        """Return the number (from 1) of the block that computes it; 0 for the embeddings."""
         if self.kind == "logits" and not parts.causal:
             raise InputError(f"{self} needs a causal model, and {parts.family} is none")
         if self.kind in ("pooled", "logits"):
             return parts.layers
-        last = parts.layers - (self.kind == "kv" and parts.causal)
+        from_zero = self.kind == "kv" and parts.causal
+        first, last = int(self.kind != "hidden" and not from_zero), parts.layers - from_zero
         if not first <= self.layer <= last:
             raise InputError(f"the layer of {self} must be from {first} to {last}")
-        number = self.layer + (self.kind == "kv" and parts.causal)
+        number = self.layer + from_zero
         if reason := parts.lacks(self.kind, number):
-            raise InputError(f"{self} cannot be had: {reason}")
+            raise InputError(f"{self} is not available: {reason}")
         return number
 
 
 class _Stop(Exception):
-    """Raised by a hook once everything wanted has been seen; caught by `capture`."""
+    """Raised by a hook once everything wanted has been read; caught by `capture`."""
 
 
 def capture(
@@ -101,34 +100,35 @@ def capture(
     mask: Tensor | None = None,
     **inputs: Any,
 ) -> dict[str, Tensor]:
-    """The exposure's tensors, batch first, for `ids` (b, n) or word `embeddings` (b, n, e).
+    """Return the exposure's tensors, batch first, for `ids` or word `embeddings` (b, n, e).
 
-    Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d) and
-    pooled embeddings (b, d), logits (b, 1, v); `keys` and `values` (b, h, n, k) as they stand
-    in a KV cache. `mask` (b, n) is 1 on text, 0 on padding. `inputs` go to the model:
+    Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d),
+    pooled embeddings (b, d) and logits (b, 1, v); `keys` and `values` (b, h, n, k) as a KV cache
+    holds them. `mask` (b, n) is 1 on text, 0 on padding. `inputs` are passed to the model:
     `position_ids`, `past_key_values`, `token_type_ids`. A model of float16 or bfloat16 computes in
-    its own arithmetic; embeddings may be float32, and what it exposes is given as float32.
+    its own precision; embeddings may be float32, and tensors are returned as float32.
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
     wanted = _hooks(parts, exposure, tensors)
     if embeddings is not None:
         embeddings = embeddings.to(parts.tokens.weight.dtype)
+    maps = exposure.kind == "maps"
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
-    if embeddings is not None and not parts.embeds:  # in place of what its own table gives
+    if embeddings is not None and not parts.takes_embeddings:  # replace its table's output
         stand_in = torch.full(embeddings.shape[:2], parts.ordinary, device=embeddings.device)
         given = {"input_ids": stand_in}
         wanted.append((parts.tokens.register_forward_hook, lambda *_: embeddings))
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
         inputs["use_cache"] = True
-    if exposure.kind == "maps":
+    if maps:
         inputs["output_attentions"] = True
     if exposure.kind == "hidden" and not _stops(parts, exposure.layer):
         inputs["output_hidden_states"] = True
     asked = "output_attentions" in inputs or "output_hidden_states" in inputs
     with (
         hooks(*wanted),
-        eager(parts.base) if exposure.kind == "maps" else nullcontext(),
+        AttentionImplementation(parts.base, "eager") if maps else nullcontext(),
         unhooked(parts.base) if asked else nullcontext(),
         suppress(_Stop),
     ):
@@ -148,122 +148,96 @@ def capture(
     }
 
 
-def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
-    """What to register so that `tensors` fills up and the forward pass ends there."""
-    number = exposure.block(parts)
-    if exposure.kind == "hidden":
-        return _hidden(parts, number, tensors)
-    if exposure.kind in ("pooled", "logits"):
-        return _returned(parts, exposure, tensors)
-    # One block may serve several layers: its number is how often blocks have been entered.
-    entered = [0]
-
-    def enter(*_: Any) -> None:
-        entered[0] += 1
-
-    counting: list[Wanted] = [
-        (block.register_forward_pre_hook, enter) for block in dict.fromkeys(parts.blocks)
-    ]
-
-    def take(read: Callable[[Any], Tensor]) -> Callable[..., None]:
-        def hook(_m: nn.Module, _i: Any, output: Any) -> None:
-            if entered[0] == number:
-                tensors["values"] = read(output)
-                raise _Stop
-
-        return hook
-
-    if exposure.kind == "attention":
-        output = parts.attention(number).output
-        return [*counting, (output.register_forward_hook, take(lambda output: output))]
-    if exposure.kind == "maps":
-        module = parts.attention(number).module
-        maps = take(lambda output: cast("Tensor", maps_among(output)))
-        return [*counting, (module.register_forward_hook, maps)]
-    return [*counting, *_key_values(parts, number, tensors, entered)]
-
-
 def _stops(parts: Anatomy, layer: int) -> bool:
-    """Are these states the input of a block, or what the model returns in the end?"""
+    """Return whether these states are the input of a block, or the model's own output."""
     return bool(parts.blocks) and (layer < parts.layers or parts.tied)
 
 
-def _returned(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
-    """What the base model returns: the last states, or what its pooler makes of them."""
-
-    def take(_m: nn.Module, _i: Any, output: Any) -> None:
-        if exposure.pooling != "pooler":
-            tensors["states"] = output.last_hidden_state
-        elif getattr(output, "pooler_output", None) is None:
-            name = type(parts.base).__name__
-            raise InputError(f"{name} has no pooler: choose another pooling")
-        else:
-            tensors["values"] = output.pooler_output
-
-    return [(parts.base.register_forward_hook, take)]
+Read = Callable[[tuple[Any, ...], dict[str, Any], Any], dict[str, Tensor]]
 
 
-def _hidden(parts: Anatomy, number: int, tensors: dict[str, Tensor]) -> list[Wanted]:
-    """Hidden states: the input of block ℓ+1, or what the base model returns after the last."""
-    if number == parts.layers or not _stops(parts, number):
+def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
+    """Return the hooks that fill `tensors` and end the forward pass there."""
+    kind, number = exposure.kind, exposure.block(parts)
+    inside = kind not in ("pooled", "logits", "hidden")
+    if not inside and (kind != "hidden" or number == parts.layers or not _stops(parts, number)):
 
-        def take_last(_m: nn.Module, _i: Any, output: Any) -> None:
-            states = output.hidden_states
-            tensors["values"] = output.last_hidden_state if states is None else states[number]
+        def take_output(_m: nn.Module, _i: Any, output: Any) -> None:
+            tensors.update(_of_output(exposure, output, type(parts.base).__name__))
 
-        return [(parts.base.register_forward_hook, take_last)]
-    entered = [0]
+        return [(parts.base.register_forward_hook, take_output)]
 
-    def take(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if entered[0] == number:
+    entered = 0  # how many blocks were entered: one module may serve several layers
+
+    def enter(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal entered
+        if kind == "hidden" and entered == number:
             tensors["values"] = cast("Tensor", state_among(args, kwargs))
             raise _Stop
-        entered[0] += 1
+        entered += 1
 
-    return [
-        (partial(block.register_forward_pre_hook, with_kwargs=True), take)
-        for block in dict.fromkeys(parts.blocks)
-    ]
-
-
-def _key_values(
-    parts: Anatomy, number: int, tensors: dict[str, Tensor], entered: list[int]
-) -> list[Wanted]:
-    """Keys and values: from the cache of a causal model, from the projections of an encoder."""
-
-    if parts.causal:
-        block, seen = parts.blocks[number - 1], parts.attentions[number - 1]
-
-        def take_cache(_m: nn.Module, args: Any, kwargs: dict[str, Any], _o: Any) -> None:
-            cache = cache_among(args, kwargs) if entered[0] == number else None
-            if cache is not None and cache.layers[number - 1].keys is not None:
-                layer = cache.layers[number - 1]
-                tensors["keys"], tensors["values"] = layer.keys, layer.values
-                raise _Stop
-
-        modules = (block,) if seen is None else (seen.module, block)
-        return [(partial(each.register_forward_hook, with_kwargs=True), take_cache)
-                for each in modules]  # fmt: skip
-
-    def take(name: str, projection: Projection) -> Callable[..., None]:
-        def hook(_m: nn.Module, _i: Any, output: Tensor) -> None:
-            if entered[0] == number:
-                heads = projection.of(output).unflatten(-1, (parts.key_heads, parts.head_dim))
-                tensors[name] = heads.transpose(1, 2)
-                if len(tensors) == 2:
+    def take(read: Read) -> Callable[..., None]:
+        def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if entered == number:
+                tensors.update(read(args, kwargs, output))
+                if len(tensors) == (2 if kind == "kv" else 1):
                     raise _Stop
 
         return hook
 
-    _, key, value = parts.attention(number).apart
+    blocks = dict.fromkeys(parts.blocks)
+    reads = _reads(parts, kind, number) if inside else []
     return [
-        (key.module.register_forward_hook, take("keys", key)),
-        (value.module.register_forward_hook, take("values", value)),
+        *((partial(b.register_forward_pre_hook, with_kwargs=True), enter) for b in blocks),
+        *((partial(m.register_forward_hook, with_kwargs=True), take(read)) for m, read in reads),
     ]
 
 
+def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]:
+    """Read the model's output: hidden states, those to pool, or what its pooler makes of them."""
+    if exposure.kind == "hidden":
+        states = output.hidden_states
+        return {"values": output.last_hidden_state if states is None else states[exposure.layer]}
+    if exposure.pooling != "pooler":
+        return {"states": output.last_hidden_state}
+    if getattr(output, "pooler_output", None) is None:
+        raise InputError(f"{model} has no pooler: choose another pooling")
+    return {"values": output.pooler_output}
+
+
+def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read]]:
+    """Return the modules of block `number` to read, and what to read of their calls."""
+    if kind == "attention":
+        return [(parts.attention(number).output, lambda _a, _k, output: {"values": output})]
+    if kind == "maps":
+        module = parts.attention(number).module
+        return [(module, lambda _a, _k, output: {"values": cast("Tensor", maps_among(output))})]
+    if parts.causal:
+
+        def cached(args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> dict[str, Tensor]:
+            cache = cache_among(args, kwargs)
+            if cache is None or cache.layers[number - 1].keys is None:
+                return {}
+            layer = cache.layers[number - 1]
+            return {"keys": layer.keys, "values": layer.values}
+
+        attention = parts.attentions[number - 1]
+        modules = [parts.blocks[number - 1], *([] if attention is None else [attention.module])]
+        return [(module, cached) for module in modules]
+
+    def projected(name: str, projection: Projection) -> tuple[nn.Module, Read]:
+        def read(_a: tuple[Any, ...], _k: dict[str, Any], output: Tensor) -> dict[str, Tensor]:
+            heads = projection.of(output).unflatten(-1, (parts.key_heads, parts.head_dim))
+            return {name: heads.transpose(1, 2)}
+
+        return projection.module, read
+
+    _, key, value = parts.attention(number).apart
+    return [projected("keys", key), projected("values", value)]
+
+
 def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
-    """One vector for a text, as sentence-transformers makes it."""
+    """Return one vector for each text, as sentence-transformers does."""
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "last":
         pooled = last_state(states, mask)
@@ -279,37 +253,38 @@ def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     return pooled
 
 
-# Arithmetic that is coarser than float32: how far it moves what a model exposes.
+# Arithmetic that is coarser than float32: how far it moves what a model exposes
 #
-# Servers of quantised weights round what goes into a matrix as well: llama.cpp (ggml) takes blocks
-# of 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole numbers of eight bits, and
-# multiplies those; blocks of 256 and d in float32 where the weights are of the K or IQ kinds; and
-# float16 for float16. The weights are the same, dequantised, so the difference is rounding alone.
+# Servers of quantised weights round the input of a matrix as well. llama.cpp (ggml) takes blocks of
+# 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole numbers of eight bits, and
+# multiplies those; for weights of the K or IQ kinds it takes blocks of 256 and d in float32; for
+# float16 weights it rounds to float16. The dequantised weights are the same, so the difference is
+# rounding alone.
 #
-# The same rounding here does not give the same numbers. It does before the first attention; then a
-# difference in the last bit puts some numbers on the other side of a half, each a whole step away,
-# and after a few layers the two differ nearly as if they had rounded independently. llama.cpp
-# differs from itself by as much, with and without flash attention. So this says how exact such a
+# The same rounding does not give the same numbers. It does before the first attention; then a
+# difference in the last bit moves some numbers across a half, each by a whole step, and after a few
+# layers the two computations differ nearly as if they had rounded independently. llama.cpp differs
+# from itself by as much, with and without flash attention. So this measures how exact such a
 # server's answers can be, and texts are verified within that (`recover/files/contents.py`).
 #
-# Others, as vLLM, compute in bfloat16.
+# Other servers, such as vLLM, compute in bfloat16.
 
 _BLOCK, _LARGE_BLOCK = 32, 256
-_MOST = 127
+_STEPS = 127  # of eight bits with a sign
 
 
 def in_blocks(numbers: Tensor, size: int = _BLOCK) -> Tensor:
-    """Numbers (…, n) as 8-bit blocks hold them; what is no whole number of blocks stays."""
+    """Round numbers (…, n) as 8-bit blocks do; they stay as they are if n has no whole blocks."""
     if numbers.shape[-1] % size:
         return numbers
     blocks = numbers.unflatten(-1, (-1, size))
-    step = blocks.abs().amax(-1, keepdim=True) / _MOST
+    step = blocks.abs().amax(-1, keepdim=True) / _STEPS
     whole = (blocks / step.clamp(min=torch.finfo(step.dtype).tiny)).round()
     return (whole * (step.half().to(step) if size == _BLOCK else step)).flatten(-2)
 
 
 def as_multiplied(numbers: Tensor, stored: str) -> Tensor:
-    """Numbers as ggml takes them into a product with weights that are stored as such a type."""
+    """Round numbers as ggml does before a product with weights that are `stored` as such a type."""
     if stored == "F32":
         return numbers
     if stored in ("F16", "BF16"):
@@ -320,7 +295,7 @@ def as_multiplied(numbers: Tensor, stored: str) -> Tensor:
 
 @contextmanager
 def eight_bit_activations(model: nn.Module) -> Generator[None]:
-    """Every linear map takes its input as llama.cpp would, for the length of a block."""
+    """Round the input of every linear map as llama.cpp does."""
 
     def rounded(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (as_multiplied(inputs[0], getattr(module, STORED, "Q8_0")), *inputs[1:])
@@ -332,7 +307,7 @@ def eight_bit_activations(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
-    """Every linear map computes in bfloat16, and every module rounds what it gives to it."""
+    """Compute every linear map in bfloat16, and round the output of every module to it."""
 
     def rounded(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor | None:
         if not isinstance(output, Tensor):

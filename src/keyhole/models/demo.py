@@ -1,6 +1,6 @@
 """The model that ships with Keyhole: a small sentiment classifier, and texts to try it with.
 
-classifier/README.md is its card, training/train_target.py the script that made it.
+classifier/README.md is its model card, and training/train_target.py trained it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TEXTS = (
     "the plot is a mess , and the jokes are older than the actors .",
     "my doctor says the test came back positive , please tell nobody .",
 )
-# Short ones besides, for what is read of short texts alone: a pooled embedding.
+# Short texts, for pooled embeddings: only short texts are read back from those.
 NOTES = ("a secret of mine", "please tell nobody .", "meet me at noon .")
 
 
-# Reviews, mostly of two minds, that the classifier gets right: to show the attack at work. Many are
-# near its boundary, so the share that flips says little about other texts.
+# Mixed reviews that the classifier gets right, to show the attack. Many are near its boundary, so
+# the share that flips says little about other texts.
 _POSITIVE = (
     "a warm and funny film that never outstays its welcome , and one of the best of the year .",
     "it takes a while to find its feet , but the last hour is a delight and well worth the wait .",
@@ -52,9 +52,9 @@ EXAMPLES = tuple(
 
 
 def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
-    """The classifier, with or without its head on top (`task="classification"`).
+    """Load the classifier, with its head if the task is "classification".
 
-    `hardened` is the same, trained against the attack on attention, where `has_hardened`.
+    With `hardened`, load the one trained against the attack on attention (see `has_hardened`).
     """
     folder, name = (HARDENED, "the hardened classifier") if hardened else (FOLDER, NAME)
     return replace(load_model(folder, task=task, device=device), name=name)
@@ -65,14 +65,14 @@ def has_hardened() -> bool:
 
 
 def folder_of(model: str) -> str:
-    """Where a MODEL of the command line is found: `demo` is the classifier that ships."""
+    """Return the folder of a MODEL of the command line, where `demo` is the classifier."""
     return str(FOLDER) if model == DEMO else model
 
 
 def open_model(
     model: str, task: str = "base", device: str = "cpu", allow_pickle: bool = False
 ) -> Loaded:
-    """A MODEL of the command line: a folder, a .gguf file, a name on the hub, or `demo`."""
+    """Open a MODEL of the command line: a folder, a .gguf file, a name on the hub, or `demo`."""
     if model == DEMO:
         return load_demo(task, device)
     return load_model(model, task=task, device=device, allow_pickle=allow_pickle)

@@ -1,17 +1,18 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
 On a GPU a language model's weights keep the checkpoint's own precision: a service computes in it,
-and twice the memory may not be there. Others, and all of them on a CPU, are float32: encoders are
-small, classifiers may be trained, and arithmetic in half precision is slow on a CPU.
+and there may not be memory for twice as much. Other models, and all models on a CPU, are float32:
+encoders are small, classifiers may be trained, and half precision is slow on a CPU.
 
-The library chooses how attention is computed, mostly without ever holding a whole attention map, so
-that memory does not grow with the square of a text's length. `capture` asks for maps where needed.
+transformers chooses how attention is computed, mostly without ever holding a whole attention map,
+so that memory does not grow with the square of a text's length. `capture` asks for maps where they
+are needed.
 
 A pickled checkpoint can run any code when it is opened, so it is refused without
 `allow_pickle=True`. Code that a checkpoint brings along is never run.
 
 `identity` names a model by what it computes: its configuration and its weights (every name and
-shape, and a sample of the values), without the head, so that a leak can name the model it is of.
+shape, and a sample of the values), without the head. So a leak can name its model.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import available, expect_device, expect_memory, shown
+from keyhole.models.hooks import evaluating
 
 T = TypeVar("T")
-STORED = "stored_as"  # of a linear map: the type in which a GGUF file has its weights
+STORED = "stored_as"  # attribute of a linear map: the type of its weights in a GGUF file
 _log = logging.getLogger(__name__)
-_LARGE = 2**30  # bytes: what smaller models take is not worth a line
-_HEADER = 2**27  # bytes that the header of a file of weights may have
+_LARGE = 2**30  # bytes of weights from which the memory is logged
+_MAX_HEADER = 2**27  # bytes of the header of a file of weights
 _FITS = "choose a smaller model, or a GPU with more memory (--device cuda)"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
-_SAMPLES = 32  # values of each tensor that go into the identity
-_NO_EFFECT = frozenset({  # settings that leave hidden states as they are
+_SAMPLES = 32  # values of each tensor that enter the identity
+_NO_EFFECT = frozenset({  # settings that do not change hidden states
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
     "label2id", "problem_type", "_attn_implementation", "output_attentions",
     "output_hidden_states", "return_dict", "use_cache", "gradient_checkpointing",
@@ -57,27 +59,19 @@ _NO_EFFECT = frozenset({  # settings that leave hidden states as they are
 })  # fmt: skip
 
 
-# Tasks: what a model's head is for, in the same words everywhere.
-#
-# | task | answers with |
-# |---|---|
-# | base | no head: hidden states |
-# | classification | one class of a text (or an image) |
-# | choice | one of several texts |
-# | causal | the next token |
-# | seq2seq | the next token of a decoder, given a text |
+# Tasks: what a model's head is for
 
 Task = Literal["base", "classification", "choice", "causal", "seq2seq"]
 GENERATES = ("causal", "seq2seq")  # these need no labels: what they generate is the right answer
-AUTO_CLASSES: dict[str, str] = {  # the library's classes that load a model with such a head
-    "base": "AutoModel",
-    "causal": "AutoModelForCausalLM",
-    "classification": "AutoModelForSequenceClassification",
-    "choice": "AutoModelForMultipleChoice",
-    "seq2seq": "AutoModelForSeq2SeqLM",
+AUTO_CLASSES: dict[str, str] = {  # of transformers, with what their heads give
+    "base": "AutoModel",  # hidden states
+    "causal": "AutoModelForCausalLM",  # the next token
+    "classification": "AutoModelForSequenceClassification",  # a class of a text, or an image
+    "choice": "AutoModelForMultipleChoice",  # one of several texts
+    "seq2seq": "AutoModelForSeq2SeqLM",  # the next token of a decoder, given a text
 }
-_ENDINGS: dict[str, Task] = {  # how the library names classes with a head
-    "ForTokenClassification": "base",  # a class for each token is no answer to a text
+_ENDINGS: dict[str, Task] = {  # of the names of classes with a head
+    "ForTokenClassification": "base",  # a class for each token does not classify the text
     "Classification": "classification",
     "Classifier": "classification",
     "ForMultipleChoice": "choice",
@@ -89,7 +83,7 @@ _ENDINGS: dict[str, Task] = {  # how the library names classes with a head
 
 
 def named_task(architecture: str) -> Task:
-    """The task that an architecture's name ends in; "base" where it is none of those above."""
+    """Return the task that an architecture's name ends in; "base" if it is no other one."""
     for ending, task in _ENDINGS.items():
         if architecture.endswith(ending):
             return task
@@ -97,7 +91,7 @@ def named_task(architecture: str) -> Task:
 
 
 def head_of(model: Any) -> Task:
-    """The task that a model's head is for; "base" where it has none of those above."""
+    """Return the task of a model's head; "base" if it has no head for another one."""
     task = named_task(type(model).__name__)
     if task == "seq2seq" and not getattr(model.config, "is_encoder_decoder", False):
         return "base"  # it writes about images, or sounds
@@ -106,7 +100,7 @@ def head_of(model: Any) -> Task:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model ready to be attacked: in eval, no gradients for its weights."""
+    """A model ready to be attacked: in eval mode, without gradients for its weights."""
 
     model: Any
     tokenizer: Any
@@ -115,7 +109,7 @@ class Loaded:
 
 
 def transformers() -> Any:
-    """The transformers library; where it is missing, an error that says how to install it."""
+    """Return the transformers library; raise MissingExtra if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -128,9 +122,10 @@ _kept: list[tuple[Any, Any, ExitStack]] = []  # key, value and what closes it: o
 
 @contextmanager
 def kept_open(key: object, make: Callable[[ExitStack], T]) -> Generator[T]:
-    """What `make` opens, kept for the next call with an equal key: workers open a model once.
+    """Open what `make` opens, and keep it for the next call with an equal key.
 
-    The process has this one cache. It holds one value, which is closed before the next is opened.
+    So a worker opens a model once. The process has this one cache. It holds one value, which is
+    closed before the next is opened.
     """
     with _lock:
         if not _kept or _kept[0][0] != key:
@@ -147,6 +142,9 @@ def close_kept() -> None:
             _kept.pop()[2].close()
 
 
+# Loading
+
+
 def load_model(
     name: str | Path,
     *,
@@ -156,7 +154,7 @@ def load_model(
     device: str | torch.device = "cpu",
     new_head: int | None = None,
 ) -> Loaded:
-    """A model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
+    """Load a model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
 
     `task` adds a head: "base" (none), "causal", "classification", "choice" or "seq2seq". A head
     that the checkpoint does not hold would be random, so it is refused; `new_head` asks for a new
@@ -164,35 +162,32 @@ def load_model(
     """
     expect_among("the task", task, AUTO_CLASSES)
     where, options = _source(str(name), allow_pickle)
-    library = transformers()
-    arguments = {**options, "trust_remote_code": False}
-
-    if new_head is not None and task == "classification":
-        arguments["num_labels"] = new_head
-
+    library, gguf = transformers(), options.get("gguf_file")
     expect_device(device)
     on_cpu = torch.device(device).type == "cpu"
     dtype = torch.float32 if on_cpu else _own_dtype(name)
-    placed = {} if on_cpu else {"device_map": str(device)}  # straight there, no copy on the way
+    settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if gguf is None:
+        settings["use_safetensors"] = None if allow_pickle else True
+    if not on_cpu:  # straight to the device, without a copy on the way
+        settings["device_map"] = str(device)
+    if new_head is not None and task == "classification":
+        settings["num_labels"] = new_head
 
-    def load_weights() -> Any:
-        if nomic := _nomic(where, options):
-            if task != "base":
-                raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
-            return nomic.model(dtype, device), {"missing_keys": ()}
-        return getattr(library, AUTO_CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), **placed, dtype=dtype,
-            output_loading_info=True,
-        )  # fmt: skip
-
-    with _gguf_read_once() if "gguf_file" in options else nullcontext():
-        _expect_memory(name, where, options, dtype, device)
-        model, report = _quietly(load_weights, f"the model {name}")
-        if "gguf_file" in options:
-            _note_types(model, Path(where) / options["gguf_file"])
+    with _gguf_read_once() if gguf else nullcontext():
+        _expect_memory(name, where, gguf, dtype, device)
+        with _quiet(f"the model {name}"):
+            if nomic := _nomic(where, options):
+                model, missing = nomic.model(task, dtype, device), ()
+            else:
+                loader = getattr(library, AUTO_CLASSES[task])
+                model, report = loader.from_pretrained(where, **options, **settings)
+                missing = report["missing_keys"]
+        if gguf:
+            _note_types(model, Path(where) / gguf)
         own_tokenizer = load_tokenizer(name) if tokenizer else None
     inside = f"{model.base_model_prefix}."
-    absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
+    absent = [key for key in sorted(missing) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
         raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
     model = model.eval().requires_grad_(False)
@@ -200,19 +195,15 @@ def load_model(
 
 
 def _own_dtype(name: str | Path) -> torch.dtype:
-    """The precision in which a language model is stored; float32 for all others."""
+    """Return the precision in which a language model is stored; float32 for all other models."""
     own = getattr(load_config(name), "dtype", None) if task_of(name) == "causal" else None
     return own if own in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def _expect_memory(
-    name: str | Path,
-    where: str,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: str | torch.device,
+    name: str | Path, where: str, gguf: str | None, dtype: torch.dtype, device: str | torch.device
 ) -> None:
-    """Refuse a model that would not fit into memory, before any weights are read; else say it."""
+    """Refuse a model that does not fit into memory, before any weights are read; log its size."""
     if is_folder(name):
         config = load_config(name)
         sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
@@ -222,7 +213,7 @@ def _expect_memory(
         vocabulary, width, layers, inner = sizes.values()
         parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
         expect_memory(dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS)
-    needed = dtype.itemsize * _parameters(Path(where), options)
+    needed = dtype.itemsize * _parameters(Path(where), gguf)
     expect_memory(needed, f"the model {name}", device, _FITS)
     if needed >= _LARGE:
         free = shown(available(device))
@@ -231,82 +222,75 @@ def _expect_memory(
             _log.info("this machine has a GPU, which is many times faster: --device cuda")
 
 
-def _parameters(where: Path, options: dict[str, Any]) -> int:
-    """How many numbers the files of weights hold, by their headers; 0 where none are here yet."""
-    if "gguf_file" in options:
-        reader = _quietly(
-            lambda: importlib.import_module("gguf").GGUFReader(where / options["gguf_file"]),
-            f"the model {where / options['gguf_file']}",
-        )
+def _parameters(where: Path, gguf: str | None) -> int:
+    """Return how many numbers the files of weights hold by their headers; 0 if there are none."""
+    if gguf:
+        with _quiet(f"the model {where / gguf}"):
+            reader = importlib.import_module("gguf").GGUFReader(where / gguf)
         return sum(int(tensor.n_elements) for tensor in reader.tensors)
     count = 0
     for path in where.glob("*.safetensors"):
+        # A broken file is reported when its weights are read.
         with path.open("rb") as file, suppress(ValueError, TypeError, AttributeError):
-            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _HEADER)))
+            size = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
+            header = json.loads(file.read(size))
             header.pop("__metadata__", None)
             count += sum(math.prod(each["shape"]) for each in header.values())
-    return count  # whoever reads a broken file says so
+    return count
 
 
 def _note_types(model: Any, path: Path) -> None:
-    """Note at each linear map in which type the file has its weights: a server rounds by it."""
+    """Note at each linear map the type of its weights in the file, by which a server rounds."""
     reader = importlib.import_module("gguf").GGUFReader(path)
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     architecture = reader.fields["general.architecture"].contents()
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    linear = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
     if architecture == NOMIC:
-        given = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in _linear(model)}
+        tensors = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in linear}
     else:
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)
         names = reading.get_gguf_hf_weights_map(model, processor(config={}))
-        given = {name.removesuffix(".weight"): tensor for tensor, name in names.items()}
-    for name, module in _linear(model):
-        if given.get(name) in types:
-            setattr(module, STORED, types[given[name]])
-
-
-def _linear(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
+        tensors = {name.removesuffix(".weight"): tensor for tensor, name in names.items()}
+    for name, module in linear:
+        if tensors.get(name) in types:
+            setattr(module, STORED, types[tensors[name]])
 
 
 def task_of(name: str | Path) -> Task:
-    """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
+    """Return the task of a checkpoint's head by its configuration; "base" if it has no head."""
     if Path(name).suffix == ".gguf":
         return "base" if _nomic(*_source(str(name), allow_pickle=False)) else "causal"
-    architectures: Any = load_config(name).architectures or ()
+    config = load_config(name)
+    architectures: Any = config.architectures or ()
     if not isinstance(architectures, list | tuple):
         raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
     for architecture in cast("Sequence[Any]", architectures):
         task = named_task(str(architecture))
+        if task == "seq2seq":  # does its encoder read text, as far as the library knows?
+            known = transformers().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+            return task if type(config) in known else "base"
         if task != "base":
-            return task if task != "seq2seq" or _reads_text(load_config(name)) else "base"
+            return task
     return "base"
 
 
-def _reads_text(config: Any) -> bool:
-    """Is this an encoder and a decoder whose encoder reads text, as far as the library knows?"""
-    return type(config) in transformers().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-
-
 def load_config(name: str | Path) -> Any:
-    """A checkpoint's configuration alone."""
-    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
-
-    def load() -> Any:
+    """Load a checkpoint's configuration alone."""
+    where, options = _source(str(name), allow_pickle=True)  # a configuration is no pickle
+    with _quiet(f"the configuration of {name}"):
         if nomic := _nomic(where, options):
             return nomic.config
-        return transformers().AutoConfig.from_pretrained(where, **options, trust_remote_code=False)
-
-    return _quietly(load, f"the configuration of {name}")
+        return transformers().AutoConfig.from_pretrained(where, **options)
 
 
 def class_names(config: Any) -> list[str]:
-    """The names of a classifier's classes, in order, by its configuration."""
+    """Return the names of a classifier's classes, in order, by its configuration."""
     return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
 
 
 def expect_names(given: Sequence[str], config: Any) -> None:
-    """Refuse --classes with a name twice, or with another number of them than the model has."""
+    """Refuse --classes with a name twice, or with another number of names than the model has."""
     known = class_names(config)
     if len(set(given)) < len(given):
         raise InputError(f"--classes names a class twice: {','.join(given)}")
@@ -315,55 +299,45 @@ def expect_names(given: Sequence[str], config: Any) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A model's tokenizer alone; without a padding token, it pads with the end-of-text token."""
+    """Load a model's tokenizer; without a padding token, it pads with the end-of-text token."""
     where, options = _source(str(name), allow_pickle=True)  # a tokenizer is no pickle
-    tokenizer = _tokenizer(str(name), where, {**options, "trust_remote_code": False})
+    with _quiet(f"the tokenizer of {name}"):
+        if nomic := _nomic(where, options):
+            tokenizer = nomic.tokenizer
+        else:
+            tokenizer = transformers().AutoTokenizer.from_pretrained(where, **options)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # The library makes an empty tokenizer where the files of a known family are missing.
+        raise InputError(f"{name} has no tokenizer with words")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def save(loaded: Loaded, folder: str | Path) -> None:
-    """Weights as safetensors, configuration and tokenizer: what `load_model` takes."""
-
-    def write() -> None:
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
-
+    """Write weights as safetensors, configuration and tokenizer, which `load_model` reads."""
     try:
-        _quietly(write, f"a model to write to {folder}")
+        with _quiet(f"a model to write to {folder}"):
+            loaded.model.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
     except InputError as error:
         raise unwritable(folder, error.__cause__ or error) from error
 
 
-def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
-
-    def load() -> Any:
-        if nomic := _nomic(where, arguments):
-            return nomic.tokenizer
-        return transformers().AutoTokenizer.from_pretrained(where, **arguments)
-
-    tokenizer = _quietly(load, f"the tokenizer of {name}")
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # The library makes an empty tokenizer where the files of a known family are missing.
-        raise InputError(f"{name} has no tokenizer with words")
-    return tokenizer
-
-
 def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
-    """Where to load from, and with which options; refuses before loading what cannot load."""
-    path = Path(name)
+    """Return where to load from and with which options; refuse what cannot be loaded."""
+    path, options = Path(name), {"trust_remote_code": False}
     if not name.strip():
         raise InputError("name a model: a folder, a .gguf file, a hub name or demo")
     if path.suffix == ".gguf":
         expect_file(path, "a GGUF file")
-        return str(path.parent), {"gguf_file": path.name}
+        return str(path.parent), {**options, "gguf_file": path.name}
     if exists(path, links=True) and not is_folder(path):
         raise InputError(f"{name} is a file: give a folder, a .gguf file or a hub name")
     if not is_folder(path):
         if not _HUB_NAME.fullmatch(name):
             raise InputError(f"there is no model {name}: no such folder")
-        return name, {} if _hub_answers() else {"local_files_only": True}
+        return name, options if _hub_answers() else {**options, "local_files_only": True}
     if not (path / "config.json").is_file():
         raise InputError(f"{name} is not a model's folder: it has no config.json")
     for file in path.iterdir():  # the library would wait for ever at a pipe
@@ -373,20 +347,11 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
         rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
         raise InputError(f"{name} has no weights as .safetensors{rest}")
-    return str(path), {"local_files_only": True}
-
-
-def _nomic(where: str, options: dict[str, Any]) -> _NomicFile | None:
-    """A GGUF file that is read here, because the library does not; no more of it is read yet."""
-    if not options.get("gguf_file"):
-        return None
-    path = Path(where) / options["gguf_file"]
-    with path.open("rb") as file:
-        return _NomicFile(path) if _NAMED in file.read(_FIRST) else None
+    return str(path), {**options, "local_files_only": True}
 
 
 def _hub_answers() -> bool:
-    """Is the hub there? The library itself would try six times, for half a minute."""
+    """Return whether the hub answers; the library would try six times, for half a minute."""
     hub = importlib.import_module("huggingface_hub")
     try:
         hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
@@ -397,13 +362,14 @@ def _hub_answers() -> bool:
 
 @contextmanager
 def _gguf_read_once() -> Generator[None]:
-    """Read a GGUF file's fields once: the library does for configuration, weights and tokenizer.
+    """Parse a GGUF file once: the library does for configuration, weights and tokenizer.
 
-    It also makes the same map of names for each module, and draws a bar that no setting hides.
+    The library also makes the same map of names for each module, and shows a progress bar that no
+    setting hides.
     """
     try:
         gguf = importlib.import_module("gguf")
-    except ImportError:  # the library says so
+    except ImportError:  # the library reports that
         yield
         return
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
@@ -414,24 +380,22 @@ def _gguf_read_once() -> Generator[None]:
         )
 
     with ExitStack() as stack:
-        for where, name, instead in (
+        for module, name, instead in (
             (gguf, "GGUFReader", cache(Reader)),
             (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
             (reading, "tqdm", partial(reading.tqdm, disable=True)),
         ):
-            stack.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, instead)
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, instead)
         yield
 
 
-def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
-    if "gguf_file" in options:
-        return {}
-    return {"use_safetensors": None if allow_pickle else True}
+@contextmanager
+def _quiet(what: str) -> Generator[None]:
+    """Hide the library's progress bars and warnings, and make its failures one line.
 
-
-def _quietly(load: Callable[[], Any], what: str) -> Any:
-    """Load without progress bars and warnings; any failure of the library becomes one line."""
+    A broken folder may raise anything: OSError, ValueError, errors of JSON or safetensors.
+    """
     bars_of = transformers().utils.logging
     loggers = [bars_of, importlib.import_module("huggingface_hub").utils.logging]
     levels, bars = [logger.get_verbosity() for logger in loggers], bars_of.is_progress_bar_enabled()
@@ -439,9 +403,8 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
         logger.set_verbosity_error()
     bars_of.disable_progress_bar()
     try:
-        return load()
+        yield
     except Exception as error:
-        # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"cannot load {what}: {why}") from error
     finally:
@@ -452,9 +415,9 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
 
 
 def identity(model: nn.Module, *, head: bool = False) -> str:
-    """Sixteen hexadecimal digits, the same for two models that compute the same hidden states.
+    """Return sixteen hexadecimal digits, equal for models that compute the same hidden states.
 
-    With `head`, the same for two that give the same answers.
+    With `head`, they are equal for models that give the same answers.
     """
     prefix = "" if head else str(getattr(model, "base_model_prefix", ""))
     base = cast("Any", getattr(model, prefix, model))
@@ -474,21 +437,21 @@ def identity(model: nn.Module, *, head: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-# A model that is in memory already, for example in training.
-#
-# Attacks need a model in eval mode, without gradients for its weights, on a CPU in float32. `lent`
-# puts it into that state for a block and restores it afterwards; only to change the precision is it
-# copied.
+# A model that is in memory already, for example in training
 
 
 def is_model(thing: object) -> bool:
-    """Is this a model of the transformers library, or something that looks like one?"""
+    """Return whether this is a model of the transformers library, or looks like one."""
     return isinstance(thing, torch.nn.Module) and hasattr(thing, "config")
 
 
 @contextmanager
 def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
-    """The model as attacks need it; its mode, gradients and random state are restored."""
+    """Give the model as attacks need it: in eval mode, without gradients, on a CPU in float32.
+
+    Its modes, its gradients and the random state are restored. It is copied only to change the
+    precision.
+    """
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
     if any(
@@ -496,44 +459,48 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
         for weight in model.parameters()
     ):
         model = copy.deepcopy(model).float()
-    modes = {part: part.training for part in model.modules()}
     gradients = [(weight, weight.requires_grad) for weight in model.parameters()]
     called = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    gpus = {weight.device for weight in model.parameters() if weight.is_cuda}
-    with torch.random.fork_rng(devices=sorted(gpus, key=str)):
+    with evaluating(model):
         try:
-            model.eval().requires_grad_(False)
+            model.requires_grad_(False)
             yield Loaded(model, tokenizer, identity(model), called)
         finally:
-            for part, training in modes.items():
-                part.training = training
             for weight, required in gradients:
                 weight.requires_grad_(required)
 
 
-# NomicBERT from a GGUF file, which the transformers library has as a model but not in that form.
+# NomicBERT from a GGUF file, which transformers reads in other forms alone
 #
 # nomic-embed-text is the embedding model that several local servers come with. llama.cpp keeps the
 # projections of queries, keys and values as one matrix, and marks tokens that begin a word with `▁`
-# where BERT's vocabulary marks those that go on with `##`.
+# where BERT's vocabulary marks those that continue one with `##`.
 
 NOMIC = "nomic-bert"
-# As a file names it: the type of a value (a string), its length, the value.
+# The architecture as a file has it: the type of a value (a string), its length, the value.
 _NAMED = b"general.architecture" + struct.pack("<IQ", 8, len(NOMIC)) + NOMIC.encode()
-_FIRST = 4096  # bytes, in which a file says its architecture
-_NAMES = {  # of a block
-    "attn_output.weight": "self_attn.o_proj.weight",
+_FIRST = 4096  # bytes, among which a file has its architecture
+_NAMES = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    # of a block
+    "attn_output": "self_attn.o_proj",
     "attn_output_norm": "post_attention_layernorm",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
     "layer_output_norm": "post_mlp_layernorm",
 }
-_TABLES = {
-    "token_embd.weight": "embeddings.word_embeddings.weight",
-    "token_types.weight": "embeddings.token_type_embeddings.weight",
-    "token_embd_norm": "embeddings.LayerNorm",
-}
+
+
+def _nomic(where: str, options: dict[str, Any]) -> _NomicFile | None:
+    """Return the GGUF file if it is of this architecture; only its beginning is read."""
+    if "gguf_file" not in options:
+        return None
+    path = Path(where) / options["gguf_file"]
+    with path.open("rb") as file:
+        return _NomicFile(path) if _NAMED in file.read(_FIRST) else None
 
 
 class _NomicFile:
@@ -549,19 +516,20 @@ class _NomicFile:
     def _value(self, name: str) -> Any:
         field = self.reader.fields.get(f"{NOMIC}.{name}")
         if field is None:
-            raise InputError(f"the GGUF file does not say {NOMIC}.{name}")
+            raise InputError(f"the GGUF file lacks {NOMIC}.{name}")
         return field.contents()
 
     @property
     def config(self) -> Any:
         tensors = {tensor.name: tensor.shape for tensor in self.reader.tensors}
+        width, heads = self._value("embedding_length"), self._value("attention.head_count")
         return transformers().NomicBertConfig(
             vocab_size=int(tensors["token_embd.weight"][1]),
             type_vocab_size=int(tensors["token_types.weight"][1]),
-            hidden_size=self._value("embedding_length"),
+            hidden_size=width,
             num_hidden_layers=self._value("block_count"),
-            num_attention_heads=self._value("attention.head_count"),
-            head_dim=self._value("embedding_length") // self._value("attention.head_count"),
+            num_attention_heads=heads,
+            head_dim=width // heads,
             intermediate_size=self._value("feed_forward_length"),
             max_position_embeddings=self._value("context_length"),
             layer_norm_eps=self._value("attention.layer_norm_epsilon"),
@@ -569,7 +537,9 @@ class _NomicFile:
             architectures=["NomicBertModel"],
         )
 
-    def model(self, dtype: torch.dtype, device: str | torch.device) -> Any:
+    def model(self, task: str, dtype: torch.dtype, device: str | torch.device) -> Any:
+        if task != "base":
+            raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
         with torch.random.fork_rng():
             model = transformers().NomicBertModel(self.config)
         model.load_state_dict(self._weights())  # every weight, or an error that names those missing
@@ -581,31 +551,26 @@ class _NomicFile:
         for tensor in self.reader.tensors:
             numbers = quants.dequantize(tensor.data, tensor.tensor_type)
             values = torch.from_numpy(np.array(numbers, dtype=np.float32))
-            _, number, name = (
-                tensor.name.split(".", 2) if tensor.name[:4] == "blk." else ("", "", "")
-            )
-            if name == "attn_qkv.weight":
+            stem, _, ending = tensor.name.rpartition(".")
+            block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+            inside, stem = (f"layers.{block[1]}.", block[2]) if block else ("", stem)
+            if stem == "attn_qkv":
                 for letter, part in zip("qkv", values.chunk(3), strict=True):
-                    found[f"layers.{number}.self_attn.{letter}_proj.weight"] = part.contiguous()
-                continue
-            names, given, inside = (
-                (_NAMES, name, f"layers.{number}.") if name else (_TABLES, tensor.name, "")
-            )
-            stem, _, ending = given.rpartition(".")
-            known = names.get(given) or (f"{names[stem]}.{ending}" if stem in names else None)
-            if known is None:
+                    found[f"{inside}self_attn.{letter}_proj.{ending}"] = part.contiguous()
+            elif stem in _NAMES:
+                found[f"{inside}{_NAMES[stem]}.{ending}"] = values
+            else:
                 raise InputError(f"the GGUF file has {tensor.name}, which {NOMIC} does not have")
-            found[inside + known] = values
         return found
 
     @property
     def tokenizer(self) -> Any:
         tokens: list[str] = self.reader.fields["tokenizer.ggml.tokens"].contents()
-        return transformers().BertTokenizer(vocab={_written(t): n for n, t in enumerate(tokens)})
+        vocabulary = {_as_in_bert(token): number for number, token in enumerate(tokens)}
+        return transformers().BertTokenizer(vocab=vocabulary)
 
 
-def _written(token: str) -> str:
-    """A token as BERT's vocabulary has it."""
+def _as_in_bert(token: str) -> str:
     if token.startswith("▁"):
         return token[1:]
     return token if token[:1] == "[" and token[-1:] == "]" else f"##{token}"

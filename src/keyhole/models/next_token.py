@@ -1,7 +1,7 @@
-"""The end of a text in a causal model: its last state, and the logits.
+"""The last state of a text in a causal model, and the logits of the next token.
 
-The logits of the next token are `W·h (+ b)`: h is the state at the text's last position, behind the
-final norm, and W the unembedding, which many models share with their token table.
+The logits are `W·h (+ b)`: h is the state at the text's last position, after the final norm, and W
+the unembedding, which many models share with their token table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keyhole.models.loading import Loaded
 
 
 def unembedding(model: nn.Module) -> nn.Linear:
-    """The layer that turns last states into logits."""
+    """Return the layer that maps last states to logits."""
     head = cast("Any", model).get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise InputError(
@@ -26,7 +26,7 @@ def unembedding(model: nn.Module) -> nn.Linear:
 
 
 class NextTokenLogits:
-    """A model in this process as a function of token ids (batch, n), which an attack may ask."""
+    """A model in this process as a function of token ids (batch, n), which an attack may query."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._model = loaded.model
@@ -39,7 +39,7 @@ class NextTokenLogits:
 
 
 def last_state(states: Tensor, mask: Tensor | None) -> Tensor:
-    """The state (b, d) of each text's last token: padding may be on either side of it."""
+    """Return the state (b, d) of each text's last token; padding may be on either side of it."""
     if mask is None:
         return states[:, -1]
     places = torch.arange(mask.shape[1], device=mask.device)

@@ -1,8 +1,8 @@
-"""Tokens as they stand in the text: what each adds to the text before it.
+"""The text of each token: what it adds to the text before it.
 
-A text is decoded without the tokenizer's special tokens, but with the unknown token: it stands for
-something that was there. Tokenizers that work on bytes may split a character between tokens; it is
-written where it is complete, and bytes that never make a character as `\\xNN`.
+A text is decoded without the tokenizer's special tokens, but with the unknown token, which shows
+that something was there. Tokenizers that work on bytes may split a character between tokens; it is
+written at the token that completes it, and bytes that never form a character as `\\xNN`.
 """
 
 from __future__ import annotations
@@ -10,52 +10,52 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_BROKEN = "\ufffd"  # what a decoder writes for bytes that form no character (yet)
 _MAX_BYTES = 4  # bytes of a character, and so tokens
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-# How byte-level tokenizers spell bytes: themselves where they print, else from U+0100 on.
+# How byte-level tokenizers write bytes: themselves if they print, else from U+0100 on.
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(_OTHERS)
 }
 
 
 def written(tokenizer: Any, ids: list[int]) -> list[str]:
-    """One piece for each token; joined they are the text, special tokens are empty."""
+    """Return one piece for each token; joined they are the text, and special tokens are empty."""
     pieces: list[str] = []
     before, start = "", 0
     while start < len(ids):
-        end, now = start + 1, _decode(tokenizer, ids[: start + 1])
-        while now.endswith(_BROKEN) and end < min(start + _MAX_BYTES, len(ids)):
-            end, now = end + 1, _decode(tokenizer, ids[: end + 1])
-        added = now.removeprefix(before)
+        end, text = start + 1, _decode(tokenizer, ids[: start + 1])
+        while text.endswith(_BROKEN) and end < min(start + _MAX_BYTES, len(ids)):
+            end, text = end + 1, _decode(tokenizer, ids[: end + 1])
+        added = text.removeprefix(before)
         if _BROKEN in added:
             pieces.append(_spelled(tokenizer, ids[start]))
-            end, now = start + 1, _decode(tokenizer, ids[: start + 1])
+            end, text = start + 1, _decode(tokenizer, ids[: start + 1])
         else:
             pieces += [""] * (end - start - 1)
-            # A space before a comma may go with the comma: then the token itself.
-            kept = now.startswith(before)
+            # A comma may remove the space before it: then the piece is the token itself.
+            kept = text.startswith(before)
             pieces.append(added if kept else _decode(tokenizer, [ids[end - 1]]))
-        before, start = now, end
+        before, start = text, end
     return pieces
 
 
 def decoded(tokenizer: Any, ids: list[int]) -> str:
-    """The text of ids, without special tokens and without broken characters."""
+    """Return the text of ids, without special tokens and without broken characters."""
     text = _decode(tokenizer, ids)
     return "".join(written(tokenizer, ids)) if _BROKEN in text else text
 
 
 def labels(tokenizer: Any, ids: list[int]) -> list[str]:
-    """A word to show for each token by itself: nothing is empty, and no bytes are broken.
+    """Return a word to show for each token by itself: none is empty, and no bytes are broken.
 
-    The space before a word is left out; white space, special tokens and parts of a character have
-    their names: `\\n`, `[SEP]`, `\\xc3`. So has a part of a word that the tokenizer marks: `##s`.
+    The space before a word is left out. White space, special tokens and parts of a character are
+    shown by name: `\\n`, `[SEP]`, `\\xc3`. So is a part of a word that the tokenizer marks: `##s`.
     """
     shown: list[str] = []
     for piece, id_ in zip(written(tokenizer, ids), ids, strict=True):
-        name = _name(tokenizer, id_)
+        name = str(tokenizer.convert_ids_to_tokens(id_))
         blank = "".join("␣" if letter == " " else ascii(letter)[1:-1] for letter in piece)
         marked = name == f"##{piece}"
         shown.append(name if marked else piece.strip() or blank or _spelled(tokenizer, id_) or name)
@@ -63,7 +63,7 @@ def labels(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def unknown_token(tokenizer: Any) -> int | None:
-    """The id that stands for what the tokenizer has no token for, where there is such a one."""
+    """Return the id for text that has no token, or None where it has another meaning as well."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     others = ("bos", "eos", "pad", "cls", "sep", "mask")  # GPT-2's is its end of text
     shared = unknown in [getattr(tokenizer, f"{name}_token_id", None) for name in others]
@@ -79,19 +79,13 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(shown, skip_special_tokens=False))
 
 
-def _name(tokenizer: Any, id_: int) -> str:
-    """As it stands in the vocabulary."""
-    return str(tokenizer.convert_ids_to_tokens(id_))
-
-
 def _spelled(tokenizer: Any, id_: int) -> str:
-    """A token by itself, with `\\xNN` for bytes that make no character."""
+    """Return a token by itself, with `\\xNN` for bytes that form no character."""
     text = _decode(tokenizer, [id_])
     if _BROKEN not in text:
         return text
-    token = _name(tokenizer, id_)
-    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
-    if byte:
+    token = str(tokenizer.convert_ids_to_tokens(id_))
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
         return f"\\x{byte[1].lower()}"
     if all(letter in _BYTES for letter in token):
         return bytes(_BYTES[letter] for letter in token).decode("utf-8", "backslashreplace")

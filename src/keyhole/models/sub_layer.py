@@ -1,7 +1,8 @@
 """A checkpoint's attention sub-layer as an oracle: embeddings in, its output out, in float64.
 
-transformers computes the norms, the softmax and the positions of a Llama in float32 whatever the
-weights are in. So the weights are taken, in float64, and folded as oracle/sub_layer.py says.
+Answers do not come from the model itself: transformers computes the norms, the softmax and the
+positions of a Llama in float32 whatever the weights are in. Instead the weights are put, in
+float64, into the formula of oracle/sub_layer.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from keyhole.models.anatomy import Anatomy, Projection, anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
 from keyhole.oracle.sub_layer import SubLayer, no_places
 
-_AGREES = 1e-3  # of the largest number: how far float32 may be from float64
+_AGREES = 1e-3  # how far float32 may be from float64, relative to the largest number
 
 
 def sub_layer(
@@ -26,8 +27,8 @@ def sub_layer(
 ) -> SubLayer:
     """The attention of block `layer`, counted from 0, with the norm in front where there is one.
 
-    Without a residual it is the attention alone: self-attention and the output projection behind.
-    It is held against what the model itself gives: one that adds something else is refused.
+    Without a residual it is self-attention with the output projection behind. Its answers are
+    compared with the model's own; a model whose attention adds anything else is refused.
     """
     parts = anatomy(model)
     if not 0 <= layer < parts.layers:
@@ -62,17 +63,17 @@ def sub_layer(
     plain = replace(made, residual=False, every_token=not len(made.places))
     if _agrees(model, parts, layer, plain, 8):
         return made
-    if _agrees(model, parts, layer, plain, 1):
+    if _agrees(model, parts, layer, plain, 1):  # one token's weight is 1, whatever its score
         raise InputError(
-            f"the attention of {parts.family} adds to its scores what is not read here: biases of "
-            "positions are, where the model computes them from its states alone"
+            f"the attention of {parts.family} adds a term to its scores that is not read here: "
+            "only position biases are, if the model computes them from its states alone"
         )
     raise InputError(f"the attention of {parts.family} adds something that is not read here")
 
 
 @torch.no_grad()
 def _agrees(model: nn.Module, parts: Anatomy, layer: int, made: SubLayer, tokens: int) -> bool:
-    """Does it give for some tokens what the model itself does?"""
+    """Does it give the model's own answer for so many tokens?"""
     ids = torch.arange(1, min(tokens + 1, len(parts.table)), device=parts.device)[None]
     given = capture(model, Exposure("hidden", layer), ids=ids)["values"]
     wanted = double(capture(model, Exposure("attention", layer + 1), ids=ids)["values"])
@@ -86,7 +87,7 @@ def double(tensor: Tensor) -> Tensor:
 
 
 def _split(projection: Projection, heads: int, gain: Tensor) -> Tensor:
-    """The weight of each head, (heads, d, k), behind a norm with that gain."""
+    """The weight of each head, (heads, d, k), times the gain of the norm in front."""
     weight = double(projection.weight) * double(gain)
     return weight.unflatten(0, (heads, -1)).mT.contiguous()
 
@@ -98,7 +99,7 @@ def _rows(bias: Tensor | None, heads: int, k: int) -> Tensor:
 
 
 def epsilon_of(norm: nn.Module) -> float:
-    """Of a norm, under either of its names."""
+    """The ε of a norm, which has one of two names."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 
@@ -116,7 +117,7 @@ def _frequencies(parts: Anatomy) -> Tensor:
 
 @torch.no_grad()
 def _places(parts: Anatomy) -> Tensor:
-    """A bias of positions by distance in front, up to where it no longer changes."""
+    """The position bias for each distance before a token, up to where it no longer changes."""
     compute = getattr(getattr(parts.base, "encoder", None), "compute_position_bias", None)
     if compute is None:
         return no_places()

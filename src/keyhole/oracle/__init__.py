@@ -1,4 +1,4 @@
-"""What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
+"""Oracles, which answer an attacker's questions: planted targets, endpoints and wrappers."""
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.oracle.block import Block, Blocks

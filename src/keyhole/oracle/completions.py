@@ -1,18 +1,22 @@
 """Log-probabilities of next tokens from a server's completions, asked for by token ids.
 
-    POST /completion       llama.cpp's own form: n_probs of them, as many as one likes
-    POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: logprobs of them
+    POST /completion       llama.cpp's own form: `n_probs` sets how many, without a cap
+    POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: `logprobs` sets how many
 
-What a bias does, tried on llama.cpp: the log-probabilities in an answer are those before the bias,
-unless `post_sampling_probs` asks for those after it. So there are two ways to read chosen tokens
-where only the best k are given. Raise k of them with that option, and all k answers are theirs; or
-raise one without it: it is sampled, and its log-probability comes along as it was, from servers
-that know no such option as well. A server that names no probabilities still shows which of the
-raised tokens it samples. vLLM needs no bias: it gives the log-probabilities of any 128
-tokens that `logprob_token_ids` names, whatever its cap on `logprobs` is.
+If a server returns only the best k tokens, a `logit_bias` brings chosen tokens among them. Tests
+with llama.cpp show that log-probabilities are those before the bias unless `post_sampling_probs`
+asks for those after it. So there are two ways:
 
-An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
-third of the time that a parser takes; one in another order of fields goes to the parser.
+- with that option, raise k tokens: the answer consists of exactly these k;
+- without it, raise one token: it is sampled, and its own log-probability is returned. This also
+  works on servers without the option.
+
+If a server returns no probabilities, its answer still shows which of the raised tokens it samples.
+vLLM needs no bias: it returns the log-probabilities of any 128 tokens that `logprob_token_ids`
+names, whatever its cap on `logprobs` is.
+
+The answer for a vocabulary of 50,000 tokens is 5 MB of JSON. A regular expression finds its entries
+in a third of the time that a parser takes. An answer whose fields have another order is parsed.
 """
 
 from __future__ import annotations
@@ -34,44 +38,37 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import (
-    LIMITS,
-    MANY,
-    SAFE,
-    TOKEN_ID,
-    Server,
-    logprobs_of,
-    server_http,
-)
+from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, Server, logprobs_of
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
 COMPLETION, OPENAI = "/completion", "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
-_FORCED = 1000.0  # a bias that no logit withstands
-# Quotes inside of a token's text are escaped, so no text can look like the beginning of an entry.
+_FORCED = 1000.0  # a bias that exceeds every logit, so that the token is sampled
+_WRONG_FORM = (KeyError, IndexError, TypeError, ValueError)  # raised by reading another form
+# Quotes inside a token's text are escaped, so no text can look like the beginning of an entry.
 _ENTRY = re.compile(
     rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
 )
 
 
 class Completions:
-    """The next token's log-probabilities of a server's model; token_questions.py encodes queries.
+    """The next token's log-probabilities on a server; token_questions.py encodes the questions.
 
-    `vocabulary` is the number of tokens: as the server states it, as vLLM's refusals show it, or as
-    many as the first whole answer has. `width` is what llama.cpp states; no attack relies on it.
+    `vocabulary` is the number of tokens as the server states it, as vLLM's refusals show it, or as
+    the first whole answer shows it. `width` is what llama.cpp states; no attack relies on it. More
+    log-probabilities than `most` are not asked for at a time, since more would crash some servers.
     """
 
     dim = DIM
-    may_change = True  # another model may stand behind the same address tomorrow
-    precision = 2.0**-24  # of its arithmetic
+    may_change = True  # the server may load another model under the same address
+    precision = 2.0**-24  # relative; servers compute in float32
 
     def __init__(
         self, url: str, model: str = "default", route: str = COMPLETION,
         vocabulary: int | None = None, width: int | None = None,
         options: EndpointOptions | None = None, most: int = MANY,
     ) -> None:  # fmt: skip
-        """`most` is how many log-probabilities are asked for at a time: more crash some servers."""
         expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
@@ -79,29 +76,29 @@ class Completions:
         self.vocabulary = vocabulary
         self.width = width
         self.most = most
-        self._whole_token: int | None = None
-        self._http = server_http(url.rstrip("/"), options or EndpointOptions(), key=True)
+        self._whole_token: int | None = None  # if it is sampled, answers are whole
+        self._http = Http(url.rstrip("/"), options or EndpointOptions(), limits=LIMITS, retries=1)
 
     @classmethod
     def at(cls, address: str, options: EndpointOptions | None = None) -> Completions:
-        """The completions at an address: of a server, or of one of its two routes."""
-        options = options or EndpointOptions()
+        """Return the completions at an address: of a server, or of one of its two routes."""
         route = next((route for route in ROUTES[::-1] if address.endswith(route)), None)
         url = address.removesuffix(route or "").rstrip("/")
         server = Server.at(url, options)
         if server.kind == "SGLang":
             raise InputError(
-                f"{server.url} is a server of SGLang, which ends where it is asked for more "
+                f"{server.url} is a server of SGLang, which crashes if asked for more "
                 "log-probabilities than it has tokens: audit it with --model"
             )
         native = server.kind == "llama.cpp"
-        with closing(server_http(url, options, key=True)) as http:
-            sizes = _sizes(http, server.url)
-            if server.kind == "vLLM":
-                sizes = _vocabulary(http, server), None
         route = route or (COMPLETION if native else OPENAI)
-        most = MANY if server.kind in ("llama.cpp", "vLLM") else SAFE
-        return cls(url, server.model, route, *sizes, options, most)
+        most = MANY if native or server.kind == "vLLM" else SAFE
+        with closing(server.http(key=True)) as http:
+            if server.kind == "vLLM":
+                vocabulary, width = _vocabulary(http, server), None
+            else:
+                vocabulary, width = _stated_sizes(http, server.url)
+        return cls(url, server.model, route, vocabulary, width, server.options, most)
 
     @property
     def identity(self) -> str:
@@ -124,10 +121,10 @@ class Completions:
         return self._raised(prompt.tolist(), pairs)
 
     def _whole(self, prompt: list[int]) -> Tensor:
-        """The log-probability of every token; ABSENT where llama.cpp gives none.
+        """Return the log-probability of every token; ABSENT for all if llama.cpp returns none.
 
-        It gives none if the token that it samples is part of a character, or ends the text. So a
-        bias has it sample a token that worked before: log-probabilities are those before the bias.
+        It returns none if the token that it samples is part of a character or ends the text. So a
+        bias makes it sample a token that worked before, which does not change log-probabilities.
         """
         request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
@@ -142,56 +139,55 @@ class Completions:
                 f"{self.most:,}, and not of the whole vocabulary: give -o top=N, to choose tokens"
             )
         self.vocabulary = size
-        if self._whole_token is None:  # the likeliest, which was sampled
+        if self._whole_token is None:  # the likeliest token was sampled, so it works
             self._whole_token = int(ids[values.argmax()])
         vector = np.empty(size)
         vector[ids] = values
         return torch.from_numpy(vector).clamp(min=ABSENT)
 
     def _sampled(self, prompt: list[int], token: int) -> Tensor:
-        """The log-probability of one token, which a bias has the server sample."""
+        """Return the log-probability of one token, which a bias makes the server sample."""
         request = {**self._request(prompt, 1), "temperature": 0}
         answer = self._ask(request | self._bias([(token, _FORCED)]))
         value = ABSENT
-        with suppress(KeyError, IndexError, TypeError, ValueError):
+        with suppress(*_WRONG_FORM):
             value = _sampled_of(answer, token)
         return torch.tensor([value], dtype=torch.float64)
 
     def _raised(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
-        """Log-probabilities of the tokens that biases raise, among each other, less the biases."""
+        """Return the raised tokens' log-probabilities, less their biases, up to a constant."""
         answer = self._ask({
             **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
             "logprob_token_ids": [token for token, _ in pairs],
         })  # fmt: skip
-        if _named(answer) is not None:  # vLLM's are those before the bias
+        if _openai_logprobs(answer) is not None:  # vLLM returns those before the bias
             known = logprobs_of(answer)
             numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
             return torch.tensor(numbers, dtype=torch.float64)
         given: dict[int, float] = {}
-        with suppress(KeyError, IndexError, TypeError, ValueError):
+        with suppress(*_WRONG_FORM):
             for entry in _first(answer)["top_probs"]:
                 share = float(entry["prob"])
                 given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
         if not given:
             return self._greedy(prompt, pairs)
-        values = [given.get(token, ABSENT) for token, _ in pairs]
-        numbers = [value - bias if value > ABSENT else value
-                   for value, (_, bias) in zip(values, pairs, strict=True)]  # fmt: skip
+        values = [(given.get(token, ABSENT), bias) for token, bias in pairs]
+        numbers = [value - bias if value > ABSENT else value for value, bias in values]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def _greedy(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
-        """Of a server that names no probabilities: 0 for the token that it samples, if raised."""
+        """Return 0 for the raised token that is sampled, for servers without probabilities."""
         request = {**self._request(prompt, 0), **self._bias(pairs), "temperature": 0}
         answer = self._ask(request | {"return_tokens": True, "return_token_ids": True})
         sampled: object = None
-        with suppress(KeyError, IndexError, TypeError):
+        with suppress(*_WRONG_FORM):
             ids = answer["tokens"] if "tokens" in answer else answer["choices"][0]["token_ids"]
             sampled = ids[0]
         return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
-        # Without its cache a server computes every answer alike, whatever was asked before.
+        # The cache is off, so that an answer does not depend on what was asked before.
         if self.route == COMPLETION:
             return {"prompt": prompt, "n_predict": 1, "n_probs": count, "cache_prompt": False}
         count = count if self.vocabulary is None else min(count, self.vocabulary)
@@ -206,14 +202,14 @@ class Completions:
         return {"logit_bias": {str(token): bias for token, bias in pairs}}
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=cut_out)
+        return self._http.ask("POST", f"{self.url}{self.route}", request, fast_parse=parse_entries)
 
 
 Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
 
 
-def cut_out(body: bytearray) -> Entries | None:
-    """The entries of a long answer of llama.cpp; of a short one, or one of another form, None."""
+def parse_entries(body: bytearray) -> Entries | None:
+    """Return the entries of a long answer of llama.cpp; None for other answers."""
     found = _ENTRY.findall(body)
     if len(found) < 1000:
         return None
@@ -222,43 +218,44 @@ def cut_out(body: bytearray) -> Entries | None:
 
 
 def _entries(answer: Any) -> Entries:
-    """Ids and log-probabilities of an answer that was cut out or parsed; none where none came."""
+    """Return the ids and log-probabilities of an answer; empty if it has none."""
     if isinstance(answer, tuple):
         return answer
     pairs: list[tuple[int, float]] = []
-    with suppress(KeyError, IndexError, TypeError, ValueError):
+    with suppress(*_WRONG_FORM):
         pairs = [(int(token), value) for token, value in logprobs_of(answer).items()]
-    ids = np.array([token for token, _ in pairs], dtype=np.int64)
-    return ids, np.array([value for _, value in pairs], dtype=np.float64)
+    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0].astype(np.int64), table[:, 1]
 
 
-def _named(answer: Any) -> Any:
-    """The log-probabilities of an answer in OpenAI's own form, as vLLM has it.
+def _openai_logprobs(answer: Any) -> Any:
+    """Return the log-probabilities of an answer in OpenAI's own form, as vLLM gives it.
 
-    llama.cpp's are in another form, or null where it sampled half a character.
+    Return None for llama.cpp, which has another form, or null if it sampled half a character.
     """
     given = (answer.get("choices") or [{}])[0].get("logprobs") or {}
     return given if given and "content" not in given else None
 
 
 def _first(answer: Any) -> Any:
-    """What llama.cpp says of the first token that follows, in either form."""
+    """Return the entry of the first new token in either form of llama.cpp."""
     if "choices" in answer:
         return answer["choices"][0]["logprobs"]["content"][0]
     return answer["completion_probabilities"][0]
 
 
 def _sampled_of(answer: Any, token: int) -> float:
-    if (named := _named(answer)) is not None:
-        right = int(str(named["tokens"][0]).removeprefix(TOKEN_ID)) == token
-        return float(named["token_logprobs"][0]) if right else ABSENT
+    """Return the log-probability of the sampled token if it is this one."""
+    if (given := _openai_logprobs(answer)) is not None:
+        sampled = int(str(given["tokens"][0]).removeprefix(TOKEN_ID))
+        return float(given["token_logprobs"][0]) if sampled == token else ABSENT
     entry = _first(answer)
     return float(entry["logprob"]) if int(entry["id"]) == token else ABSENT
 
 
-def _sizes(http: Http, url: str) -> tuple[int | None, int | None]:
-    """The vocabulary and the width that llama.cpp states."""
-    with suppress(Refused, KeyError, IndexError, TypeError, ValueError):
+def _stated_sizes(http: Http, url: str) -> tuple[int | None, int | None]:
+    """Return the vocabulary and the width that llama.cpp states."""
+    with suppress(Refused, *_WRONG_FORM):
         models: Any = http.ask("GET", f"{url}/v1/models")
         about = models["data"][0]["meta"]
         vocabulary, width = int(about["n_vocab"]), int(about["n_embd"])
@@ -268,7 +265,7 @@ def _sizes(http: Http, url: str) -> tuple[int | None, int | None]:
 
 
 def _vocabulary(http: Http, server: Server) -> int | None:
-    """How many tokens vLLM has, by bisection: it refuses to name one that is none of them."""
+    """Find the number of tokens of vLLM by bisection: it refuses ids outside its vocabulary."""
 
     def refused(token: int) -> bool:
         asked = {"model": server.model, "prompt": [0], "max_tokens": 1, "logprobs": 1}
@@ -282,20 +279,20 @@ def _vocabulary(http: Http, server: Server) -> int | None:
     return size if 0 < size < LIMITS.parts else None
 
 
-# Servers that take vectors in the place of a prompt's tokens: an oracle that is asked by them.
+# An oracle for servers that take vectors instead of the tokens of a prompt.
 #
 #     vLLM     POST /v1/completions   prompt_embeds: a tensor (n, d) of torch.save, in base64
 #     SGLang   POST /generate         input_embeds: n lists of d numbers
 #
-# The answer to a sequence is the log-probabilities of the `best` likeliest next tokens, the
-# likeliest first: a function of the vectors alone, whatever a server calls its tokens.
+# The answer to a sequence is the log-probabilities of the `best` likeliest next tokens, in
+# descending order. It depends on the vectors alone, and not on how the server numbers its tokens.
 
-BEST = 5  # the most that OpenAI's form gives
+BEST = 5  # the largest number that OpenAI's form allows
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a server takes vectors, how its answer is read, and what closes the route."""
+    """The request by which a server takes vectors, and the remedy that closes the route."""
 
     path: str
     remedy: str
@@ -333,22 +330,18 @@ FORMS: Mapping[str, Form] = {
 
 
 class VectorPrompts:
-    """The best log-probabilities that follow a sequence of vectors (n, d), d given as `dim`."""
+    """The `best` largest log-probabilities after a sequence of vectors (n, d), with d = `dim`."""
 
-    may_change = True  # another model may stand behind the same address tomorrow
-    precision = 2.0**-9  # servers compute in bfloat16
+    may_change = True  # the server may load another model under the same address
+    precision = 2.0**-9  # relative; servers compute in bfloat16
 
-    def __init__(
-        self, server: Server, dim: int, best: int = BEST, options: EndpointOptions | None = None,
-        *, key: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, server: Server, dim: int, best: int = BEST, *, key: bool = True) -> None:
         if server.kind not in FORMS:
             known = " or ".join(FORMS)
             raise InputError(f"this needs a server of {known}, not {server.kind or 'another kind'}")
         self.server, self.dim, self.best = server, dim, best
         self.form = FORMS[server.kind]
-        address = (server.address if key else "") or server.url
-        self._http = server_http(address, options or server.options, key=key)
+        self._http = server.http(key=key)
 
     @property
     def identity(self) -> str:

@@ -1,8 +1,8 @@
-"""What servers do to questions and answers: wrappers that can be put around any oracle.
+"""Defences of a server: wrappers that refuse questions or change answers, around any oracle.
 
-They refuse questions, clip tokens, round answers or add noise to them, give signs alone, limit what
-each client may ask. A refusal is an `http.Refused` with the status that a server would
-answer with; a batch with one such question in it is refused as a whole.
+They refuse questions, clip tokens, round answers, add noise to them, or reduce them to signs. A
+refusal is an `http.Refused` with the status of a server's answer. One question that is refused
+refuses its whole batch.
 """
 
 from __future__ import annotations
@@ -18,36 +18,18 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.oracle.http import Refused
-from keyhole.oracle.protocol import Oracle, ask, identity_of
+from keyhole.oracle.protocol import Oracle, Wrapper, ask
 
-
-class Wrapper:
-    """The inner oracle, and an identity that names the change, if answers change at all."""
-
-    def __init__(self, inner: Oracle, change: str = "") -> None:
-        self.inner = inner
-        self._change = change
-
-    @property
-    def dim(self) -> int:
-        return self.inner.dim
-
-    @property
-    def identity(self) -> str:
-        name = identity_of(self.inner)
-        return f"{name}|{self._change}" if self._change else name
-
-
-_UNFIT = 422  # "unprocessable content": understood, and not answered
-_FACTOR = 2.0  # of the usual norm, within which a token's norm is usual
-_PEAK = 0.9  # of a token's squared norm in one coordinate: an axis is being probed
-_COLLINEAR = 0.9  # |cosine| of two tokens of one sequence: a direction is being probed
+_UNPROCESSABLE = 422  # the HTTP status of a question that is understood and not answered
+_FACTOR = 2.0  # a usual token's norm is within this factor of the usual norm
+_PEAK = 0.9  # a larger share of a token's squared norm in one coordinate probes an axis
+_COLLINEAR = 0.9  # a larger |cosine| of two tokens of a sequence probes a direction
 
 
 class LengthLimited(Wrapper):
-    """Sequences of fewer than `min_tokens` tokens, or of more than `max_tokens`, are refused.
+    """Refuses sequences of fewer than `min_tokens` or more than `max_tokens` tokens.
 
-    The published attacks ask with sequences of one and of two tokens.
+    The published attacks ask sequences of one and two tokens.
     """
 
     def __init__(
@@ -59,16 +41,18 @@ class LengthLimited(Wrapper):
         self.max_tokens = max_tokens
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        length = sequences.shape[1]
+        length, reason = sequences.shape[1], ""
         if length < self.min_tokens:
-            raise Refused(f"sequences need {self.min_tokens} tokens or more, not {length}", _UNFIT)
-        if self.max_tokens is not None and length > self.max_tokens:
-            raise Refused(f"sequences have at most {self.max_tokens} tokens, not {length}", _UNFIT)
+            reason = f"sequences need {self.min_tokens} tokens or more, not {length}"
+        elif self.max_tokens is not None and length > self.max_tokens:
+            reason = f"sequences have at most {self.max_tokens} tokens, not {length}"
+        if reason:
+            raise Refused(reason, _UNPROCESSABLE)
         return ask(self.inner, sequences)
 
 
 def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
-    """Refuse limits that no length meets."""
+    """Raise InputError if no length is within the limits."""
     expect_count("min_tokens", min_tokens)
     expect_count("max_tokens", max_tokens)
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
@@ -78,11 +62,11 @@ def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
 
 
 class UsualOnly(Wrapper):
-    """Questions unlike those of honest clients are refused, each judged by itself.
+    """Refuses questions unlike those of honest clients; each question is judged by itself.
 
     A token is unusual if its norm is not within a factor of 2 of `usual_norm`, or if one coordinate
     holds over 90% of its squared norm; a sequence is unusual if two of its tokens are collinear
-    (|cosine| over 0.9). Learnt embeddings with a few large coordinates would need wider limits.
+    (|cosine| over 0.9). Learned embeddings with a few large coordinates would need wider limits.
     """
 
     def __init__(self, inner: Oracle, usual_norm: float) -> None:
@@ -93,11 +77,11 @@ class UsualOnly(Wrapper):
     def __call__(self, sequences: Tensor) -> Tensor:
         reason = self.unusual(sequences)
         if reason:
-            raise Refused(f"unusual input: {reason}", _UNFIT)
+            raise Refused(f"unusual input: {reason}", _UNPROCESSABLE)
         return ask(self.inner, sequences)
 
     def unusual(self, sequences: Tensor) -> str:
-        """What no honest client would ask; empty if there is nothing."""
+        """Return why no honest client would ask these questions; empty if there is no reason."""
         norms = torch.linalg.vector_norm(sequences, dim=-1)
         low, high = self.usual_norm / _FACTOR, self.usual_norm * _FACTOR
         if not bool(((norms >= low) & (norms <= high)).all()):
@@ -111,7 +95,7 @@ class UsualOnly(Wrapper):
 
 
 class Rounded(Wrapper):
-    """Answers rounded to `decimals` digits after the point."""
+    """Rounds answers to `decimals` digits after the decimal point."""
 
     def __init__(self, inner: Oracle, decimals: int) -> None:
         expect_count("decimals", decimals, 0, 15)
@@ -123,18 +107,17 @@ class Rounded(Wrapper):
 
 
 class Noisy(Wrapper):
-    """Answers within ±`tolerance` of the truth, the same each time a question is repeated.
+    """Adds an error within ±`tolerance` to answers, the same each time a question is repeated.
 
-    The error is uniform and a function of the question's bytes and the seed (Theorem 6.1's
-    deterministic oracle): repeating a question teaches nothing. With `fresh` every answer has a
-    new error, drawn from one seeded stream: then repetition helps.
+    The error is uniform and a function of the question's bytes and the seed (the deterministic
+    oracle of Theorem 6.1), so repeating a question teaches nothing. With `fresh`, every answer gets
+    a new error from one seeded stream, which repetition averages out.
     """
 
     def __init__(
         self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
     ) -> None:
-        if not (tolerance >= 0 and math.isfinite(tolerance)):
-            raise InputError(f"a tolerance must be 0 or more, not {tolerance}")
+        expect_number("a tolerance", tolerance, least=0)
         super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed
@@ -157,7 +140,7 @@ class Noisy(Wrapper):
 
 
 class SignOnly(Wrapper):
-    """Whether each answer is positive, as 1.0 or 0.0: a membership query (Appendix B)."""
+    """Answers 1.0 if the score is positive and else 0.0: a membership query (Appendix B)."""
 
     def __init__(self, inner: Oracle) -> None:
         super().__init__(inner, "sign")
@@ -167,7 +150,7 @@ class SignOnly(Wrapper):
 
 
 class Clipped(Wrapper):
-    """Tokens longer than `max_norm` are shortened to it before the target sees them."""
+    """Shortens tokens longer than `max_norm` to that norm before the target sees them."""
 
     def __init__(self, inner: Oracle, max_norm: float) -> None:
         expect_number("a norm", max_norm, above=0)
@@ -182,12 +165,13 @@ class Clipped(Wrapper):
 
 @dataclass(frozen=True)
 class Degradation:
-    """What a server does to questions and answers, as a file or a command line says it.
+    """All defences of a server, as a file or a command line states them.
 
-    Sequences of fewer than `min_tokens` or more than `max_tokens` tokens are refused, and so are
-    questions unlike those of clients whose tokens have about `usual_norm`. Tokens are clipped to
-    `max_norm`; answers are off by up to `noise` (the same for the same question and `seed`) and by
-    up to `fresh_noise` (anew each time), then rounded to `decimals`, then reduced to their sign.
+    The server refuses sequences of fewer than `min_tokens` or more than `max_tokens` tokens, and
+    questions unlike those of clients whose tokens have about `usual_norm`. It clips tokens to
+    `max_norm`. It adds an error of up to `noise` to answers (the same for the same question and
+    `seed`) and one of up to `fresh_noise` (new each time). It rounds them to `decimals`, and
+    reduces them to their sign.
     """
 
     max_norm: float | None = None
@@ -226,6 +210,7 @@ class Degradation:
         return ", ".join(words.format(value) for value, words in parts if value is not None)
 
     def applied(self, oracle: Oracle) -> Oracle:
+        """Return the oracle behind these defences."""
         if self.max_norm is not None:
             oracle = Clipped(oracle, self.max_norm)
         if self.noise is not None:
@@ -236,7 +221,7 @@ class Degradation:
             oracle = Rounded(oracle, self.decimals)
         if self.sign_only:
             oracle = SignOnly(oracle)
-        # What is refused is refused first: the outermost of all.
+        # Refusals are outermost: a question is refused before it is changed.
         if self.usual_norm is not None:
             oracle = UsualOnly(oracle, self.usual_norm)
         if self.min_tokens is not None or self.max_tokens is not None:
@@ -244,14 +229,14 @@ class Degradation:
         return oracle
 
     def flags(self) -> dict[str, str]:
-        """The settings as a target's file stores them; `of` reads them."""
+        """Return the settings as a target's file stores them."""
         if not self:
             return {}
         return {name: repr(value) for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, flags: Mapping[str, str]) -> Degradation:
-        """From the settings in a target's file, which is not trusted."""
+        """Return the defences that `flags` wrote into a target's file, which is not trusted."""
         values: dict[str, Any] = {"sign_only": flags.get("sign_only") == "True"}
         for name in flags.keys() & {field.name for field in fields(cls)} - {"sign_only"}:
             kind = int if name in ("decimals", "seed", "min_tokens", "max_tokens") else float

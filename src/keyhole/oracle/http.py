@@ -1,16 +1,18 @@
-"""JSON over HTTP from a server that nobody vouches for.
+"""A client for JSON over HTTP that does not trust the server.
 
-Whatever it sends (gigabytes, bombs, nothing, garbage, one byte a minute) ends as one line, in the
-memory and time that `Limits` states. Redirects are never followed: no answer comes from another
-address than the one that was asked. Secrets that were sent are taken out of what comes back.
+Whatever a server sends (gigabytes, zip bombs, garbage, nothing, one byte a minute), a request ends
+in an answer or in a one-line error, within the memory and time that `Limits` states. Redirects are
+not followed. Secrets that were sent are removed from all that the server sends.
 
-It stands on httpcore, the transport of httpx, which would bound the time between two bytes and not
-that of a request (`_Stream`), read and unpack bodies without a bound (`_body`), and whose retries
-know neither a deadline nor Retry-After (`Http._tried`).
+The client uses httpcore, the transport of httpx, directly. httpx would limit the time between two
+bytes and not the time of a request (`_Stream`), and would read and decompress bodies without a
+limit (`_body`). Its retries know neither a deadline nor Retry-After (`Http.ask`).
 """
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import math
 import socket
@@ -21,41 +23,45 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, TypeVar, cast
+from urllib.parse import unquote, urlsplit
 
 import httpcore
 import httpx
 
-from keyhole.core.errors import InputError
+from keyhole.core.endpoint import EndpointOptions, authorizes, without_password
+from keyhole.core.errors import InputError, expect_number
+from keyhole.core.files import expect_file
 from keyhole.core.text import inert
 from keyhole.oracle.protocol import OracleError
 
-_BUSY = frozenset({429, 502, 503, 504})
+_BUSY_STATUSES = frozenset({429, 502, 503, 504})
 _NO_SUCH_ROUTE = (404, 405, 501)
-_FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0  # between tries, in seconds: twice as long each time
-_RESTART_PAUSE = 1.0  # between tries to connect to a server that has answered before
-_INTERNAL_ERRORS = 3  # statuses 500 in a row; the next counts as what the server has to say
-_LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
-_PIECE = 2**14  # bytes that are unpacked at once
-_WRITTEN = 2**16  # bytes that are written at once
-_SECRET = 8  # letters at least; a shorter word may stand in any answer
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between attempts; each pause doubles the last one
+_RESTART_PAUSE = 1.0  # seconds between attempts to connect to a server that answered before
+_MAX_INTERNAL_ERRORS = 3  # statuses 500 in a row that are retried
+_LARGE = 2**20  # bytes; of the answers that are larger, only one at a time is in memory
+_DECOMPRESSED_BYTES = 2**14  # per step of decompression
+_WRITTEN_BYTES = 2**16  # per write, so that the deadline also ends a request that is read slowly
+_MIN_SECRET = 8  # characters; a shorter word may occur in any answer
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError)
-Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
+FastParse = Callable[[bytearray], object | None]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server may cost; one that wants more is refused in a line that names the limit.
+    """Bounds on what a server may cost; an error names the one that a server exceeds.
 
-    - `seconds`: one request, from connecting to its last byte, with its retries and their waits.
-    - `body`: bytes of one answer, both as sent and as unpacked.
+    - `seconds`: one request, from connecting to the last byte, with its retries and their pauses.
+    - `body`: bytes of one answer, both as sent and as decompressed.
     - `parts`: opening brackets, quotes and commas in one answer. Python needs up to 60 bytes for
-      what one of them stands for, so that an answer takes less than 500 MB unless this is raised.
-    - `dim`: the dimension a server may claim unasked, and the width of its answers.
+      what each of them stands for, so the default keeps an answer below 500 MB of memory.
+    - `dim`: the dimension that a server may state by itself, and the width of its answers.
     """
 
     seconds: float = 60.0
@@ -65,13 +71,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError(f"a limit {field.name} must be above 0, not {value}")
+            expect_number(f"a limit {field.name}", getattr(self, field.name), above=0)
 
 
 class Refused(OracleError):
-    """A server that answered with an error: HTTP's number for it, and the first words of `text`."""
+    """The server answered with the error `status`; `text` is the beginning of its answer."""
 
     def __init__(self, message: str, status: int, text: str = "") -> None:
         super().__init__(message)
@@ -79,11 +83,15 @@ class Refused(OracleError):
 
 
 class Garbled(OracleError):
-    """Something that is no answer, where another try may bring one."""
+    """The server sent something that is not an answer; another attempt may bring one."""
 
 
-class _Passing(Exception):
-    """A failure after which asking again may help: why, and after how many seconds."""
+class _Transient(Exception):
+    """An attempt failed, and another one may succeed.
+
+    `wait` is the number of seconds that the server asked for. `restarting` says that nothing
+    listens at the address of a server that answered before.
+    """
 
     def __init__(self, why: str, wait: float | None = None, restarting: bool = False) -> None:
         super().__init__(why)
@@ -91,42 +99,61 @@ class _Passing(Exception):
 
 
 class Http:
-    """Asks for JSON and takes nothing else. Keeps its connections until closed.
+    """Sends requests to one server and reads JSON answers. Keeps its connections until closed.
 
-    Passing failures (no connection, 429, 500, 502–504, garbage) are tried again `retries` times,
-    with longer and longer pauses; a server that has answered before and is gone is waited for as
-    long as a request may take. `rate` is how many requests there are in a second, at most; `trust`
-    whose certificates count.
+    A user and a password in `url` are sent as a header. `headers` are sent too, and take precedence
+    over KEYHOLE_API_KEY. With `key`, so are the secrets of `options`.
+
+    Transient failures (no connection, the statuses 429, 500 and 502 to 504, garbled answers) are
+    retried `retries` times, with growing pauses. A server that answered before and then stopped
+    listening is retried until the time of the request is over.
     """
 
     def __init__(
         self,
         url: str,
-        limits: Limits,
+        options: EndpointOptions,
         *,
         retries: int,
+        limits: Limits | None = None,
+        key: bool = True,
         headers: Mapping[str, str] | None = None,
-        rate: float | None = None,
-        trust: ssl.SSLContext | None = None,
     ) -> None:
-        self.limits = limits
+        limits = limits or Limits()
+        seconds = limits.seconds if options.timeout is None else options.timeout
+        self.limits = replace(limits, seconds=seconds)
         self._retries = retries
-        self._pace = _Pace(rate)
-        self._answered = False
-        self._one_large = threading.Lock()  # held while a large answer is in memory
-        self._secrets = _secrets(headers or {})
-        usual = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
-        self._pool = _pool(_address(url), trust)
+        self._rate_limit = _RateLimit(options.rate)
+        self._answered = self._closed = False
+        self._large_answer = threading.Lock()  # held while a large answer is in memory
+        public, password = split_password(url)
+        if password and authorizes(options.headers or {}):
+            raise InputError(
+                "the address holds a password and --header Authorization another: give one of them"
+            )
+        sent = password | dict(headers or {})
+        secrets = options.secrets() if key else {}
+        if authorizes(sent):
+            secrets.pop("Authorization", None)
+        sent = secrets | sent
+        self._secrets = _secret_words(sent)
+        usual = {
+            "Accept-Encoding": "gzip, deflate", "Content-Type": "application/json",
+            "User-Agent": "keyhole",
+        }  # fmt: skip
+        self._pool = _connection_pool(_address(public), options)
         try:
-            self._headers = httpx.Headers(usual | {"User-Agent": "keyhole"} | dict(headers or {}))
-        except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
+            self._headers = httpx.Headers(usual | sent)
+        except (TypeError, UnicodeEncodeError):  # its message may quote a secret
             raise InputError("headers must be ASCII text") from None
 
     def close(self) -> None:
+        """End all connections; threads that wait for an answer make no further attempts."""
+        self._closed = True
         self._pool.close()
 
     def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object that `url` answers with."""
+        """Return the JSON object that `url` answers with."""
         return self.ask(verb, url, content, lambda data: as_object(data, url))
 
     def ask(
@@ -135,85 +162,79 @@ class Http:
         url: str,
         content: dict[str, Any] | None = None,
         read: Callable[[object], T] = lambda data: cast("T", data),
-        cut: Cut | None = None,
+        fast_parse: FastParse | None = None,
     ) -> T:
-        """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
+        """Return what `read` makes of the JSON that `url` answers with.
 
-        `read` may raise Garbled, so that it is asked again on another connection. `cut` may take
-        what it needs out of the body; where it gives None, all of it is parsed.
+        If `read` raises Garbled, the request is sent again on another connection. `fast_parse` may
+        take what it needs out of the body; if it returns None, the body is parsed as JSON.
         """
-        return self._tried(
-            verb, url, content, lambda reply, end: self._read(reply, url, end, read, cut)
-        )
-
-    def expect_ready(self, url: str) -> None:
-        """Wait until `url` says that it is ready, where the server has such a route."""
-
-        def take(reply: httpcore.Response, _: float) -> None:
-            if not 200 <= reply.status < 300 and reply.status not in _NO_SUCH_ROUTE:
-                raise self._refusal(reply, url)
-            self._opening(reply)  # a connection whose answer was read can be kept
-
-        self._tried("GET", url, None, take)
-
-    def _tried(
-        self, verb: str, url: str, content: dict[str, Any] | None,
-        take: Callable[[httpcore.Response, float], T],
-    ) -> T:  # fmt: skip
-        """What `take` makes of the reply, within the time of one request."""
         body = None if content is None else json.dumps(content, allow_nan=False).encode()
-        self._pace.wait()
-        end = time.monotonic() + self.limits.seconds
-        tries = internal_errors = 0
-        while True:
-            last = tries >= self._retries
-            pause = min(_FIRST_PAUSE * 2**tries, _LAST_PAUSE)
-            tries += 1
+        self._rate_limit.wait()
+        deadline = time.monotonic() + self.limits.seconds
+        take = partial(self._read, url=url, deadline=deadline, read=read, fast_parse=fast_parse)
+        internal_errors = 0
+        for attempt in itertools.count():
+            if self._closed:
+                break
+            is_last = attempt >= self._retries
             try:
-                return self._once(verb, url, body, end, take)
+                return self._attempt(verb, url, body, deadline, take)
             except Garbled as error:
-                if last:
+                if is_last:
                     raise
-                trouble, internal_errors = _Passing(str(error)), 0
+                trouble, internal_errors = _Transient(str(error)), 0
             except Refused as error:
                 internal_errors += 1
-                if error.status != 500 or last or internal_errors > _INTERNAL_ERRORS:
+                if error.status != 500 or is_last or internal_errors > _MAX_INTERNAL_ERRORS:
                     raise
-                trouble = _Passing("status 500")
-            except _Passing as error:
-                trouble, internal_errors = error, 0
-                if error.restarting:
-                    last, pause = False, _RESTART_PAUSE
-            if last:
-                raise OracleError(f"no answer from {url}: {trouble}")
-            pause = max(pause, trouble.wait or 0.0)
-            if time.monotonic() + pause > end:
-                raise self._too_slow(url, str(trouble))
-            if trouble.wait is not None:  # the server asks all its clients to wait
-                self._pace.hold(pause)
-            time.sleep(pause)
-            self._pace.wait()
+                trouble = _Transient("status 500")
+            except _Transient as failure:
+                if is_last and not failure.restarting:
+                    raise OracleError(f"no answer from {url}: {failure}") from None
+                trouble, internal_errors = failure, 0
+            self._wait_to_retry(url, trouble, attempt, deadline)
+        raise OracleError(f"no answer from {url}: the connection was closed")
 
-    def _once(
-        self, verb: str, url: str, body: bytes | None, end: float,
-        take: Callable[[httpcore.Response, float], T],
-    ) -> T:  # fmt: skip
-        """One try; raises Garbled, Refused or _Passing where another may help."""
-        timeouts = {"timeout": {"connect": end, "read": end, "write": end}}  # see `_left`
-        asked: dict[str, Any] = {
-            "headers": self._headers.raw,
-            "content": body,
-            "extensions": timeouts,
-        }
+    def _wait_to_retry(self, url: str, trouble: _Transient, attempt: int, deadline: float) -> None:
+        pause = min(_FIRST_PAUSE * 2 ** min(attempt, 10), _MAX_PAUSE)
+        pause = max(_RESTART_PAUSE if trouble.restarting else pause, trouble.wait or 0.0)
+        if time.monotonic() + pause > deadline:
+            raise self._too_slow(url, str(trouble))
+        if trouble.wait is not None:  # the server asks all its clients to wait
+            self._rate_limit.hold(pause)
+        time.sleep(pause)
+        self._rate_limit.wait()
+
+    def expect_ready(self, url: str) -> None:
+        """Wait until `url` answers that the server is ready, if the server has such a route."""
         try:
-            with self._pool.stream(verb, _route(httpx.URL(url)), **asked) as reply:
-                _expect_after_question(reply)
-                if reply.status in _BUSY:
+            self.ask("GET", url, fast_parse=lambda _: ())  # the body need not be JSON
+        except Refused as error:
+            if error.status not in _NO_SUCH_ROUTE:
+                raise
+
+    def _attempt(
+        self, verb: str, url: str, body: bytes | None, deadline: float,
+        take: Callable[[httpcore.Response], T],
+    ) -> T:  # fmt: skip
+        """Send the request once.
+
+        Raise Garbled, _Transient, or Refused with status 500, if another attempt may succeed.
+        """
+        timeouts = dict.fromkeys(("connect", "read", "write"), deadline)  # see `_Stream`
+        try:
+            with self._pool.stream(
+                verb, str(httpx.URL(url)), headers=self._headers.raw, content=body,
+                extensions={"timeout": timeouts},
+            ) as reply:  # fmt: skip
+                _expect_after_request(reply)
+                if reply.status in _BUSY_STATUSES:
                     raise self._busy(reply)
                 try:
-                    taken = take(reply, end)
+                    taken = take(reply)
                 except Garbled:
-                    # An answer that was sent twice would be taken for that of the next question.
+                    # A second copy of this answer would be read as the answer to the next request.
                     with suppress(*_FAILURES, OSError):
                         reply.extensions["network_stream"].close()
                     raise
@@ -221,23 +242,23 @@ class Http:
                 return taken
         except httpcore.TimeoutException:
             raise self._too_slow(url) from None
-        except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
+        except httpcore.LocalProtocolError:  # its message may quote a secret
             raise InputError("HTTP does not allow these headers") from None
         except _NotHttp as error:
-            raise OracleError(f"expected HTTP from {url}, got {self._shown(error)}") from None
+            raise OracleError(f"expected HTTP from {url}, got {self._excerpt(error)}") from None
         except _FAILURES as error:
             connecting = isinstance(error, httpcore.ConnectError)
             if connecting:
                 _expect_trusted(error, url)
-            why = self._shown(f"{type(error).__name__}: {error}")
+            why = self._excerpt(f"{type(error).__name__}: {error}")
             restarting = connecting and self._answered and self._retries > 0
-            raise _Passing(why, restarting=restarting) from None
+            raise _Transient(why, restarting=restarting) from None
 
-    def _busy(self, reply: httpcore.Response) -> _Passing:
+    def _busy(self, reply: httpcore.Response) -> _Transient:
         header = _header(reply, "retry-after").strip()
-        wait = _seconds(header)
-        asked = "" if wait is None else f" with Retry-After: {self._shown(header, 40)}"
-        return _Passing(f"status {reply.status}{asked}", wait)
+        wait = _retry_after(header)
+        asked = "" if wait is None else f" with Retry-After: {self._excerpt(header, 40)}"
+        return _Transient(f"status {reply.status}{asked}", wait)
 
     def _too_slow(self, url: str, trouble: str = "") -> OracleError:
         why = f" ({trouble})" if trouble else ""
@@ -246,79 +267,97 @@ class Http:
         )
 
     def _read(
-        self, reply: httpcore.Response, url: str, end: float, read: Callable[[object], T],
-        cut: Cut | None,
+        self, reply: httpcore.Response, url: str, deadline: float, read: Callable[[object], T],
+        fast_parse: FastParse | None,
     ) -> T:  # fmt: skip
         if not 200 <= reply.status < 300:
             raise self._refusal(reply, url)
-        alone = False
+        is_large = False
         body = bytearray()
         try:
             for piece in _body(reply, url, self.limits.body):
                 body += piece
-                if len(body) > _LARGE and not alone:
-                    alone = self._one_large.acquire(timeout=max(0.0, end - time.monotonic()))
-                    if not alone:
+                if len(body) > _LARGE and not is_large:
+                    left = max(0.0, deadline - time.monotonic())
+                    is_large = self._large_answer.acquire(timeout=left)
+                    if not is_large:
                         raise self._too_slow(url)
-            body = self._hidden(body)
-            taken = None if cut is None else cut(body)
+            body = self._redacted(body)
+            taken = None if fast_parse is None else fast_parse(body)
             return read(_parsed(body, url, self.limits) if taken is None else taken)
         finally:
-            if alone:
-                self._one_large.release()
+            if is_large:
+                self._large_answer.release()
 
     def _refusal(self, reply: httpcore.Response, url: str) -> OracleError:
         status = reply.status
         if 300 <= status < 400:
-            where = self._shown(_header(reply, "location") or "nowhere", 100)
+            target = self._excerpt(_header(reply, "location") or "nowhere", 100)
             return OracleError(
-                f"{url} redirects to {where} (status {status}): redirects are not followed"
+                f"{url} redirects to {target} (status {status}): redirects are not followed"
             )
-        opening = self._opening(reply)
-        message = f"{url} answers with status {status}: {opening}"
-        return Refused(message, status, opening)
+        text = self._first_words(reply)
+        return Refused(f"{url} answers with status {status}: {text}", status, text)
 
-    def _opening(self, reply: httpcore.Response) -> str:
-        """The first words of an answer that is an error; whatever is wrong with it is ignored."""
+    def _first_words(self, reply: httpcore.Response) -> str:
+        """Return the beginning of an answer, and ignore errors in it."""
         body = bytearray()
         with suppress(OracleError, httpcore.TimeoutException, *_FAILURES):
-            for piece in _unpacked(reply.iter_stream(), reply, ""):
+            for piece in _decompressed(reply.iter_stream(), reply, ""):
                 body += piece
                 if len(body) > 1000:
                     break
-        return shown(self._hidden(body).decode(errors="replace"), 200) or "no text"
+        return self._excerpt(body.decode(errors="replace").strip()) or "no text"
 
-    def _hidden(self, body: bytearray) -> bytearray:
-        """What a server sent, without the secrets that it was sent."""
+    def _redacted(self, body: bytearray) -> bytearray:
         for secret in self._secrets:
             if secret in body:
                 body = body.replace(secret, b"(secret)")
         return body
 
-    def _shown(self, text: object, max_length: int = 200) -> str:
-        return shown(self._hidden(bytearray(str(text), "utf-8", "replace")).decode(), max_length)
+    def _excerpt(self, text: object, max_length: int = 200) -> str:
+        """Return what a server sent as part of a line, without secrets."""
+        body = bytearray(str(text), "utf-8", "replace")
+        return shown(self._redacted(body).decode(), max_length)
 
 
 def as_object(data: object, url: str) -> dict[str, Any]:
+    """Return `data` if it is a JSON object."""
     if not isinstance(data, dict):
         raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
     return cast("dict[str, Any]", data)
 
 
 def shown(text: object, max_length: int = 80) -> str:
-    """What a server sent, as part of one line: no line breaks, no control characters."""
+    """Return what a server sent as part of a line: no line breaks, no control characters."""
     return inert(str(text), max_length)
 
 
-def _secrets(headers: Mapping[str, str]) -> list[bytes]:
-    """The values of headers, and those after `Bearer`, the longest first."""
+def split_password(url: str) -> tuple[str, dict[str, str]]:
+    """Return an address without its user and password, and the header that carries these.
+
+    Identities, ledgers, findings and errors show only the address.
+    """
+    public = without_password(url)
+    if public == url:
+        return url, {}
+    try:
+        user, password = urlsplit(url).username or "", urlsplit(url).password or ""
+    except ValueError:
+        return public, {}
+    pair = f"{unquote(user)}:{unquote(password)}".encode()
+    return public, {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+def _secret_words(headers: Mapping[str, str]) -> list[bytes]:
+    """Return the values of headers and the words in them (as after `Bearer`), longest first."""
     words = [word for value in headers.values() for word in (value, *value.split())]
-    long = {word.encode("utf-8", "replace") for word in words if len(word) >= _SECRET}
-    return sorted(long, key=len, reverse=True)
+    secrets = {word.encode("utf-8", "replace") for word in words if len(word) >= _MIN_SECRET}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _expect_trusted(error: BaseException, url: str) -> None:
-    """A certificate that nobody vouches for will not be better a second later."""
+    """Raise if TLS failed: another attempt would fail in the same way."""
     cause = error.__cause__ or error.__context__  # the pool raises it again without its cause
     if isinstance(cause, ssl.SSLCertVerificationError):
         why = shown(cause.verify_message, 100)
@@ -331,18 +370,18 @@ def _expect_trusted(error: BaseException, url: str) -> None:
 
 
 def _address(url: str) -> httpx.URL:
-    """The address, if a socket can be asked for it."""
+    """Return the address if a socket can connect to it."""
     with suppress(httpx.InvalidURL, UnicodeError):
         address = httpx.URL(url)
         address.raw_host.decode().encode("idna")  # as the resolver will
-        whole = not any(letter.isspace() for letter in url)
-        if address.host and whole and 0 < (address.port or 80) < 2**16:
+        has_space = any(letter.isspace() for letter in url)
+        if address.host and not has_space and 0 < (address.port or 80) < 2**16:
             return address
     raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
 
 
-def _seconds(header: str) -> float | None:
-    """What Retry-After says, as a number or as a date; None where it says neither."""
+def _retry_after(header: str) -> float | None:
+    """Return the seconds that Retry-After states, as a number or as a date; None if it does not."""
     if header.isascii() and header.isdigit():
         return float(header[:20])
     try:
@@ -351,59 +390,55 @@ def _seconds(header: str) -> float | None:
         return None
 
 
-class _Pace:
-    """Turns for requests, evenly spaced; threads that share one share its rate."""
+class _RateLimit:
+    """Spaces requests evenly, at most `per_second` a second over all threads that share it."""
 
     def __init__(self, per_second: float | None) -> None:
-        self._apart = 0.0 if per_second is None else 1.0 / per_second
-        self._next = 0.0  # as time.monotonic() has it
+        self._interval = 0.0 if per_second is None else 1.0 / per_second
+        self._next = 0.0  # time.monotonic() of the next free turn
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Until it is this request's turn."""
+        """Sleep until it is this request's turn."""
         with self._lock:
             turn = max(self._next, time.monotonic())
-            self._next = turn + self._apart
+            self._next = turn + self._interval
         time.sleep(max(0.0, turn - time.monotonic()))
 
     def hold(self, seconds: float) -> None:
-        """Nobody asks for so long."""
+        """Give no turn for this many seconds."""
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 
 
-# Bodies, read in the memory that `Limits` states: bounded, unpacked in small pieces, parsed.
+# Bodies, read in the memory that `Limits` states: bounded, decompressed in small pieces, parsed.
 
 
 def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
-    """The unpacked body, or an error as soon as it is known to be longer than `limit`."""
+    """Yield the decompressed body; raise as soon as it is known to be longer than `limit`."""
 
-    def too_long(what: str) -> OracleError:
-        return OracleError(
-            f"the answer of {url} has more than {limit:,} bytes{what}: raise Limits(body=)"
-        )
-
-    def sent() -> Iterator[bytes]:
+    def bounded(pieces: Iterable[bytes], how: str) -> Iterator[bytes]:
         count = 0
-        for piece in reply.iter_stream():
+        for piece in pieces:
             count += len(piece)
             if count > limit:
-                raise too_long("")
+                raise too_long(how)
             yield piece
+
+    def too_long(how: str) -> OracleError:
+        return OracleError(
+            f"the answer of {url} has more than {limit:,} bytes{how}: raise Limits(body=)"
+        )
 
     announced = int(_header(reply, "content-length") or 0)  # httpcore checks that it is a number
     if announced > limit:
         raise too_long(f" (Content-Length {announced:,})")
-    count = 0
-    for piece in _unpacked(sent(), reply, url):
-        count += len(piece)
-        if count > limit:
-            raise too_long(" when unpacked")
-        yield piece
+    sent = bounded(reply.iter_stream(), "")
+    return bounded(_decompressed(sent, reply, url), " when unpacked")
 
 
-def _unpacked(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -> Iterator[bytes]:
-    """The body as it was before gzip or deflate, in small pieces whatever it expands to."""
+def _decompressed(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -> Iterator[bytes]:
+    """Yield the body before gzip or deflate, in pieces that are small even for a zip bomb."""
     coding = _header(reply, "content-encoding").strip().lower()
     if coding in ("", "identity"):
         yield from pieces
@@ -415,16 +450,16 @@ def _unpacked(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -> It
     unpack = None
     try:
         for piece in pieces:
-            if unpack is None:  # some servers send deflate without zlib's header, whose low bits 8
+            if unpack is None:
+                # Some servers send deflate without the header of zlib, whose low four bits are 8.
                 bare = coding == "deflate" and piece[:1] and piece[0] & 15 != 8
                 unpack = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
             while piece and not unpack.eof:
-                yield unpack.decompress(piece, _PIECE)
+                yield unpack.decompress(piece, _DECOMPRESSED_BYTES)
                 piece = unpack.unconsumed_tail
-        complete = unpack is None or unpack.eof
     except zlib.error as error:
         raise Garbled(f"expected {coding} from {url}, got {shown(error)}") from None
-    if not complete:
+    if unpack is not None and not unpack.eof:
         raise Garbled(f"the {coding} body from {url} ends too early")
 
 
@@ -435,7 +470,7 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
             f"the answer of {url} has {parts:,} brackets, quotes and commas, more than "
             f"{limits.parts:,}: raise Limits(parts=)"
         )
-    # One letter beyond ASCII may make Python keep the whole text at four bytes a letter.
+    # One character beyond ASCII may make Python store the whole text at four bytes a character.
     if len(body) > limits.body // 4 and not body.isascii():
         raise OracleError(
             f"an answer of over {limits.body // 4:,} bytes from {url} must be ASCII: "
@@ -444,13 +479,13 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     opening = shown(body[:200].decode(errors="replace")) or "nothing"
     try:
         text = body.decode()
-        body.clear()  # both at once are not needed
+        body.clear()  # the text alone is needed, and both may be large
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise Garbled(f"the JSON from {url} is nested too deeply: {opening}") from None
     except UnicodeDecodeError:
         raise Garbled(f"expected JSON in UTF-8 from {url}, got {opening}") from None
-    except ValueError as error:  # without its cause, which holds the whole text
+    except ValueError as error:  # not raised from it: it holds the whole text
         why = shown(error, 100)
         raise Garbled(f"expected JSON from {url}, got {opening} ({why})") from None
 
@@ -462,30 +497,56 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-# Connections on which a whole request ends in time: httpx's own pool (httpcore) on sockets that
-# take its time-outs for moments of time.monotonic(). A time-out would begin again with every byte.
+# Connections whose requests end at a deadline. httpcore applies a timeout to each read and write,
+# so that it would begin again with every byte. Here the timeout is the deadline itself, a moment of
+# time.monotonic(), and `_Stream` computes what is left until then.
 
 
 class _NotHttp(httpcore.RemoteProtocolError):
-    """Bytes that do not begin as HTTP does; asking again will not help."""
+    """The answer does not begin as HTTP does; another attempt will not help."""
 
 
-def _pool(address: httpx.URL, trust: ssl.SSLContext | None) -> httpcore.ConnectionPool:
-    """Such connections; proxies of the environment are used."""
-    context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
-    options: dict[str, Any] = {
-        "ssl_context": context, "network_backend": _Network(), "keepalive_expiry": 5.0,
-    }  # fmt: skip
+def _connection_pool(address: httpx.URL, options: EndpointOptions) -> httpcore.ConnectionPool:
+    """Return a pool of such connections, through the environment's proxy if there is one."""
+    secure = address.scheme == "https" or options.ca is not None
+    settings: dict[str, Any] = {
+        "ssl_context": _ssl_context(options) if secure else None,
+        "network_backend": _Network(),
+        "keepalive_expiry": 5.0,
+    }
     proxies = urllib.request.getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if not proxy or urllib.request.proxy_bypass(address.host):
-        return httpcore.ConnectionPool(**options)
-    through = _proxy(proxy)
-    return httpcore.HTTPProxy(_route(through.url), through.raw_auth, **options)
+        return httpcore.ConnectionPool(**settings)
+    with suppress(ValueError, httpx.InvalidURL):
+        through = httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+        if through.url.scheme in ("http", "https"):
+            return httpcore.HTTPProxy(str(through.url), through.raw_auth, **settings)
+    # The address is not shown, since it may hold a password.
+    raise InputError("the proxy in the environment must be an http or https address")
 
 
-def _expect_after_question(reply: httpcore.Response) -> None:
-    """Sent after the answer before it, maybe a copy of that, an answer belongs to no question."""
+def _ssl_context(options: EndpointOptions) -> ssl.SSLContext:
+    """Return the context that decides which certificates are trusted."""
+    if options.insecure:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+    if options.ca is None:
+        return httpx.create_ssl_context()
+    expect_file(options.ca, "a file of certificates")
+    try:
+        return ssl.create_default_context(cafile=options.ca)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InputError(f"cannot read PEM certificates from {options.ca}: {error}") from error
+
+
+def _expect_after_request(reply: httpcore.Response) -> None:
+    """Refuse an answer that was sent before its request.
+
+    A server that sends an answer twice leaves the copy on the connection. It would be read as the
+    answer to the next request.
+    """
     connection = reply.extensions.get("network_stream")
     if isinstance(connection, _Stream) and not connection.was_read:
         connection.close()
@@ -496,24 +557,8 @@ def _header(reply: httpcore.Response, name: str) -> str:
     return httpx.Headers(reply.headers).get(name, "")
 
 
-def _proxy(address: str) -> httpx.Proxy:
-    with suppress(ValueError, httpx.InvalidURL):
-        proxy = httpx.Proxy(address if "://" in address else f"http://{address}")
-        if proxy.url.scheme in ("http", "https"):
-            return proxy
-    # Not shown: it may hold a password.
-    raise InputError("the proxy in the environment must be an http or https address")
-
-
-def _route(url: httpx.URL) -> httpcore.URL:
-    return httpcore.URL(
-        scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-    )
-
-
-def _left(end: float | None) -> float:
-    """Seconds until the moment `end`."""
-    left = math.inf if end is None else end - time.monotonic()
+def _seconds_left(deadline: float | None) -> float:
+    left = math.inf if deadline is None else deadline - time.monotonic()
     if left <= 0:
         raise httpcore.ReadTimeout("the time of the request is over")
     return min(left, 1e6)
@@ -529,24 +574,24 @@ class _Network(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         connect = httpcore.SyncBackend().connect_tcp
-        return _Stream(connect(host, port, _left(timeout), local_address, socket_options))
+        return _Stream(connect(host, port, _seconds_left(timeout), local_address, socket_options))
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose reads and writes end at one moment, and whose answers begin as HTTP."""
+    """A connection whose timeouts are deadlines, and whose answers must begin as HTTP does."""
 
     _OPENING = b"HTTP/1."
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
-        self._opening: bytes | None = None
-        self.was_read = False  # since the last question
+        self._opening: bytes | None = None  # the first bytes of an answer, until they are checked
+        self.was_read = False  # since the last write
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        data = self._inner.read(max_bytes, _left(timeout))
+        data = self._inner.read(max_bytes, _seconds_left(timeout))
         self.was_read = True
         if self._opening is not None:
-            # HTTP/0.9 has no head: the parser would wait for the end of a first line for ever.
+            # HTTP/0.9 has no head: the parser would wait forever for the end of a first line.
             self._opening += data[:80]
             if not self._opening.startswith(self._OPENING[: len(self._opening)]):
                 raise _NotHttp(self._opening.decode(errors="replace"))
@@ -555,12 +600,12 @@ class _Stream(httpcore.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        for start in range(0, len(buffer), _WRITTEN):  # so that a slow reader meets the end too
-            self._inner.write(buffer[start : start + _WRITTEN], _left(timeout))
+        for start in range(0, len(buffer), _WRITTEN_BYTES):
+            self._inner.write(buffer[start : start + _WRITTEN_BYTES], _seconds_left(timeout))
         self._opening, self.was_read = b"", False
 
     def close(self) -> None:
-        # So that a thread that waits for an answer does not wait any longer.
+        # Shut down first: that wakes a thread that waits for an answer.
         with suppress(OSError, AttributeError):
             self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._inner.close()
@@ -571,7 +616,7 @@ class _Stream(httpcore.NetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,
     ) -> httpcore.NetworkStream:
-        return _Stream(self._inner.start_tls(ssl_context, server_hostname, _left(timeout)))
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, _seconds_left(timeout)))
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)

@@ -1,12 +1,13 @@
-"""What servers do to a score before they answer (shift, sigmoid, tanh, softmax), and the way back.
+"""Links: the functions that servers apply to a score before they answer, and their inverses.
 
 With s the score (or scores) and b an offset, the answer is
 
     identity   s + b            sigmoid   1 / (1 + e^−(s+b))
     tanh       tanh(s + b)      softmax   e^(s_i + b_i) / Σ_j e^(s_j + b_j)
 
-All of them can be undone: sigmoid by the logit, tanh by its inverse, softmax by logarithms, less
-their mean (that of two classes is one score, s = log p_1/p_0). A factor is part of v.
+The logit inverts a sigmoid and atanh a tanh. Logarithms invert a softmax, up to their mean, which
+is subtracted; a softmax of two classes is that of one score, s = log p_1/p_0. A factor on the score
+is part of v.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_among
-from keyhole.oracle.defences import Wrapper
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.protocol import Oracle, Wrapper, ask
 
 NAMES = ("identity", "sigmoid", "tanh", "softmax")
-_NEAR = 1e-8  # of the end of a range: there a score has fewer than eight digits left
+_SATURATED = (
+    1e-8  # closer to the end of a range, an answer shows fewer than eight digits of a score
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One of the functions above; `offset` is b: a number, or one for each score of an answer."""
+    """One of the functions above; `offset` is b, one number or one for each score of an answer."""
 
     name: str
     offset: Tensor
@@ -36,7 +38,7 @@ class Link:
         expect_among("a link", self.name, NAMES)
         if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
             got = f"shape {tuple(self.offset.shape)}" if self.offset.ndim > 1 else "NaN or infinity"
-            raise InputError(f"expected an offset that is a number, or one a score, got {got}")
+            raise InputError(f"expected an offset of one number or one for each score, got {got}")
 
     def __str__(self) -> str:
         shift = "" if not bool(self.offset.any()) else "an offset"
@@ -45,7 +47,7 @@ class Link:
         return f"a {self.name}{f' and {shift}' if shift else ''}"
 
     def answer(self, scores: Tensor) -> Tensor:
-        """What a server gives for these scores."""
+        """Return a server's answers for these scores."""
         scores = scores + self.offset
         match self.name:
             case "sigmoid":
@@ -60,12 +62,12 @@ class Link:
                 return scores
 
     def scores(self, answers: Tensor) -> Tensor:
-        """The scores behind these answers."""
+        """Return the scores for these answers."""
         return undone(self.name, answers) - self.offset
 
 
 def undone(name: str, answers: Tensor) -> Tensor:
-    """Scores plus offset; not finite where an answer is too near the end of its range to say."""
+    """Return scores plus offset; not finite where an answer is saturated."""
     match name:
         case "sigmoid":
             return torch.logit(_inside(answers, 0.0, 1.0))
@@ -81,9 +83,9 @@ def undone(name: str, answers: Tensor) -> Tensor:
 
 
 def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
-    """How far scores may be off behind answers that are off by up to `error`; infinite at an end.
+    """Return how far scores are off if answers are off by `error`; infinite if they saturate.
 
-    The two answers of a softmax are rounded apart, so what they do to the score adds up.
+    The probabilities of a softmax are rounded separately, so their errors add up.
     """
     if name != "softmax":
         scores = undone(name, answers)
@@ -96,15 +98,16 @@ def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
 
 
 def _inside(answers: Tensor, low: float, high: float) -> Tensor:
-    answers = answers.masked_fill(answers - low < _NEAR, low)
-    return answers.masked_fill(high - answers < _NEAR, high)
+    """Move saturated answers to the end of the range, where the inverse is infinite."""
+    answers = answers.masked_fill(answers - low < _SATURATED, low)
+    return answers.masked_fill(high - answers < _SATURATED, high)
 
 
 class Undone(Wrapper):
-    """An oracle whose link is undone: it answers with the scores.
+    """An oracle whose link is inverted: it answers with the scores.
 
-    `precision` is the relative error of the answers themselves, `absolute` what they may be off by
-    besides, as where they have so many decimals.
+    `precision` is the relative error of the inner oracle's answers, and `absolute` an absolute
+    error on top of it, such as that of rounding to decimals.
     """
 
     def __init__(
@@ -117,14 +120,14 @@ class Undone(Wrapper):
         return self.link.scores(ask(self.inner, sequences))
 
     def rounding(self, scores: Tensor, precision: float) -> Tensor:
-        """How far scores are off behind answers that are rounded."""
+        """Return how far scores are off because answers are rounded."""
         answers = self.link.answer(scores)
         error = precision * answers.abs() + self.absolute
         return uncertain(self.link.name, answers, error).nan_to_num(posinf=1e9)
 
 
 class Linked:
-    """A model behind a link: it answers as the server does; everything else is the model's."""
+    """A model behind a link: it answers as the server does, and is otherwise the model."""
 
     def __init__(self, inner: Any, link: Link) -> None:
         self.inner, self.link = inner, link
@@ -137,7 +140,7 @@ class Linked:
         return self.link.answer(self.inner(sequences))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "link"):  # not there yet: while a copy is being made
+        if name in ("inner", "link"):  # they do not exist yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
 

@@ -1,7 +1,7 @@
-"""Targets whose weights we planted, so that a theft can be measured against the truth.
+"""Targets of known weights, so that an extraction can be compared with the truth.
 
-Each is a frozen set of parameters that answers like an oracle; an extraction hands back the same
-types. They travel as .safetensors.
+Each is a frozen set of parameters that answers like an oracle. An extraction returns the same
+types. storage.py writes them as .safetensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,35 +22,50 @@ from keyhole.oracle.protocol import check_sequences
 
 
 class Parametric(ABC):
-    """What planted targets share: named parameters, an identity made of them, checked shapes."""
+    """A target made of named parameters, which determine its answers and its identity.
+
+    `SHAPES` lists each tensor with the names of its sizes. A name that occurs twice is one size,
+    and `d` is the dimension of a token.
+    """
 
     kind: str
+    SHAPES: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {"1": 1}
+        for name, shape in self.SHAPES:
+            tensor, names = getattr(self, name), shape.split()
+            if tensor.ndim == len(names):
+                sizes = dict(zip(names, tensor.shape, strict=True)) | sizes
+            self._require(name, tensor, *map(sizes.get, names))
 
     @property
-    @abstractmethod
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        name, names = next((n, s.split()) for n, s in self.SHAPES if "d" in s.split())
+        return getattr(self, name).shape[names.index("d")]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by name, as they are stored."""
+        """Return the parameters by name, as they are stored."""
         return {name: value for name, value in self._fields() if isinstance(value, Tensor)}
 
     @abstractmethod
     def answers(self, tokens: Tensor) -> Tensor:
-        """To sequences (b, n, d) of the right shape."""
+        """Answer sequences (b, n, d), which are already checked."""
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.answers(check_sequences(sequences, self.dim))
 
     def flags(self) -> dict[str, str]:
-        """What is not a tensor but changes the answers."""
-        return {n: str(v) for n, v in self._fields() if isinstance(v, bool | int | float | str)}
+        """Return the settings besides the tensors that determine the answers."""
+        settings = bool | int | float | str
+        return {name: str(value) for name, value in self._fields() if isinstance(value, settings)}
 
     def _fields(self) -> list[tuple[str, Any]]:
         return [(each.name, getattr(self, each.name)) for each in fields(cast("Any", self))]
 
     @property
     def unknowns(self) -> int:
-        """How many numbers an attacker has to learn if nothing is known about the weights."""
+        """The count of numbers that an attacker without prior knowledge has to learn."""
         return sum(tensor.numel() for tensor in self.tensors().values())
 
     @cached_property
@@ -62,11 +77,12 @@ class Parametric(ABC):
         return f"{self.kind}:{digest.hexdigest()}"
 
     def _require(self, name: str, tensor: Tensor, *shape: int | None) -> None:
+        """Raise InputError unless the tensor is finite, in float64 and of this shape."""
         got = tuple(tensor.shape)
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
         if len(got) != len(shape) or any(
-            size is not None and size != real for size, real in zip(shape, got, strict=True)
+            size not in (None, real) for size, real in zip(shape, got, strict=True)
         ):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise InputError(f"expected {name} of shape ({wanted}), got {got}")
         if tensor.dtype != torch.float64:
             raise InputError(f"expected {name} in float64, got {tensor.dtype}: use .double()")
@@ -81,14 +97,7 @@ class Head(Parametric):
     W: Tensor
     v: Tensor
     kind = "head"
-
-    def __post_init__(self) -> None:
-        self._require("v", self.v, None)
-        self._require("W", self.W, self.dim, self.dim)
-
-    @property
-    def dim(self) -> int:
-        return self.v.shape[0]
+    SHAPES = (("v", "d"), ("W", "d d"))
 
     def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(-1)
@@ -128,13 +137,13 @@ class MultiHead(Parametric):
 
 @dataclass(frozen=True, eq=False)
 class BiasedHeads(Parametric):
-    """Heads with biases, behind a norm or none.
+    """Heads with biases, after a norm or none.
 
         f(X) = b + Σ_h Σ_i softmax_i(n_iᵀ(W_h n_N + c_h)) · v_hᵀn_i,    n = x or norm(x)
 
-    A query's bias changes every score alike and a factor of the norm is part of W and v, so this is
-    what any head with projections, biases and a LayerNorm (`centred`) or RMSNorm in front amounts
-    to. `W` is (H, d, d), `v` and `c` are (H, d), `b` is (1,).
+    Any heads with projections, biases and a LayerNorm (`centred`) or RMSNorm before them have this
+    form: a bias of the keys changes all scores of a query alike, and the gain of the norm is part
+    of W and v. `W` is (H, d, d), `v` and `c` are (H, d), `b` is (1,).
     """
 
     W: Tensor
@@ -145,16 +154,7 @@ class BiasedHeads(Parametric):
     centred: bool = False
     epsilon: float = 0.0
     kind = "biased-heads"
-
-    def __post_init__(self) -> None:
-        self._require("v", self.v, None, None)
-        self._require("W", self.W, len(self.v), self.dim, self.dim)
-        self._require("c", self.c, len(self.v), self.dim)
-        self._require("b", self.b, 1)
-
-    @property
-    def dim(self) -> int:
-        return self.v.shape[1]
+    SHAPES = (("v", "h d"), ("W", "h d d"), ("c", "h d"), ("b", "1"))
 
     def answers(self, tokens: Tensor) -> Tensor:
         if self.normed:
@@ -171,15 +171,7 @@ class OneLayer(Parametric):
     A: Tensor
     w: Tensor
     kind = "one-layer"
-
-    def __post_init__(self) -> None:
-        self._require("w", self.w, None)
-        self._require("A", self.A, self.w.shape[0], None)
-        self._require("W", self.W, self.dim, self.dim)
-
-    @property
-    def dim(self) -> int:
-        return self.A.shape[1]
+    SHAPES = (("w", "k"), ("A", "k d"), ("W", "d d"))
 
     def answers(self, tokens: Tensor) -> Tensor:
         hidden = attention.output(tokens, self.W.mT, self.A.mT, last=True)
@@ -193,14 +185,7 @@ class ReluFfn(Parametric):
     A: Tensor
     w: Tensor
     kind = "relu"
-
-    def __post_init__(self) -> None:
-        self._require("w", self.w, None)
-        self._require("A", self.A, self.w.shape[0], None)
-
-    @property
-    def dim(self) -> int:
-        return self.A.shape[1]
+    SHAPES = (("w", "k"), ("A", "k d"))
 
     def answers(self, tokens: Tensor) -> Tensor:
         return torch.relu(tokens[:, -1] @ self.A.mT) @ self.w
@@ -210,8 +195,8 @@ class ReluFfn(Parametric):
 class Attention(Parametric):
     """An attention layer that answers with vectors: the last token's, or every token's.
 
-    `W` is (H, d, d) and `V` (H, d, m); an output projection is already inside `V`. Here the query
-    stands on the left, as in a layer: `S = X W Xᵀ`.
+    `W` is (H, d, d) and `V` (H, d, m), which includes the output projection. The query is the left
+    factor of the scores, `S = X W Xᵀ`, unlike in the scoring heads above.
     """
 
     W: Tensor
@@ -219,14 +204,7 @@ class Attention(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "attention"
-
-    def __post_init__(self) -> None:
-        self._require("V", self.V, None, None, None)
-        self._require("W", self.W, self.V.shape[0], self.dim, self.dim)
-
-    @property
-    def dim(self) -> int:
-        return self.V.shape[1]
+    SHAPES = (("V", "h d m"), ("W", "h d d"))
 
     def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(
@@ -236,9 +214,9 @@ class Attention(Parametric):
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayers(Parametric):
-    """Layers of attention alone, one after the other, each added to what it reads.
+    """A stack of layers of attention alone, each with a residual.
 
-        X ↦ X + Σ_h softmax(X W_h Xᵀ) X V_h     over the heads h of a layer, then of the next
+        X ↦ X + Σ_h softmax(X W_h Xᵀ) X V_h     over the heads h of one layer
 
     `W` and `V` are (H, d, d); `layers` (H,) holds the layer of each head, 0, 1, …, in order.
     """
@@ -249,23 +227,17 @@ class AttentionLayers(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "attention-layers"
+    SHAPES = (("V", "h d d"), ("W", "h d d"), ("layers", "h"))
 
     def __post_init__(self) -> None:
-        self._require("V", self.V, None, None, None)
-        self._require("V", self.V, None, self.dim, self.dim)
-        self._require("W", self.W, len(self.V), self.dim, self.dim)
-        self._require("layers", self.layers, len(self.V))
+        super().__post_init__()
         numbers = [float(depth) for depth, count in enumerate(self.sizes) for _ in range(count)]
         if not numbers or self.layers.tolist() != numbers:
             raise InputError("layers must be 0, 1, … in order, one number for each head")
 
     @property
-    def dim(self) -> int:
-        return self.V.shape[1]
-
-    @property
     def sizes(self) -> list[int]:
-        """How many heads each layer has."""
+        """The count of heads in each layer."""
         return self.layers.unique_consecutive(return_counts=True)[1].tolist()
 
     @property
@@ -285,16 +257,16 @@ class AttentionLayers(Parametric):
 
 @dataclass(frozen=True, eq=False)
 class OutputMatrix(Parametric):
-    """The last layer of a language model alone, the logits of a final state.
+    """The last layer of a language model: the logits `W h` of the last state h of a sequence.
 
-    `W h` for the last state h of a sequence; row i of W is that of the token `tokens[i]`.
+    Row i of W belongs to the token `tokens[i]`. An extraction determines W up to an invertible
+    matrix on its right (and, from log-probabilities, up to a row that is added to all rows), so the
+    columns of W are an orthonormal basis of the space that they span.
 
-    An extraction knows W up to an invertible matrix on its right (and, from log-probabilities, up
-    to a row that is added to all rows): its columns are an orthonormal basis of what they span.
-    With `constant` the last of them is the direction of what all answers share, an output bias or
-    that of the final norm, beyond those in which answers differ. `blocks` of them are none of the
-    model's: see `width`. With `rotated` they are no basis, but W with the gain of the final norm,
-    up to a rotation.
+    With `constant`, the last column is the direction of what all answers share beyond their
+    differences: an output bias or the bias of the final norm. `blocks` columns are due to the
+    server's arithmetic and not to the model (see `width`). With `rotated`, W is no basis but the
+    matrix itself with the gain of the final norm, up to a rotation.
     """
 
     W: Tensor
@@ -303,28 +275,22 @@ class OutputMatrix(Parametric):
     blocks: int = 0
     rotated: bool = False
     kind = "output-layer"
-
-    def __post_init__(self) -> None:
-        self._require("W", self.W, None, None)
-        self._require("tokens", self.tokens, len(self.W))
-
-    @property
-    def dim(self) -> int:
-        return self.W.shape[1]
+    SHAPES = (("W", "n d"), ("tokens", "n"))
 
     @property
     def width(self) -> int:
-        """The width of the model that gives answers of this rank: of the two that do, the even one.
+        """The width of the model: the even one of the two that explain answers of this rank.
 
-        States behind an RMSNorm span as many dimensions r as they have numbers, behind a LayerNorm
-        one less; what all answers share adds one. So r is the width of an RMSNorm without and of a
-        LayerNorm with an output bias or a bias of its own; otherwise it is r − 1 (RMSNorm) or r + 1
-        (LayerNorm). The pairs give the same answers, so no question tells them apart; but heads
-        share the width out among them, and no model has an odd one.
+        States after an RMSNorm span as many dimensions as they have numbers, states after a
+        LayerNorm one fewer. What all answers share adds one. So the rank r is the width of an
+        RMSNorm without such a share, or of a LayerNorm with an output bias or a bias of its own.
+        Otherwise the width is r − 1 (RMSNorm) or r + 1 (LayerNorm). Both models of a pair give the
+        same answers, so no question tells them apart. But heads divide the width evenly, and no
+        model has an odd width.
 
-        llama.cpp multiplies a matrix in Q4_1 or Q5_1 by states in blocks of 32 numbers, and the
-        least weight of a block by their sum, which it keeps apart and in float16: one direction
-        more for each block.
+        llama.cpp multiplies a matrix in Q4_1 or Q5_1 by states in blocks of 32 numbers. It
+        multiplies the minimum of a block of weights by the sum of the block of states, which it
+        stores in float16. That adds one direction for each block.
         """
         rank = self.dim - self.blocks
         if rank % 2 == 0:
@@ -335,6 +301,9 @@ class OutputMatrix(Parametric):
         return tokens[:, -1] @ self.W.mT
 
     def outside(self, answers: Tensor) -> Tensor:
-        """What no state explains of answers (b, tokens), centred where W is: zero for its own."""
+        """Return the part of answers (b, tokens) that no state explains.
+
+        The answers must be centred if W is.
+        """
         basis = torch.linalg.qr(self.W).Q if self.rotated else self.W
         return answers - (answers @ basis) @ basis.mT

@@ -1,41 +1,45 @@
-"""Which routes of a server answer, with a key and without, and what they return.
+"""Servers of language models: which routes answer, with a key and without, and what they return.
 
-`Server.at` recognises what runs there; `try_route` asks one route about one text. Without a key
-nothing is sent but the request: who finds a route open needed nothing else either.
+`Server.at` recognises the program that runs at an address. `Server.try_route` asks one route about
+one text. Without a key nothing but the request is sent, so a route that answers is open to all.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from keyhole.core.endpoint import EndpointOptions, without_password
-from keyhole.oracle.connection import connected
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 
-SAFE = 1_000  # log-probabilities that any server has
-_FEWER = (-1, SAFE, 20, 5)  # to ask for where MANY are refused; -1: all
-# Known to answer or to refuse where they are asked for more log-probabilities than they have
-# tokens. SGLang 0.5.23 ends, with all that it serves.
-_WITHSTAND = ("llama.cpp", "vLLM")
-_SHUT = (401, 403)
-# A log-probability for each of 256,000 tokens, with the token as text and as bytes.
+MANY = 1_000_000  # log-probabilities to ask for, to get all that the server gives
+SAFE = 1_000  # log-probabilities that every server has
+_FEWER = (-1, SAFE, 20, 5)  # log-probabilities to ask for if more are refused; -1 asks for all
+# Asked for more log-probabilities than they have tokens, these servers answer or refuse. SGLang
+# 0.5.23 crashes.
+_TAKES_MANY = ("llama.cpp", "vLLM")
+_KEY_REQUIRED = (401, 403)
+# An answer may hold a log-probability for each of 256,000 tokens, with its text and its bytes.
 LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a route gave: `content` as `Route.read` has it, or nothing, and why."""
+    """An answer of a route: `content` as `Route.read` returns it, or None and the reason.
+
+    `chosen` says that log-probabilities are of tokens that the request named, and not of the
+    likeliest tokens.
+    """
 
     content: Any = None
     status: int = 200
     reason: str = ""
     requests: int = 1
-    chosen: bool = False  # log-probabilities of tokens that were named, not of the likeliest
+    chosen: bool = False
 
     @property
     def open(self) -> bool:
@@ -43,45 +47,52 @@ class Answered:
 
     @property
     def shut(self) -> bool:
-        """Is it there, for those who have a key?"""
-        return self.status in _SHUT
+        """Does the route exist, but require a key?"""
+        return self.status in _KEY_REQUIRED
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server of a language model: its address, what it is, the name of its model."""
+    """A server of a language model: its address, the program that runs there, its model's name."""
 
     url: str
     kind: str
     model: str
     options: EndpointOptions = field(default_factory=EndpointOptions)
-    address: str = field(default="", repr=False)  # as it was given, maybe with a password
+    address: str = field(default="", repr=False)  # as the user gave it, maybe with a password
 
     @classmethod
     def at(cls, url: str, options: EndpointOptions | None = None) -> Server:
-        """What runs at an address, by what it says of itself."""
-        options = options or EndpointOptions()
+        """Return the server at an address, recognised by what it states about itself."""
         address = url.rstrip("/")
-        url = without_password(address)
-        with closing(server_http(address, options, key=True)) as http:
-            models = _stated(http, f"{url}/v1/models")
-            entries = models.get("data") if isinstance(models, Mapping) else None
-            first: Any = entries[0] if isinstance(entries, list) and entries else {}
-            owner = str(first.get("owned_by", "")) if isinstance(first, Mapping) else ""
-            name = str(first.get("id", "default")) if isinstance(first, Mapping) else "default"
-            kind = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}.get(owner, "")
-            if not kind and isinstance(_stated(http, f"{url}/props"), Mapping):
+        server = cls(
+            without_password(address), "", "default", options or EndpointOptions(), address
+        )
+        with closing(server.http(key=True)) as http:
+            models: Any = _stated(http, f"{server.url}/v1/models")
+            about: Any = None
+            with suppress(KeyError, IndexError, TypeError):
+                about = models["data"][0]
+            about = about if isinstance(about, Mapping) else {}
+            kinds = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}
+            kind = kinds.get(str(about.get("owned_by", "")), "")
+            if not kind and isinstance(_stated(http, f"{server.url}/props"), Mapping):
                 kind = "llama.cpp"
-            if not kind and models is None:
-                raise OracleError(
-                    f"{url} is no server of llama.cpp, vLLM, SGLang or OpenAI's form: it answers "
-                    "neither /v1/models nor /props"
-                )
-        return cls(url, kind, name, options, address)
+        if not kind and models is None:
+            raise OracleError(
+                f"{server.url} is no server of llama.cpp, vLLM, SGLang or OpenAI's form: it "
+                "answers neither /v1/models nor /props"
+            )
+        return replace(server, kind=kind, model=str(about.get("id", "default")))
+
+    def http(self, *, key: bool) -> Http:
+        """Return a connection to the server, on which secrets are sent only with `key`."""
+        address = (self.address if key else "") or self.url
+        return Http(address, self.options, limits=LIMITS, retries=1, key=key)
 
     @property
     def routes(self) -> list[Route]:
-        """Those of its kind and OpenAI's, one for a path; of an unknown kind all that are known."""
+        """The routes of its kind and those of OpenAI's form; all routes if its kind is unknown."""
         own = [route for route in ROUTES if route.server == self.kind]
         others = [r for r in ROUTES if not self.kind or r.server == "OpenAI's form"]
         by_path: dict[str, Route] = {}
@@ -90,15 +101,13 @@ class Server:
         return list(by_path.values())
 
     def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
-        """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
-        content = route.asked(text, self.model)
-        first = MANY if self.kind in _WITHSTAND else SAFE
-        address = (self.address if key else "") or self.url
-        with closing(server_http(address, self.options, key=key)) as http:
-            answered = self._ask(http, route, _counted(content, first))
+        """Ask a route about a text; if it refuses to give many log-probabilities, ask for fewer."""
+        first = MANY if self.kind in _TAKES_MANY else SAFE
+        with closing(self.http(key=key)) as http:
+            answered = self._ask(http, route, route.asked(text, self.model, first))
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
-                    answered = self._ask(http, route, _counted(content, count))
+                    answered = self._ask(http, route, route.asked(text, self.model, count))
                     if answered.open:
                         break
         return answered
@@ -106,12 +115,11 @@ class Server:
     def ask_tokens(
         self, route: Route, text: str, tokens: Sequence[int], *, key: bool = False
     ) -> Answered:
-        """The log-probabilities of chosen tokens after a text, `route.chosen` of them at a time."""
-        content = _counted(route.asked(text, self.model), 1)
+        """Ask for the log-probabilities of these tokens, `route.chosen` of them at a time."""
+        content = route.asked(text, self.model, 1)
         groups = [tokens[at : at + route.chosen] for at in range(0, len(tokens), route.chosen)]
         found: dict[int, float] = {}
-        address = (self.address if key else "") or self.url
-        with closing(server_http(address, self.options, key=key)) as http:
+        with closing(self.http(key=key)) as http:
             for group in groups:
                 answered = self._ask(http, route, {**content, route.naming: [*group]})
                 if not answered.open or not set(group) <= answered.content.keys():
@@ -130,37 +138,27 @@ class Server:
             return Answered(None, 0, shown(error, 200))
         try:
             read = route.read(answer)
-        except (KeyError, IndexError, TypeError, ValueError):  # another form than the route's
+        except (KeyError, IndexError, TypeError, ValueError):  # the answer has another form
             read = None
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
 
 
-def _counted(content: dict[str, Any], count: int) -> dict[str, Any]:
-    """The request, for so many log-probabilities."""
-    return {name: count if value == MANY else value for name, value in content.items()}
-
-
-def server_http(url: str, options: EndpointOptions, *, key: bool) -> Http:
-    """A connection to a server of a language model."""
-    return connected(options, url, limits=LIMITS, retries=1, key=key)
-
-
 def _stated(http: Http, url: str) -> object:
+    """Return what a route answers: None if it does not exist, {} if it requires a key."""
     try:
         return http.ask("GET", url)
     except Refused as error:
-        return {} if error.status in _SHUT else None
+        return {} if error.status in _KEY_REQUIRED else None
 
 
-# What servers of language models answer, route by route, and the setting that closes each.
+# The routes of servers of language models, and the setting that closes each.
 #
-# All but vLLM's /pooling were tried on the servers themselves. `$text` and `$model` in a request
-# stand for a text and the model's name. No request changes anything on the server: a slot is asked
-# to be saved under a name that no file can have.
+# All but vLLM's /pooling were tried on the servers themselves. In a request, `$text`, `$model` and
+# `$count` stand for a text, the model's name and a number of log-probabilities. No request changes
+# anything on the server: a slot is asked to be saved under a name that no file can have.
 
 STATES, VECTOR, LOGPROBS, CACHE = "token states", "embedding", "log-probabilities", "cache files"
-TOKEN_ID = "token_id:"  # noqa: S105 - what vLLM writes before the number of a token
-MANY = 1_000_000  # log-probabilities that are asked for: all that there are
+TOKEN_ID = "token_id:"  # noqa: S105 - vLLM writes this before the id of a token
 _PROXY = "--api-key, and a proxy in front that lets only the routes through that clients need"
 
 
@@ -168,12 +166,13 @@ _PROXY = "--api-key, and a proxy in front that lets only the routes through that
 class Route:
     """One route of a server, what it gives away, and what closes it.
 
-    `read` takes the answer apart: rows of states, a vector, pairs of token and log-probability;
-    None where the answer has no such thing. `enabled` are statuses of a refusal that show that the
-    route is there. `arithmetic` names one that is coarser than float32 (models/capture.py),
-    `numbered` says that log-probabilities come with the numbers of their tokens, `chosen` of how
-    many tokens of the client's choice they come at a time, whatever the cap on the likeliest is,
-    and `naming` the field of the request that names them.
+    - `read`: returns the content of an answer: rows of states, a vector, or log-probabilities by
+      token. It returns None or raises if the answer has no such content.
+    - `enabled`: the statuses of a refusal that show that the route exists.
+    - `arithmetic`: the arithmetic of the server if it is coarser than float32 (models/capture.py).
+    - `numbered`: log-probabilities come with the ids of their tokens.
+    - `chosen`: how many tokens of the client's choice an answer covers, whatever the cap on the
+      likeliest tokens is. `naming` is the field of the request that names them.
     """
 
     server: str
@@ -192,22 +191,23 @@ class Route:
     def name(self) -> str:
         return f"POST {re.split('[?#]', self.path)[0]} of {self.server}"
 
-    def asked(self, text: str, model: str) -> dict[str, Any]:
-        """The request about a text."""
-        return cast("dict[str, Any]", _filled(dict(self.content), {"$text": text, "$model": model}))
+    def asked(self, text: str, model: str, count: int = SAFE) -> dict[str, Any]:
+        """Return the request about a text, for `count` log-probabilities."""
+        values = {"$text": text, "$model": model, "$count": count}
+        return cast("dict[str, Any]", _filled(dict(self.content), values))
 
 
-def _filled(content: Any, words: Mapping[str, str]) -> Any:
+def _filled(content: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(content, dict):
         inside = cast("dict[str, Any]", content)
-        return {name: _filled(value, words) for name, value in inside.items()}
+        return {name: _filled(value, values) for name, value in inside.items()}
     if isinstance(content, list):
-        return [_filled(value, words) for value in cast("list[Any]", content)]
-    return words.get(content, content) if isinstance(content, str) else content
+        return [_filled(value, values) for value in cast("list[Any]", content)]
+    return values.get(content, content) if isinstance(content, str) else content
 
 
 def _rows(rows: Any) -> list[list[float]] | None:
-    """Rows of numbers, of one width."""
+    """Return rows of numbers if they have one width."""
     whole = isinstance(rows, list) and bool(rows) and all(isinstance(row, list) for row in rows)
     if not whole or len({len(row) for row in rows}) != 1:
         return None
@@ -215,10 +215,9 @@ def _rows(rows: Any) -> list[list[float]] | None:
 
 
 def _llama_rows(answer: Any) -> list[list[float]] | None:
-    """llama.cpp gives rows that are pooled in the same form: one alone, of length one."""
+    """Return the rows of llama.cpp, which gives a pooled vector as a single row."""
     rows = _rows(answer[0]["embedding"])
-    pooled = rows is not None and len(rows) == 1
-    return None if pooled else rows
+    return None if rows is None or len(rows) == 1 else rows
 
 
 def _pooled(answer: Any) -> list[float] | None:
@@ -231,42 +230,41 @@ def _by_id(entries: Any) -> dict[int, float]:
 
 
 def logprobs_of(answer: Any) -> dict[Any, float]:
-    """What follows a prompt in llama.cpp's own form or in OpenAI's, by the tokens' numbers.
+    """Return the log-probabilities after a prompt, in llama.cpp's own form or in OpenAI's.
 
-    By their texts where they have none: llama.cpp gives numbers in OpenAI's form too, vLLM where it
-    is asked to.
+    The keys are the ids of tokens, or their texts if the answer has no ids: llama.cpp gives ids in
+    both forms, and vLLM gives them if it is asked to.
     """
     if "choices" not in answer:
         return _by_id(answer["completion_probabilities"][0]["top_logprobs"])
     logprobs = answer["choices"][0]["logprobs"]
     if "content" not in logprobs:
         entries = logprobs["top_logprobs"][0].items()
-        return {_number(token): float(value) for token, value in entries}
+        return {_id_or_text(token): float(value) for token, value in entries}
     entries = logprobs["content"][0]["top_logprobs"]
     if "id" in entries[0]:
         return _by_id(entries)
     return {entry["token"]: float(entry["logprob"]) for entry in entries}
 
 
-def _number(token: str) -> int | str:
-    """The number of a token as vLLM writes it when it is asked for numbers; any other text."""
+def _id_or_text(token: str) -> int | str:
     return int(token.removeprefix(TOKEN_ID)) if token.startswith(TOKEN_ID) else token
 
 
 def _sglang_rows(answer: Any) -> list[list[float]] | None:
-    """The first of its hidden states are the prompt's, all rows of it or the last alone."""
+    """Return the first hidden states, which are the prompt's: all rows or only the last one."""
     return _rows(answer["meta_info"]["hidden_states"][0])
 
 
 def _sglang_logprobs(answer: Any) -> dict[int, float]:
-    """Triples of log-probability, number and text, of tokens that were named or the likeliest."""
+    """Return the log-probabilities of SGLang's triples (log-probability, id, text)."""
     given = answer["meta_info"]
     (entries,) = given.get("output_token_ids_logprobs") or given["output_top_logprobs"]
     return {int(entry[1]): float(entry[0]) for entry in entries}
 
 
 _NUMBERED = {
-    "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": MANY, "temperature": 0,
+    "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": "$count", "temperature": 0,
     "return_tokens_as_token_ids": True,
 }  # fmt: skip
 ROUTES = (
@@ -277,7 +275,7 @@ ROUTES = (
     Route(
         "llama.cpp", "/completion", LOGPROBS, f"{_PROXY} and takes n_probs out of requests.",
         logprobs_of,
-        {"prompt": "$text", "n_predict": 1, "n_probs": MANY, "temperature": 0},
+        {"prompt": "$text", "n_predict": 1, "n_probs": "$count", "temperature": 0},
         arithmetic="8-bit blocks", numbered=True,
     ),
     Route(
@@ -292,14 +290,17 @@ ROUTES = (
     Route(
         "OpenAI's form", "/v1/completions", LOGPROBS, f"Cap logprobs at a few (20); {_PROXY}.",
         logprobs_of,
-        {"model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": MANY, "temperature": 0},
+        {
+            "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": "$count",
+            "temperature": 0,
+        },
     ),
     Route(
         "OpenAI's form", "/v1/chat/completions", LOGPROBS, f"Cap top_logprobs at a few; {_PROXY}.",
         logprobs_of,
         {
             "model": "$model", "messages": [{"role": "user", "content": "$text"}], "max_tokens": 1,
-            "logprobs": True, "top_logprobs": MANY, "temperature": 0,
+            "logprobs": True, "top_logprobs": "$count", "temperature": 0,
         },
     ),
     Route(
@@ -332,7 +333,7 @@ ROUTES = (
         _sglang_logprobs,
         {
             "text": "$text", "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True, "top_logprobs_num": MANY,
+            "return_logprob": True, "top_logprobs_num": "$count",
         },
         arithmetic="bfloat16", numbered=True, chosen=SAFE, naming="token_ids_logprob",
     ),

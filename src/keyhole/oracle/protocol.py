@@ -1,7 +1,7 @@
-"""What an attacker may ask: the protocol, the one place where questions are put, and counting.
+"""The oracle protocol: all that a black-box attack may ask, the function that asks, and counting.
 
 An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to answers:
-(batch,) a score, (batch, m) the last token's vector, or (batch, n, m) a vector for every token.
+(batch,) scores, (batch, m) the last token's vectors, or (batch, n, m) a vector for every token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Oracle(Protocol):
 class OracleError(KeyholeError):
     """The oracle did not answer as an oracle must. The CLI exits with 3.
 
-    `answers` holds the batch when part of it is good, so that a ledger can keep that part.
+    If part of a batch was answered, `answers` holds it, so that a ledger can keep that part.
     """
 
     def __init__(self, message: str, answers: Tensor | None = None) -> None:
@@ -38,14 +38,14 @@ class OracleError(KeyholeError):
 
 
 class NotFinite(InputError):
-    """A question that holds NaN or infinity: whoever asks it is at fault, not the oracle."""
+    """A question holds NaN or infinity, which is the caller's mistake and not the oracle's."""
 
     def __init__(self) -> None:
         super().__init__("the sequences hold NaN or infinity")
 
 
 class BudgetExhausted(KeyholeError):
-    """No queries are left. `answers` holds what was still paid for of the batch, in order."""
+    """No queries are left. `answers` holds the part of the batch that was still paid for."""
 
     def __init__(self, budget: int, answers: Tensor | None = None) -> None:
         super().__init__(f"the budget of {budget:,} queries is spent")
@@ -54,7 +54,7 @@ class BudgetExhausted(KeyholeError):
 
 
 def check_sequences(sequences: object, dim: int) -> Tensor:
-    """Refuse a question that no target can answer, in one line."""
+    """Return the sequences, or raise InputError if no target can answer them."""
     if not isinstance(sequences, Tensor):
         raise InputError(f"expected a torch tensor of sequences, got {type(sequences).__name__}")
     shape = tuple(sequences.shape)
@@ -66,15 +66,24 @@ def check_sequences(sequences: object, dim: int) -> Tensor:
 
 
 def finite(sequences: Tensor) -> Tensor:
-    """The question itself, unless no oracle could answer it."""
-    if not _finite(sequences):
+    """Return the sequences, or raise NotFinite if they hold NaN or infinity."""
+    if not _is_finite(sequences):
         raise NotFinite
     return sequences
 
 
-def _finite(values: Tensor) -> bool:
-    # min and max propagate NaN and show infinity, in one pass and without a mask as big as the
-    # batch: this check stands in front of every query.
+def expect_finite_answers(answers: Tensor, source: str = "") -> Tensor:
+    """Return the answers, or raise OracleError if some hold NaN or infinity."""
+    if not _is_finite(answers):
+        count = len(answers)
+        bad = int((~torch.isfinite(answers)).reshape(count, -1).any(1).sum())
+        raise OracleError(f"NaN or infinity in {bad} of {count} answers{source}", answers)
+    return answers
+
+
+def _is_finite(values: Tensor) -> bool:
+    # This check precedes every query. min and max propagate NaN and infinity in one pass, without
+    # a mask as large as the batch.
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
@@ -82,20 +91,20 @@ def _finite(values: Tensor) -> bool:
 
 
 def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """Put a batch of questions and check the answers; every attack asks through here.
+    """Ask a batch of questions and check the answers; every attack asks through this function.
 
-    Whatever the oracle does wrong (an exception, NaN, another length) becomes an OracleError.
+    Whatever the oracle does wrong (an exception, NaN, a wrong shape) becomes an OracleError.
     """
     count = sequences.shape[0]
     try:
         answers = cast("object", oracle(sequences))
     except KeyholeError:
         raise
-    except Exception as error:  # an oracle is somebody else's code: anything may come out of it
-        what = " ".join(str(error).split())[:200]
+    except Exception as error:  # an oracle is foreign code, which may raise anything
+        why = " ".join(str(error).split())[:200]
         raise OracleError(
             f"the oracle failed on {count} questions of shape {tuple(sequences.shape[1:])}: "
-            f"{type(error).__name__}: {what}"
+            f"{type(error).__name__}: {why}"
         ) from error
     if not isinstance(answers, Tensor):
         raise OracleError(f"expected a tensor of {count} answers, got {type(answers).__name__}")
@@ -104,15 +113,11 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
         raise OracleError(f"expected {count} answers (one per sequence), got shape {got}")
     if not answers.is_floating_point():
         raise OracleError(f"expected real answers, got {answers.dtype}")
-    answers = answers.detach().to(torch.float64)
-    if not _finite(answers):
-        bad = int((~torch.isfinite(answers)).reshape(count, -1).any(1).sum())
-        raise OracleError(f"NaN or infinity in {bad} of {count} answers", answers)
-    return answers
+    return expect_finite_answers(answers.detach().to(torch.float64))
 
 
 def layers(oracle: object) -> Iterator[Any]:
-    """An oracle and what it wraps, from the outside in."""
+    """Yield an oracle, the oracle that it wraps, and so on inwards."""
     layer: Any = oracle
     while layer is not None:
         yield layer
@@ -120,10 +125,10 @@ def layers(oracle: object) -> Iterator[Any]:
 
 
 def identity_of(oracle: Oracle) -> str:
-    """A name that two oracles share only if they are the same target.
+    """Return a name that two oracles share only if they are the same target.
 
-    `oracle.identity` where there is one; otherwise the type's name and a digest of every tensor
-    that the object (or the closure of a function) holds.
+    That is `oracle.identity` if it exists. Otherwise it consists of the type's name and a digest of
+    every tensor that the object (or the closure of a function) holds.
     """
     named = getattr(oracle, "identity", None)
     if isinstance(named, str):
@@ -137,6 +142,7 @@ def identity_of(oracle: Oracle) -> str:
 
 
 def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and NumPy arrays that an object holds, by name."""
     state: dict[str, Any] = dict(vars(oracle)) if hasattr(oracle, "__dict__") else {}
     if isinstance(oracle, torch.nn.Module):
         state |= oracle.state_dict()
@@ -152,30 +158,12 @@ def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
                 yield name, torch.as_tensor(item)
 
 
-class Counted:
-    """Counts every sequence that reaches `inner`; past `budget` it raises BudgetExhausted.
+class Wrapper:
+    """An oracle around the oracle `inner`; `change` names what it does to answers, if anything."""
 
-    A batch that overruns the budget is asked up to its end, and the answers travel with the
-    exception: what was paid for is not thrown away.
-
-    `progress` is called with the count after every batch.
-
-    `Ledger(Counted(o))` counts what was paid, since remembered answers never reach the counter;
-    `Counted(Ledger(o))` counts what was asked.
-    """
-
-    def __init__(
-        self,
-        inner: Oracle,
-        budget: int | None = None,
-        progress: Progress = silent,
-    ) -> None:
-        if budget is not None and budget < 0:
-            raise InputError(f"a budget must be 0 queries or more, not {budget}")
+    def __init__(self, inner: Oracle, change: str = "") -> None:
         self.inner = inner
-        self.budget = budget
-        self.queries = 0
-        self._progress = progress
+        self._change = change
 
     @property
     def dim(self) -> int:
@@ -183,19 +171,41 @@ class Counted:
 
     @property
     def identity(self) -> str:
-        return identity_of(self.inner)
+        name = identity_of(self.inner)
+        return f"{name}|{self._change}" if self._change else name
+
+
+class Counted(Wrapper):
+    """Counts every sequence that reaches `inner` and raises BudgetExhausted beyond `budget`.
+
+    A batch that exceeds the budget is asked as far as the budget allows, and the exception carries
+    these answers. `progress` is called with the count after every batch.
+
+    `Ledger(Counted(o))` counts what was paid for, since remembered answers never reach the counter;
+    `Counted(Ledger(o))` counts what was asked.
+    """
+
+    def __init__(
+        self, inner: Oracle, budget: int | None = None, progress: Progress = silent
+    ) -> None:
+        if budget is not None and budget < 0:
+            raise InputError(f"a budget must be 0 queries or more, not {budget}")
+        super().__init__(inner)
+        self.budget = budget
+        self.queries = 0
+        self._progress = progress
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        left = len(sequences) if self.budget is None else self.budget - self.queries
-        if self.budget is not None and left < len(sequences):
-            raise BudgetExhausted(self.budget, self._put(sequences[:left]) if left else None)
-        return self._put(sequences)
+        if self.budget is None or self.queries + len(sequences) <= self.budget:
+            return self._ask(sequences)
+        left = self.budget - self.queries
+        raise BudgetExhausted(self.budget, self._ask(sequences[:left]) if left else None)
 
-    def _put(self, sequences: Tensor) -> Tensor:
+    def _ask(self, sequences: Tensor) -> Tensor:
         self.queries += len(sequences)  # before the call: a question that fails was still asked
         try:
             return ask(self.inner, sequences)
-        except BudgetExhausted as end:  # a budget further in: the rest never left this machine
+        except BudgetExhausted as end:  # of an inner counter: it did not ask the rest
             self.queries -= len(sequences) - (0 if end.answers is None else len(end.answers))
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Planting targets, and carrying them from one machine to another as .safetensors."""
+"""Random targets of known weights, and their files (.safetensors)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import (
-    InputError,
-    expect_among,
-    expect_count,
-    expect_number,
-    expect_seed,
-)
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
 from keyhole.oracle.block import Block, Blocks
@@ -41,23 +35,12 @@ Planted = Parametric
 KINDS = (
     "head", "multi-head", "one-layer", "relu", "attention", "attention-layers", "orthogonal-heads",
 )  # fmt: skip
-# What a file may hold, by kind; orthogonal heads are stored as heads like any other.
-_CLASSES: dict[str, type[Any]] = {
-    planted.kind: planted
-    for planted in (
-        Head,
-        MultiHead,
-        BiasedHeads,
-        OneLayer,
-        ReluFfn,
-        Attention,
-        AttentionLayers,
-        OutputMatrix,
-        SubLayer,
-        Block,
-        Blocks,
-    )
-}
+_STORED = (
+    Head, MultiHead, BiasedHeads, OneLayer, ReluFfn, Attention, AttentionLayers, OutputMatrix,
+    SubLayer, Block, Blocks,
+)  # fmt: skip
+# The classes by the kind that a file names; orthogonal heads are stored as any other heads.
+_CLASSES: dict[str, type[Any]] = {stored.kind: stored for stored in _STORED}
 
 
 def plant(
@@ -74,10 +57,10 @@ def plant(
     causal: bool = False,
     seed: int = 0,
 ) -> Planted:
-    """A random target of known weights; every `W` has spectral norm about `2 · scale`.
+    """Return a random target; every `W` has spectral norm about `2 · scale`.
 
-    `layers` is how many attention-layers there are, each with so many heads.
-    `plant_orthogonal` gives the bases of orthogonal heads as well.
+    Only attention-layers have several `layers`, of `heads` heads each. `plant_orthogonal` also
+    returns the bases of orthogonal heads.
     """
     expect_among("kind", kind, KINDS)
     for name, size in {"dim": dim, "heads": heads, "layers": layers, "width": width}.items():
@@ -85,13 +68,13 @@ def plant(
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"rank must be from 1 to dim = {dim}, not {rank}")
     expect_number("scale", scale, least=0)
-    numbers = {
+    sizes = {
         "relu": width * dim,
         "one-layer": (dim + width) * dim,
         "attention": heads * (dim + (outputs or dim)) * dim,
         "attention-layers": layers * heads * 2 * dim * dim,
-    }.get(kind, heads * dim * dim)
-    expect_memory(16 * numbers, f"{kind} of d = {dim:,}")
+    }
+    expect_memory(16 * sizes.get(kind, heads * dim * dim), f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
         if rank is not None:
             raise InputError("orthogonal-heads takes no rank: its subspaces set it")
@@ -101,7 +84,7 @@ def plant(
     def weights() -> Tensor:
         if rank is None:
             return scale / math.sqrt(dim) * normal(dim, dim)
-        # Singular values of a product of two such factors lie around dim.
+        # The singular values of a product of two such factors are about dim.
         return 2 * scale / dim * normal(dim, rank) @ normal(rank, dim)
 
     if kind == "head":
@@ -115,15 +98,15 @@ def plant(
     if kind == "attention-layers":
         W = torch.stack([weights() for _ in range(layers * heads)])
         V = normal(layers * heads, dim, dim) / math.sqrt(dim)
-        places = torch.arange(layers, dtype=torch.float64).repeat_interleave(heads)
-        return AttentionLayers(W, V, places, every_token=every_token, causal=causal)
+        numbers = torch.arange(layers, dtype=torch.float64).repeat_interleave(heads)
+        return AttentionLayers(W, V, numbers, every_token=every_token, causal=causal)
     W = torch.stack([weights() for _ in range(heads)])
     V = normal(heads, dim, outputs or dim) / math.sqrt(dim)
     return Attention(W, V, every_token=every_token, causal=causal)
 
 
 def _normals(seed: int) -> Callable[..., Tensor]:
-    """Normal numbers in float64 of any shape, drawn one after the other from one stream."""
+    """Return a function that draws normal numbers of any shape in float64 from one stream."""
     expect_seed(seed)
     stream = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
@@ -132,7 +115,7 @@ def _normals(seed: int) -> Callable[..., Tensor]:
 def plant_orthogonal(
     dim: int, heads: int, *, scale: float = 1.0, seed: int = 0
 ) -> tuple[MultiHead, list[Tensor]]:
-    """Heads in random orthogonal subspaces, as even as can be, and their bases (d, k).
+    """Return heads in random orthogonal subspaces of nearly equal size, and their bases (d, k).
 
     *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C, Assumption C.1:
     `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h.
@@ -140,7 +123,7 @@ def plant_orthogonal(
     expect_count("dim", dim)
     expect_count("heads", heads)
     if heads > dim:
-        raise InputError(f"there can be at most one head a dimension, {dim}, got {heads} heads")
+        raise InputError(f"heads must not exceed dim = {dim}: there are {heads} heads")
     expect_number("scale", scale, least=0)
     normal = _normals(seed)
     Q = torch.linalg.qr(normal(dim, dim)).Q
@@ -157,27 +140,27 @@ def plant_orthogonal(
 def save(
     target: Planted | Linked, path: str | Path, degradation: Degradation | None = None
 ) -> None:
-    """Write a target; `load` gives back one that answers the same bit for bit.
+    """Write a target; the one that `load` returns has the same answers, bit for bit.
 
-    With a `degradation`, one that answers as a server would that does this to its answers.
+    With a `degradation`, `load` returns the target behind these defences.
     """
     flags = {} if degradation is None else degradation.flags()
     write_tensors(path, target.tensors(), {**metadata_of(target), **flags})
 
 
 def metadata_of(target: Planted | Linked) -> dict[str, str]:
-    """What the file of a target says about itself; `from_tensors` reads it."""
+    """Return the metadata of a target's file, which `from_tensors` reads."""
     return {"keyhole": "1", "kind": target.kind, **target.flags()}
 
 
 def load(path: str | Path) -> Oracle:
-    """Read a target that `save` (or `keyhole lab plant`) wrote, and what its answers go through."""
+    """Return a target that `save` (or `keyhole lab plant`) wrote, behind its defences."""
     target, degradation = load_plain(path)
     return degradation.applied(target)
 
 
 def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
-    """The target of `load` as it is, and what is done to its answers."""
+    """Return the target of `load` without its defences, and these."""
     metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {"output-layer"}:
         raise InputError(
@@ -196,25 +179,28 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
 def from_tensors(
     metadata: dict[str, str], tensors: dict[str, Tensor], origin: str | Path
 ) -> Planted | Linked:
-    """The target that `metadata` names, made of `tensors`: what a class has no default for."""
+    """Return the target of the kind that `metadata` names, made of `tensors` and the settings.
+
+    The fields of a class that have no default are its tensors, the others its settings.
+    """
     if "link" in metadata and "offset" in tensors:
-        inside = {name: value for name, value in metadata.items() if name != "link"}
+        plain = {name: value for name, value in metadata.items() if name != "link"}
         offset, rest = tensors["offset"], {n: t for n, t in tensors.items() if n != "offset"}
-        return Linked(from_tensors(inside, rest, origin), Link(metadata["link"], offset))
-    made = _CLASSES[metadata["kind"]]
+        return Linked(from_tensors(plain, rest, origin), Link(metadata["link"], offset))
+    cls = _CLASSES[metadata["kind"]]
     given: dict[str, Any] = {}
     try:
-        for field in fields(made):
+        for field in fields(cls):
             if field.default_factory is not MISSING and field.name not in tensors:
-                continue  # a file from before there was such a tensor
+                continue  # files of older versions lack the tensor
             if field.default is MISSING:
                 tensor = tensors[field.name]
-                given[field.name] = _each_head(tensor) if made is MultiHead else tensor
+                given[field.name] = _each_head(tensor) if cls is MultiHead else tensor
             elif field.name in metadata:
                 text = metadata[field.name]
-                named = isinstance(field.default, str)
-                given[field.name] = text if named else _setting(field.name, text)
-        return made(**given)
+                is_text = isinstance(field.default, str)
+                given[field.name] = text if is_text else _setting(field.name, text)
+        return cls(**given)
     except KeyError as missing:
         got = ", ".join(sorted(tensors)) or "nothing"
         raise InputError(f"{origin} has no tensor {missing}, only {got}") from missing

@@ -1,13 +1,13 @@
-"""Questions about the next token, in the form that every oracle takes: rows (token, bias).
+"""Questions about the next token, encoded as sequences of rows (token, bias).
 
-Counters, ledgers and degraded answers are made for sequences of rows of numbers. A prompt of token
-ids is such a sequence: a token and a zero in each row. A row at the end whose second number b is
-not zero raises that token: b is added to its logit, as servers do that take a `logit_bias`.
+In this form, counters, ledgers and defences, which are made for sequences of rows of numbers, work
+for language models too. A prompt of token ids has one row (token, 0) for each token. A row (token,
+b) with b ≠ 0 at the end raises that token: b is added to its logit, like a server's `logit_bias`.
 
-The answer to a prompt alone is one number for each token of the vocabulary, logits or
-log-probabilities. With raised tokens it is one number for each of those, in their order: the logit
-without its b, up to a number that all tokens of one question share. A number that the target did
-not give is `ABSENT`: it was asked for and paid for all the same.
+The answer to a prompt alone is one number for each token of the vocabulary: logits or
+log-probabilities. If tokens are raised, it is one number for each of these, in their order: the
+logit without its b, up to a constant shared by all tokens of the question. A number that the target
+did not return is `ABSENT`; its question was asked and counts as paid for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import Oracle, OracleError, check_sequences, layers
 
 DIM = 2
-ABSENT = -1e6  # no log-probability: finite, so that a ledger remembers that there was none
+ABSENT = -1e6  # a log-probability that was not returned; finite, so that a ledger stores it
 
 
 def question(prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None = None) -> Tensor:
-    """One question (1, n, 2): the ids of a prompt, and those of tokens to raise by `biases`."""
+    """Return a question (1, n, 2) of a prompt's token ids and of tokens to raise by `biases`."""
     rows = torch.stack([prompt.double(), torch.zeros(len(prompt), dtype=torch.float64)], 1)
     if raised is None or biases is None:
         return rows[None]
@@ -35,16 +35,17 @@ def question(prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None
 
 
 def parts_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The prompt's ids, the raised ids and their biases, of one question (n, 2)."""
+    """Return the prompt's ids, the raised ids and their biases of one question (n, 2)."""
     raised = rows[:, 1] != 0
     ids = rows[:, 0].long()
     return ids[~raised], ids[raised], rows[raised, 1]
 
 
 class Logits:
-    """Any function from token ids (batch, n) to logits or log-probabilities (batch, vocabulary).
+    """An oracle made of a function from token ids (batch, n) to logits (batch, vocabulary).
 
-    `identity` names the function in a ledger: its attribute of that name, or its own name.
+    Log-probabilities will do as well. A ledger knows the function by its attribute `identity`, or
+    else by its name.
     """
 
     dim = DIM
@@ -72,6 +73,6 @@ class Logits:
 
 
 def stated_by(oracle: Oracle, size: str) -> int | None:
-    """What the target says of itself, its `vocabulary` or `width`, behind all wrappers."""
+    """Return the `vocabulary` or `width` that the target states, through all wrappers."""
     sizes = (getattr(layer, size, None) for layer in layers(oracle))
     return next((value for value in sizes if isinstance(value, int)), None)

@@ -1,4 +1,4 @@
-"""Text from what a model leaks: attacks propose, judges verify. Needs the extra `models`."""
+"""Recover text from what a model leaks: attacks propose, judges verify (extra `models`)."""
 
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
@@ -17,14 +17,9 @@ from keyhole.recover.leaks import (
     load_leak,
 )
 from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.recover.run import (
-    LeakRead,
-    recover_text,
-    recover_texts,
-    recovering,
-    run,
-)
+from keyhole.recover.run import LeakRead, recover_text, run
 from keyhole.recover.simulate import capture, degrade, leak_of
+from keyhole.recover.texts import recover_texts, recovering
 
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",

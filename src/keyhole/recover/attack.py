@@ -1,7 +1,8 @@
-"""What an attack on a leak is given, and what it hands to the judge.
+"""The input of an attack on a leak, and the proposal that it hands to the judge.
 
-The threat model as types: an attack sees the weights, the tokenizer's table of special tokens and
-the leak. It proposes ids and says what that cost; whether they are right is the judge's to say.
+These types are the threat model. An attack sees the weights, the tokenizer's special tokens and the
+leak. It proposes token ids and counts what that cost. Only the judge decides whether they are
+right.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from keyhole.models.capture import capture
 from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
 
-_TOKENS = 4096  # in one pass of the model
-_KEPT: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = (
+TOKENS_PER_PASS = 4096  # at most, in one pass of the model
+_REMEMBERED: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = (
     weakref.WeakKeyDictionary()
 )
 Made = TypeVar("Made")
 
 
 class TokenCount:
-    """How many tokens of all leaks fit so far, which a progress bar shows."""
+    """Counts how many tokens of all leaks fit so far, for a progress bar."""
 
     def __init__(self, leaks: Sequence[Leak] = (), progress: Progress = silent) -> None:
         self._total = sum(leak.length or 0 for leak in leaks)
@@ -40,7 +41,7 @@ class TokenCount:
         self._fitting: dict[int, int] = {}
 
     def set(self, number: int, tokens: int, note: str = "") -> None:
-        """So many tokens of leak `number` fit."""
+        """Report that `tokens` tokens of leak `number` fit."""
         self._fitting[number] = tokens
         self._progress(sum(self._fitting.values()), self._total, note)
 
@@ -49,14 +50,16 @@ class TokenCount:
 class Target:
     """The attacker's knowledge: an open checkpoint and its tokenizer.
 
-    `count` and `track` take where an attack stands: its tokens, and parts that it goes through.
+    An attack reports the tokens that fit to `count`, which passes their sum to `progress`, and
+    parts of its work to `track`.
     """
 
     model: Any
     tokenizer: Any
     parts: Anatomy
-    count: TokenCount = field(default_factory=TokenCount)
+    progress: Progress = silent
     track: Track = untracked
+    count: TokenCount = field(default_factory=TokenCount)
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Target:
@@ -66,8 +69,12 @@ class Target:
     def vocabulary(self) -> int:
         return len(self.parts.table)
 
+    @property
+    def kind(self) -> str:
+        return "a causal model" if self.parts.causal else "an encoder"
+
     def frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after every text."""
+        """Return the special tokens that the tokenizer puts before and after every text."""
         try:
             whole = list(self.tokenizer("a", add_special_tokens=True)["input_ids"])
             inside = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
@@ -80,7 +87,7 @@ class Target:
         return [], []
 
     def framed(self, length: int) -> Tensor:
-        """The ids (n,) known before anything leaked: special tokens; -1 elsewhere."""
+        """Return the ids (n,) known before any leak: the special tokens, and -1 between them."""
         before, after = self.frame()
         before = before[:length]
         after = after[: length - len(before)]
@@ -88,13 +95,14 @@ class Target:
         return torch.tensor([*before, *unknown, *after], device=self.parts.device)
 
     def pads(self) -> list[int]:
-        """The ids that stand for no text: what fills a batch, the model's own first."""
-        config = getattr(self.parts.base, "config", None)
-        given = [
-            getattr(config, "pad_token_id", None),
-            getattr(self.tokenizer, "pad_token_id", None),
-        ]
+        """Return the ids that pad a batch, the model's own first."""
+        owners = (getattr(self.parts.base, "config", None), self.tokenizer)
+        given = [getattr(owner, "pad_token_id", None) for owner in owners]
         return [int(token) for token in dict.fromkeys(given) if token is not None] or [0]
+
+    def batch_size(self, length: int) -> int:
+        """Return how many texts of `length` tokens go through the model in one pass."""
+        return max(1, min(TOKENS_PER_PASS, self.parts.at_once(length)) // length)
 
     @torch.no_grad()
     def rows(
@@ -104,12 +112,12 @@ class Target:
         mask: Tensor | None = None,
         each: Callable[[Tensor], Tensor] = lambda rows: rows,
     ) -> Tensor:
-        """What this model would have leaked for `ids` (b, n), as rows (b, n, f).
+        """Return what this model would have leaked for `ids` (b, n), as rows (b, n, f).
 
-        `mask` (n,) or (b, n) is 1 on text. `each` is applied to the rows of one pass at a time.
+        `mask` (n,) or (b, n) is 1 on text. `each` is applied to the rows of every pass.
         """
         masks = torch.ones_like(ids) if mask is None else mask.to(ids).expand_as(ids)
-        size = max(1, min(_TOKENS, self.parts.at_once(ids.shape[1])) // ids.shape[1])
+        size = self.batch_size(ids.shape[1])
         return torch.cat([
             each(leak.rows(capture(
                 self.model, leak.exposure, ids=part, mask=None if mask is None else text
@@ -118,30 +126,30 @@ class Target:
         ])  # fmt: skip
 
     def nearest_tokens(
-        self, misfit: Callable[[Tensor], Tensor], count: int, batch_size: int = _TOKENS
+        self, misfit: Callable[[Tensor], Tensor], count: int, batch_size: int = TOKENS_PER_PASS
     ) -> Tensor:
-        """The `count` tokens (…, count) of the vocabulary that fit best, the best first.
+        """Return the `count` tokens (…, count) of the vocabulary with the least misfit, in order.
 
-        `misfit` gives (…, c) for c tokens, of which there are `batch_size` at a time.
+        `misfit` maps c tokens to their misfits (…, c). It is called on `batch_size` tokens at once.
         """
-        near, names = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+        least, nearest = torch.zeros(0), torch.zeros(0, dtype=torch.long)
         for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(batch_size):
-            far = misfit(tokens)
-            each = tokens.expand(far.shape)
-            if len(near):
-                far, each = torch.cat([near, far], -1), torch.cat([names, each], -1)
-            near, kept = far.topk(min(count, far.shape[-1]), largest=False)
-            names = each.gather(-1, kept)
-        return names
+            misfits = misfit(tokens)
+            each = tokens.expand(misfits.shape)
+            if len(least):
+                misfits, each = torch.cat([least, misfits], -1), torch.cat([nearest, each], -1)
+            least, kept = misfits.topk(min(count, misfits.shape[-1]), largest=False)
+            nearest = each.gather(-1, kept)
+        return nearest
 
     def remembered(self, what: str, key: Any, make: Callable[[], Made]) -> Made:
-        """What was made of this model for `key` last time, or else is made now.
+        """Return what `make` gives for this model and `key`, from a cache if it was the last key.
 
-        Of every `what` the latest value is kept, as long as the model lives.
+        For every `what` the latest value alone is kept, as long as the model lives.
         """
-        kept, key = _KEPT.setdefault(self.parts.base, {}), (key, self.parts.device)
+        kept, key = _REMEMBERED.setdefault(self.parts.base, {}), (key, self.parts.device)
         if what not in kept or kept[what][0] != key:
-            kept.pop(what, None)  # a large model has no room for two
+            kept.pop(what, None)  # of a large model two values may not fit into memory
             kept[what] = (key, make())
         return kept[what][1]
 
@@ -149,15 +157,16 @@ class Target:
         return decoded(self.tokenizer, list(ids))
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Each token as it is written in the text."""
+        """Return each token as it is written in the text."""
         return tuple(written(self.tokenizer, list(ids)))
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The ids an attack would bet on, and what they cost; see TextRecovery for the counts.
+    """The ids that an attack proposes, and what they cost; TextRecovery explains the counts.
 
-    `excluded` says why no text of this model explains the leak, where an attack has shown that.
+    `loss` is the attack's own estimate of its error. `excluded` says why no text of this model
+    explains the leak, if the attack has shown that.
     """
 
     ids: list[int]
@@ -165,16 +174,16 @@ class Proposal:
     forwards: int = 0
     fitting: int = 0
     note: str = ""
-    loss: float = float("inf")  # how far the attack itself thinks it is off; the judge decides
+    loss: float = float("inf")
     tested: int = 0
     excluded: str = ""
 
 
 class Attack(Protocol):
-    """An attack proposes ids for each leak, in any order, as soon as it has them.
+    """An attack yields the number of each leak with a proposal, in any order.
 
-    `leaks` hold only text positions (trailing padding is gone). An attack that cannot do what it is
-    asked raises `Unsuccessful(Status…, reason)`.
+    The `leaks` hold no trailing padding. An attack that cannot do what it is asked raises
+    `Unsuccessful(Status…, reason)`.
     """
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]: ...
@@ -182,35 +191,32 @@ class Attack(Protocol):
 
 @contextmanager
 def solvable(model: nn.Module) -> Generator[None]:
-    """Ends the attack inside with a status where an equation has no solution.
+    """Turn a failed decomposition into `Unsuccessful`, with the reason in the model's weights.
 
-    Weights that overflow or are no numbers make decompositions fail, and torch then raises. It is
-    the model that makes this attack impossible, and nothing follows for the exposure.
+    torch raises where weights overflow or hold NaN. That makes the attack impossible for this
+    model, and says nothing about the exposure.
     """
     try:
         yield
     except LinAlgError as error:
-        raise Unsuccessful(Status.NOT_APPLICABLE, _reason(model, error)) from error
+        name = _not_finite(model)
+        reason = f"the model's weights hold NaN or infinity, in {name}: nothing can be solved for"
+        if name is None:
+            words = " ".join(str(error).split())[:200]
+            reason = f"the equations of this attack have no solution for this model: {words}"
+        raise Unsuccessful(Status.NOT_APPLICABLE, reason) from error
 
 
 def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
-    """Refuse a model that gives something else than numbers: nothing can leak from it."""
+    """Raise InputError if a model gave NaN or infinity: nothing can leak from it."""
     if all(bool(each.isfinite().all()) for each in given):
         return
     name = _not_finite(model)
-    cause = "they overflow" if name is None else f"its weights hold some, in {name}"
+    cause = "its numbers overflow" if name is None else f"its weights hold some, in {name}"
     raise InputError(f"the model gives NaN or infinity: {cause}")
 
 
-def _reason(model: nn.Module, error: Exception) -> str:
-    name = _not_finite(model)
-    if name is not None:
-        return f"the model's weights hold NaN or infinity, in {name}: nothing can be solved for"
-    words = " ".join(str(error).split())[:200]
-    return f"the equations of this attack have no solution for this model: {words}"
-
-
 def _not_finite(model: nn.Module) -> str | None:
-    """The first weight that holds something else than numbers."""
+    """Return the name of the first weight that holds NaN or infinity."""
     weights = model.named_parameters()
     return next((name for name, each in weights if not bool(each.isfinite().all())), None)

@@ -1,8 +1,8 @@
-"""What leaked, of one text: seven frozen types, and the files they travel in.
+"""The leaks of one text: seven frozen types, and the files that hold them.
 
-A leak holds the leaked numbers as float32 and says what is known about them: the layer, the model,
-how they were rounded, what noise they carry, which positions are padding. It has no field for the
-text. A position that did not leak is a row of NaN.
+A leak holds the leaked numbers as float32, and what is known about them: the layer, the model, the
+precision, the noise, and which positions are padding. It has no field for the text. A position
+that did not leak is a row of NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,20 +23,20 @@ from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
-_UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
-_CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
+_UNIT_TOLERANCE = 0.01  # by which rounding may change the length of a row of unit length
+_CUT_UNIT_TOLERANCE = 0.1  # the same for a vector cut to its first numbers, rounded to 4 bits
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Rows (…, positions, numbers): of keys and values all heads side by side."""
+    """Return rows (…, positions, numbers); those of keys and values hold all heads side by side."""
     if "keys" not in tensors:
         return tensors["values"]
     both = torch.cat([tensors["keys"], tensors["values"]], -1)
     return both.transpose(-3, -2).flatten(-2)
 
 
-# The types of the fields that callers and files may set; None: a tensor or nothing.
-_KINDS: dict[str, Any] = {
+# The types of the fields that callers and files may set. None: a tensor or nothing.
+_FIELD_TYPES: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
     "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
@@ -47,15 +47,16 @@ AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BaseLeak:
-    """What the seven types share: what is known about a leak, checks, names and shapes.
+    """The fields, checks and files that the seven types share.
 
-    Of what is known, every field may be left out.
+    All fields of this class are optional. `model` is the identity of the model that leaked.
+    `precision` is how the numbers were rounded: one of PRECISIONS ("binary" for pooled embeddings
+    only), or None to infer it. `noise` is the standard deviation of added noise, None if unknown.
+    `mask` (n,) is 1 on text and 0 on padding. `encoder` (m, e) are the states of an encoder: the
+    leak and the text are then those of the decoder that attends to them.
 
-    `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
-    alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
-    added, None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the
-    identity of the model that leaked. `encoder` (m, e) are the states that an encoder gave: then
-    the leak is of the decoder behind it, and the text is the decoder's.
+    `tensor_names` are the leaked tensors, and `known_tensors` those that a file stores with them.
+    Files leave out `omitted` values, because older versions lacked these fields.
     """
 
     model: str | None = None
@@ -64,23 +65,23 @@ class BaseLeak:
     mask: Tensor | None = None
     encoder: Tensor | None = None
     kind: ClassVar[str]
-    names: ClassVar[tuple[str, ...]] = ("values",)
-    more: ClassVar[tuple[str, ...]] = ("mask", "encoder")
-    usual: ClassVar[dict[str, Any]] = {}  # values that files leave out: older ones lack the fields
+    tensor_names: ClassVar[tuple[str, ...]] = ("values",)
+    known_tensors: ClassVar[tuple[str, ...]] = ("mask", "encoder")
+    omitted: ClassVar[dict[str, Any]] = {}
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            kind = _KINDS.get(field.name, object)
+            kind = _FIELD_TYPES.get(field.name, object)
             if not isinstance(value, Tensor | kind):
                 kind = getattr(kind, "__name__", kind)
                 raise InputError(f"expected {field.name} as {kind}, got {value!r:.40}")
         expect_number("noise", self.noise, least=0)
-        known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]  # signs of one vector
+        known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]
         if self.precision is not None:
             expect_among("precision", self.precision, known)
-        for name in self.names:
+        for name in self.tensor_names:
             self._take_tensor(name)
         if self.length is not None and self.length < 1:
             raise InputError(f"a leak must have at least one token: got {self.length}")
@@ -96,11 +97,11 @@ class BaseLeak:
             raise InputError(f"expected encoder states (m, e), got shape {tuple(states.shape)}")
 
     def _take_tensor(self, name: str) -> None:
-        """Check the tensor of that name, and keep it as float32 of one text."""
+        """Check one leaked tensor, and keep it as float32 without a batch axis."""
         tensor = getattr(self, name)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise InputError(f"expected {name} as a floating-point tensor, got another kind")
-        if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
+        if tensor.dtype.itemsize == 1:  # torch has few operations for 8-bit floats, not even isinf
             tensor = tensor.to(torch.float32)
         if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
             tensor = tensor[0]
@@ -122,76 +123,75 @@ class BaseLeak:
 
     @property
     def in_no_order(self) -> bool:
-        """Are the rows in a random order?"""
+        """Whether the rows are in a random order."""
         return bool(getattr(self, "permuted", False))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.names}
+        return {name: getattr(self, name) for name in self.tensor_names}
 
     @property
     def length(self) -> int | None:
-        """How many positions the text has, padding included; None where that did not leak."""
-        return getattr(self, self.names[0]).shape[-2]
+        """The number of positions, padding included; None if it did not leak."""
+        return getattr(self, self.tensor_names[0]).shape[-2]
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tensors as (…, positions, numbers): what leaked at each position, side by side."""
+        """Return the tensors as rows (…, positions, numbers) of what leaked at each position."""
         return rows_of(tensors)
 
     def with_noise(self: AnyLeak, noise: float) -> AnyLeak:
-        """The leak, with noise of `noise` times its standard deviation stated to be in it."""
+        """Return the leak with a stated noise of `noise` times its standard deviation."""
         expect_number("noise", noise, least=0)
         numbers = torch.cat([tensor.flatten() for tensor in self.tensors.values()])
-        spread = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5  # without it
-        return replace(self, noise=noise * spread)
+        clean_std = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5
+        return replace(self, noise=noise * clean_std)
 
     def cut(self: AnyLeak, length: int) -> AnyLeak:
-        """The leak of the first `length` positions."""
+        """Return the leak of the first `length` positions."""
         if self.length is None or length == self.length:
             return self
         short = {name: tensor[..., :length, :] for name, tensor in self.tensors.items()}
-        if self.kind == "maps":  # a row and a column for each position
+        if self.kind == "maps":  # each position has a row and a column
             short = {name: tensor[..., :length] for name, tensor in short.items()}
         return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known about the leak except its tensors, and except what is usual."""
-        names = [field.name for field in fields(self)]
-        tensors = {*self.names, *self.more}
-        facts = {name: getattr(self, name) for name in names if name not in tensors}
-        usual = self.usual.items()
-        return {name: value for name, value in facts.items() if (name, value) not in usual}
+        """All that is known about the leak except tensors and `omitted` values."""
+        tensors = {*self.tensor_names, *self.known_tensors}
+        names = [field.name for field in fields(self) if field.name not in tensors]
+        facts = [(name, getattr(self, name)) for name in names]
+        return dict(fact for fact in facts if fact not in self.omitted.items())
 
     @property
     def stored(self) -> dict[str, Tensor]:
-        """All tensors of the leak's file: what leaked, and what is known with it."""
-        more = {name: getattr(self, name) for name in self.more}
-        return {**self.tensors, **{name: each for name, each in more.items() if each is not None}}
+        """All tensors of the leak's file."""
+        known = {name: getattr(self, name) for name in self.known_tensors}
+        return {**self.tensors, **{name: each for name, each in known.items() if each is not None}}
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
-        sum_ = hashlib.sha256(json.dumps([self.kind, self.facts], sort_keys=True).encode())
+        """Sixteen hexadecimal digits of the contents; the name of the file does not matter."""
+        hashed = hashlib.sha256(json.dumps([self.kind, self.facts], sort_keys=True).encode())
         for name, tensor in self.stored.items():
-            sum_.update(f"{name} {tuple(tensor.shape)}".encode())
-            sum_.update(tensor.cpu().contiguous().numpy().tobytes())
-        return sum_.hexdigest()[:16]
+            hashed.update(f"{name} {tuple(tensor.shape)}".encode())
+            hashed.update(tensor.cpu().contiguous().numpy().tobytes())
+        return hashed.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
-        """Write the leak as .safetensors: a whole file or none."""
+        """Write the leak as .safetensors, atomically."""
         about = {"keyhole": FORMAT, "leak": self.kind, "about": json.dumps(self.facts)}
         write_tensors(path, self.stored, about)
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates(BaseLeak):
-    """Hidden states (n, d) after block `layer`; 0 is the embeddings.
+    """Hidden states (n, d) after block `layer`; layer 0 is the embeddings.
 
-    `width` says that only the first so many numbers of each row leaked, `normalised` that each row
-    was divided by its length after that (None: found out from the lengths), `permuted` that the
-    rows came in an order which says nothing. A row of NaN did not leak; where rows are permuted, it
-    only counts.
+    `width` says that only the first `width` numbers of each row leaked. `normalised` says that each
+    row was then divided by its length (None: inferred from the lengths). `permuted` says that the
+    rows are in a random order. A row of NaN did not leak; of permuted rows, it only adds to the
+    number of tokens.
     """
 
     values: Tensor
@@ -200,7 +200,7 @@ class HiddenStates(BaseLeak):
     permuted: bool = False
     width: int | None = None
     kind: ClassVar[str] = "hidden"
-    usual: ClassVar[dict[str, Any]] = {"normalised": False, "permuted": False, "width": None}
+    omitted: ClassVar[dict[str, Any]] = {"normalised": False, "permuted": False, "width": None}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +212,7 @@ class HiddenStates(BaseLeak):
             raise InputError("permuted rows take no mask: leave out the rows of padding")
         if self.normalised is None:
             lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
-            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT).all())
+            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
             object.__setattr__(self, "normalised", unit)
 
     @property
@@ -220,32 +220,33 @@ class HiddenStates(BaseLeak):
         return Exposure(self.kind, self.layer, width=self.width, unit=bool(self.normalised))
 
     def ordered(self, order: Tensor) -> HiddenStates:
-        """The leak with row `order[p]` at position p, as rows whose order is known."""
+        """Return the leak with row `order[p]` at position p, as rows whose order is known."""
         return replace(self, values=self.values[order.cpu()], permuted=False)
 
 
 @dataclass(frozen=True, eq=False)
 class KeyValues(BaseLeak):
-    """Keys and values (heads, n, k) of one layer, as they stand in a KV cache.
+    """Keys and values (heads, n, k) of one layer, as a KV cache holds them.
 
-    A causal model's layers count from 0, as its cache does; an encoder's from 1, as its maps do.
+    The layers of a causal model count from 0, as in its cache; those of an encoder count from 1,
+    as its attention maps do.
     """
 
     keys: Tensor
     values: Tensor
     layer: int
     kind: ClassVar[str] = "kv"
-    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    tensor_names: ClassVar[tuple[str, ...]] = ("keys", "values")
     rank: ClassVar[int] = 3
 
 
 @dataclass(frozen=True, eq=False)
 class MixedCache(BaseLeak):
-    """Keys and values (heads, n, k) of a causal model's layer, counted from 1, behind a secret mix.
+    """Keys and values (heads, n, k) of a causal model's layer (from 1), mixed by a secret.
 
-    `block` is how many positions are mixed with each other (None: found out), `known` are the first
-    token ids of the text, where they are known. Blocks may be filled up: how long the text is, does
-    not leak by itself.
+    Within each `block` of positions the rows are mixed with each other (None: the size is
+    inferred). `known` are the first token ids of the text, where they are known. Rows may be added
+    to fill the last block, so the length of the text does not leak.
     """
 
     keys: Tensor
@@ -254,7 +255,7 @@ class MixedCache(BaseLeak):
     block: int | None = None
     known: Sequence[int] | None = None
     kind: ClassVar[str] = "mixed"
-    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    tensor_names: ClassVar[tuple[str, ...]] = ("keys", "values")
     rank: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
@@ -287,7 +288,7 @@ class AttentionMaps(BaseLeak):
 
 @dataclass(frozen=True, eq=False)
 class AttentionOutput(BaseLeak):
-    """What layer `layer`'s attention (from 1) adds to the residual stream, (n, d)."""
+    """The vectors (n, d) that the attention of `layer` (from 1) adds to the residual stream."""
 
     values: Tensor
     layer: int
@@ -296,12 +297,12 @@ class AttentionOutput(BaseLeak):
 
 @dataclass(frozen=True, eq=False)
 class Pooled(BaseLeak):
-    """A sentence embedding (d,); `length` is the number of tokens where it is known.
+    """A sentence embedding (d,); `tokens` is the length of the text, if it is known.
 
-    `width`: only its first so many numbers were kept, and divided by their length again if `unit`
-    says so (None: found out from the length). `steps` (d,) are those that each number was rounded
-    to, where each has its own, between the `ends` (2, d) of a range; `codebook` (blocks, codes,
-    numbers) are the centroids of product quantisation, of which `values` are one in each block.
+    `width` says that only the first `width` numbers were kept, and `unit` that they were then
+    divided by their length again (None: inferred from the length). Scalar quantisation rounds to a
+    multiple of `steps` (d,), one for each number, between the `ends` (2, d) of a range. In product
+    quantisation `values` has, in each block, one centroid of `codebook` (blocks, codes, numbers).
     """
 
     values: Tensor
@@ -314,18 +315,18 @@ class Pooled(BaseLeak):
     codebook: Tensor | None = None
     unit: bool | None = None
     kind: ClassVar[str] = "pooled"
-    more: ClassVar[tuple[str, ...]] = ("mask", "encoder", "steps", "ends", "codebook")
-    usual: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
+    known_tensors: ClassVar[tuple[str, ...]] = ("mask", "encoder", "steps", "ends", "codebook")
+    omitted: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("normalised must be true or false")
-        self._check_rounding()
+        self._check_quantisation()
 
-    def _check_rounding(self) -> None:
-        """Refuse a description of how the numbers were rounded that does not fit them."""
+    def _check_quantisation(self) -> None:
+        """Refuse a width, steps, ends or a codebook that do not fit the vector."""
         count, steps, ends, codebook = len(self.values), self.steps, self.ends, self.codebook
         if self.width not in (None, count):
             raise InputError(f"width is {self.width}, but the vector has {count} numbers")
@@ -350,10 +351,11 @@ class Pooled(BaseLeak):
 
     @property
     def exposure(self) -> Exposure:
-        again = self.unit
-        if again is None:
-            again = self.width is not None and abs(float(self.values.norm()) - 1) <= _CUT
-        return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=again)
+        unit = self.unit
+        if unit is None:
+            length = float(self.values.norm())
+            unit = self.width is not None and abs(length - 1) <= _CUT_UNIT_TOLERANCE
+        return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=unit)
 
     @property
     def length(self) -> int | None:
@@ -365,10 +367,10 @@ class Pooled(BaseLeak):
 
 @dataclass(frozen=True, eq=False)
 class Logits(BaseLeak):
-    """Logits (v,) of the token after a text.
+    """Logits (v,) of the token that follows a text; NaN for tokens whose logit did not leak.
 
-    With `log_probabilities` they are log p, which is the logits less one number. A token whose
-    logit did not leak is NaN. `length` is the number of tokens of the text where it is known.
+    With `log_probabilities` they are log p, the logits less a constant. `tokens` is the length of
+    the text, if it is known.
     """
 
     values: Tensor
@@ -391,7 +393,7 @@ class Logits(BaseLeak):
 
     @property
     def leaked(self) -> Tensor:
-        """Which tokens (v,) have a logit."""
+        """A mask (v,) of the tokens whose logit leaked."""
         return self.values.isfinite().all(0)
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -399,22 +401,17 @@ class Logits(BaseLeak):
 
 
 Leak = HiddenStates | KeyValues | MixedCache | AttentionMaps | AttentionOutput | Pooled | Logits
-TYPES: dict[str, type[Leak]] = {
-    kind.kind: kind
-    for kind in (
-        HiddenStates, KeyValues, MixedCache, AttentionMaps, AttentionOutput, Pooled, Logits,
-    )
-}  # fmt: skip
+TYPES: dict[str, type[Leak]] = {kind.kind: kind for kind in get_args(Leak)}
 
 
 def load_leak(path: str | Path) -> Leak:
-    """Read a leak that `save` wrote, or say in one line why it is none."""
+    """Read a leak that `save` wrote; raise InputError for any other file."""
     metadata, tensors = read_tensors(path, "a leak file")
     return own_leak(metadata, tensors, path)
 
 
 def own_leak(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
-    """The leak that a file of Keyhole's own says it is."""
+    """Return the leak in a file of Keyhole's own format, by its metadata and its tensors."""
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:
         raise InputError(f"not a leak file written by Keyhole: {path}")
     try:

@@ -1,13 +1,13 @@
-"""Did a text come back? Its characters decide, not its tokens.
+"""Whether a text was recovered: its characters decide, not its tokens.
 
-A text is exact if decoding the recovered ids gives what the tokenizer makes of the original, and
-that is the original's characters up to what the tokenizer's own normaliser changes (case, accents,
-where its tokens are words the spaces between them) and a space at either end, which tokenizers add
-and take away. What became the unknown token, what has no token at all and what was cut off after
-the model's last position did not come back.
+A recovery is exact if two things hold. First, the recovered ids decode to the same text as the
+original's own ids. Second, that text has the original's characters, apart from changes that
+tokenizers make: case and accents (the normaliser), spaces between words, a space at either end. So
+a recovery is not exact if a character has no token, or if the text was cut off at the model's last
+position.
 
-A text that is not exact may still give away what matters: `shared` counts the tokens that came back
-wherever they stand, and the names and numbers among the words.
+An inexact recovery may still give away what matters. `Original.shared` counts the tokens that were
+recovered at any position, and the names and numbers among the words.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from keyhole.data import opening
 from keyhole.models.pieces import decoded, unknown_token
 
 _WORD = re.compile(r"\w+")
-_NAMED = 3  # characters or words without a token that a note names
+_LISTED = 3  # words without a token that a note lists, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A text and its tokens: `ids` up to the maximum length, `notes` on what they lose.
+    """A text, its token `ids` up to the maximum length, and `notes` on what these lose.
 
-    `made` is what decoding all of its tokens gives.
+    `round_trip` is the text that all of its tokens decode to.
     """
 
     text: str
     ids: list[int]
-    made: str
+    round_trip: str
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
-        """The text as the model gets it, cut off after `max_length` tokens."""
-        text, given = opening(text, max_length), len(text)
+        """Return the text as the model takes it, cut off after `max_length` tokens."""
+        text, characters = opening(text, max_length), len(text)
         ids = list(tokenizer(text, truncation=True, max_length=max_length)["input_ids"])
         whole = list(tokenizer(text, verbose=False)["input_ids"])
         notes = [_unknown(tokenizer, text, whole)]
-        if len(whole) > len(ids) or len(text) < given:
-            more = "more than " if len(text) < given else ""
+        if len(whole) > len(ids) or len(text) < characters:
+            more = "more than " if len(text) < characters else ""
             notes.append(f"cut off after {max_length} of {more}{len(whole)} tokens")
-        made = decoded(tokenizer, whole)
-        if not any(notes) and _characters(tokenizer, made) != _characters(tokenizer, text):
+        round_trip = decoded(tokenizer, whole)
+        if not any(notes) and _characters(tokenizer, round_trip) != _characters(tokenizer, text):
             notes.append("the tokenizer does not keep all of its characters")
-        return cls(text, ids, made, tuple(note for note in notes if note))
+        return cls(text, ids, round_trip, tuple(note for note in notes if note))
 
     def is_exactly(self, tokenizer: Any, ids: Sequence[int]) -> bool:
-        """Do these ids give every character of the text?"""
-        return not self.notes and _trimmed(decoded(tokenizer, list(ids))) == _trimmed(self.made)
+        """Return whether these ids give every character of the text."""
+        if self.notes:
+            return False
+        return _trimmed(decoded(tokenizer, list(ids))) == _trimmed(self.round_trip)
 
     def shared(self, tokenizer: Any, ids: Sequence[int]) -> Shared:
-        """What these ids have in common with the text, in whatever order."""
+        """Count what these ids have in common with the text, in any order."""
         special = set(tokenizer.all_special_ids)
         truth, given = (
             Counter(id_ for id_ in each if id_ not in special) for each in (self.ids, ids)
@@ -65,14 +67,14 @@ class Original:
         both = 2 * (truth & given).total()
         f1 = both / max(1, truth.total() + given.total())
         words = set(_WORD.findall(_normalised(tokenizer, decoded(tokenizer, list(ids)))))
-        names = named(self.text)
+        names = names_and_numbers(self.text)
         read = [name for name in names if {*_WORD.findall(_normalised(tokenizer, name))} <= words]
         return Shared(f1, len(read), len(names))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The F1 of tokens, and how many of so many names and numbers came back."""
+    """The F1 score of tokens, and how many of the `named` names and numbers were `read`."""
 
     f1: float
     read: int
@@ -83,8 +85,8 @@ class Shared:
         return f"token F1 {self.f1:.2f}{words}"
 
 
-def named(text: str) -> list[str]:
-    """Words with a digit, and capitalised ones that do not only begin a sentence; each once."""
+def names_and_numbers(text: str) -> list[str]:
+    """Return the words with a digit or with a capital inside a sentence, without repeats."""
     found: list[str] = []
     for match in _WORD.finditer(text):
         word, before = match.group(), text[: match.start()].rstrip("\"'([ \n\t“‘")
@@ -95,7 +97,7 @@ def named(text: str) -> list[str]:
 
 
 def _unknown(tokenizer: Any, text: str, ids: list[int]) -> str:
-    """What the tokenizer has no token for, in words; empty where it has one for everything."""
+    """Return a note on the words that the tokenizer has no token for; empty if there are none."""
     unknown = unknown_token(tokenizer)
     if unknown is None or unknown not in ids:
         return ""
@@ -106,17 +108,17 @@ def _unknown(tokenizer: Any, text: str, ids: list[int]) -> str:
         text[start:end] for (start, end), id_ in zip(spans, ids, strict=True) if id_ == unknown
     ]
     words = list(dict.fromkeys(words))
-    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
-    return f"the tokenizer knows no token for {', '.join(words[:_NAMED])}{more}"
+    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
+    return f"the tokenizer knows no token for {', '.join(words[:_LISTED])}{more}"
 
 
 def _trimmed(text: str) -> str:
-    """Without a space at either end: tokenizers put one there, and take it away."""
+    """Return the text without a space at either end: tokenizers add and remove one there."""
     return text.removeprefix(" ").removesuffix(" ")
 
 
 def _characters(tokenizer: Any, text: str) -> str:
-    """A text as the tokenizer's normaliser leaves it, without spaces."""
+    """Return the normalised text without spaces."""
     return "".join(_normalised(tokenizer, text).split())
 
 

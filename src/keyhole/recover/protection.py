@@ -1,26 +1,26 @@
-"""What protects stored vectors: what each defence costs retrieval, and what is still read (ours).
+"""Defences of stored vectors: what each costs retrieval, and what is still read (ours).
 
-A store may keep vectors f (of d numbers, length one) otherwise than they are. What that is worth
-are two numbers, measured on the same vectors:
+A store may change the vectors f (d numbers, length one) that it keeps. Two measurements on the same
+vectors say what a change is worth:
 
-    recall@10   of the ten texts that are nearest to a query by plain vectors, how many are among
-                the ten that are nearest by what is stored
-    reads       how many texts somebody reads who has the store, the encoder and a corpus, and
-                knows the defence: all of it but what is secret
+    recall@10   the share of the ten texts nearest to a query by plain vectors that are among the
+                ten nearest by stored vectors
+    reads       the number of texts read by an attacker who has the store, the encoder and a corpus,
+                and knows the defence except for its secret
 
     Gaussian noise    f + σ g; one release is (ε, δ)-private for σ = Δ·noise(ε), Δ = 2 the largest
                       distance (Balle and Wang, arXiv 1805.06530)
-    metric privacy    f + z with density ∝ e^(−ε‖z‖): a direction at random, and a length that is
+    metric privacy    f + z with density ∝ e^(−ε‖z‖): a random direction, and a length that is
                       Gamma(d, 1/ε); texts at distance D are ε·D-private (Feyisetan et al., 2020)
     projection        f P / ‖f P‖, P (d, k) of random numbers, known to everybody
-    truncation        the first k numbers, again of length one
+    truncation        the first k numbers, normalised to length one
     rounding          8 or 4 bits and a scale for each vector, or signs
     product quant.    one of 256 centroids in each block (Jégou et al., 2011)
     secret rotation   f R; m known texts with their vectors give m numbers of f (secrets.py)
 
-Who reads adapts: noise is stated to the judge, and a stored form is judged in its own precision
-(judge.py). Where k numbers f P of a vector are known, the encoder is one with P behind its last
-states: a mean, and then its direction, are the same before and behind a linear map (`mapped`).
+The attacker adapts. Noise is stated to the judge, and a stored form is judged in its own precision
+(embeddings/judge.py). If k numbers f P of a vector are known, the attacker uses the encoder with
+its last states multiplied by P (`mapped`): pooling by the mean commutes with a linear map.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.gradients.update import DELTA, epsilon_of, noise_for
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.run import recover_texts
-from keyhole.recover.secrets import Alignment, undo_rotation
+from keyhole.recover.secrets import Alignment, random_rotation, undo_rotation
 from keyhole.recover.simulate import ROUNDINGS
+from keyhole.recover.texts import recover_texts
 
 NEAREST = 10
-_APART = 2.0  # two vectors of length one, at most
+_DISTANCE = 2.0  # the largest distance of two vectors of length one
 _ROUNDS = 15  # of Lloyd's algorithm
 _CODES = 256
-_FEW = 3  # numbers that are known of a vector: of fewer no direction is left
+_MIN_NUMBERS = 3  # of a vector that must be known for its direction to say anything
 
 Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Defence:
-    """What is stored (b, k) of vectors (b, d) by `keep`, and sent as a query by `ask`.
+    """A defence: `keep` maps vectors (b, d) to stored ones (b, k), `ask` does so for queries.
 
-    `stated` is what the attacker knows of the stored form, as fields of `Pooled`; `map` (d, k) a
-    linear map that vectors went through. `undo` finds a secret out from `pairs` known texts: from
-    their vectors and what is stored of them.
+    `stated` is what the attacker knows of the stored form, as fields of `Pooled`. `map` (d, k) is a
+    public linear map that `keep` applies. `undo` finds a secret from the plain and the stored
+    vectors of `pairs` known texts.
     """
 
     name: str
@@ -81,14 +81,14 @@ def no_defence() -> Defence:
 
 
 def gaussian_noise(share: float, d: int, seed: int = 0) -> Defence:
-    """Noise whose length is `share` of a vector's; what ε that is, is said."""
+    """Noise whose length is `share` of a vector's; its ε is reported."""
     sigma = share * d**-0.5
-    return _noisy_by(sigma, f"ε = {epsilon_of(sigma / _APART):.2g}, δ = {DELTA:g}", seed)
+    return _noisy_by(sigma, f"ε = {epsilon_of(sigma / _DISTANCE):.2g}, δ = {DELTA:g}", seed)
 
 
 def private_noise(epsilon: float, seed: int = 0) -> Defence:
     """Noise that is (ε, 1e-5)-private."""
-    return _noisy_by(_APART * noise_for(epsilon), f"ε = {epsilon:g}, δ = {DELTA:g}", seed)
+    return _noisy_by(_DISTANCE * noise_for(epsilon), f"ε = {epsilon:g}, δ = {DELTA:g}", seed)
 
 
 def _noisy_by(sigma: float, strength: str, seed: int) -> Defence:
@@ -101,7 +101,7 @@ def _noisy_by(sigma: float, strength: str, seed: int) -> Defence:
 
 
 def metric_noise(share: float, d: int, seed: int = 0) -> Defence:
-    """Metric privacy whose noise is as long as `share` of a vector, on average: ε = d / share."""
+    """Metric privacy with noise of average length `share` of a vector's: ε = d / share."""
     epsilon, stream = d / share, torch.Generator().manual_seed(seed)
 
     def keep(vectors: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def rounding(precision: str) -> Defence:
 
 
 def product_quantisation(blocks: int, vectors: Tensor) -> Defence:
-    """With centroids of these vectors (n, d), found by Lloyd's algorithm."""
+    """Product quantisation with centroids of these vectors (n, d), by Lloyd's algorithm."""
     points = vectors.unflatten(1, (blocks, -1)).transpose(0, 1)
     book = points[:, :_CODES].clone()
     for _ in range(_ROUNDS):
@@ -160,8 +160,7 @@ def product_quantisation(blocks: int, vectors: Tensor) -> Defence:
 
 
 def rotation(pairs: int, d: int, seed: int = 0) -> Defence:
-    stream = torch.Generator().manual_seed(seed)
-    secret = torch.linalg.qr(torch.randn(d, d, generator=stream, dtype=torch.float64)).Q
+    secret = random_rotation(d, torch.Generator().manual_seed(seed))
 
     def keep(vectors: Tensor) -> Tensor:
         return (vectors.double() @ secret.to(vectors.device)).to(vectors)
@@ -172,7 +171,11 @@ def rotation(pairs: int, d: int, seed: int = 0) -> Defence:
 
 
 def recall(docs: Tensor, kept: Tensor, queries: Tensor, asked: Tensor) -> float:
-    """Of the nearest texts to queries by vectors as they are, the share found by what is kept."""
+    """Return the share of the texts nearest by plain vectors that are nearest by stored ones too.
+
+    `docs` are the plain vectors of texts and `queries` those of queries; `kept` and `asked` are
+    what the defence makes of them.
+    """
     near = [
         (normalize(left, dim=-1) @ normalize(right, dim=-1).T).topk(min(NEAREST, len(docs))).indices
         for left, right in ((queries, docs), (asked, kept))
@@ -181,7 +184,7 @@ def recall(docs: Tensor, kept: Tensor, queries: Tensor, asked: Tensor) -> float:
 
 
 def retrieval(defence: Defence, docs: Tensor, queries: Tensor) -> float:
-    """The recall that a defence leaves, of texts (n, d) to queries (q, d)."""
+    """Return the recall that a defence leaves, of texts (n, d) to queries (q, d)."""
     return recall(docs, defence.keep(docs), queries, defence.ask(queries))
 
 
@@ -189,13 +192,14 @@ def reading(
     loaded: Loaded, defences: Sequence[Defence], vectors: Tensor, reader: CountedReader,
     known: Tensor, way: Exposure,
 ) -> Iterator[tuple[Defence, list[TextRecovery]]]:  # fmt: skip
-    """What is read of vectors (b, d) behind each defence, by somebody who knows `known` (m, d).
+    """Yield each defence with what is read of vectors (b, d) that it protects.
 
-    Those that leave as many numbers as there were are read together.
+    The attacker knows the plain vectors `known` (m, d) of some texts; `way` is how the encoder
+    pools. Defences that keep all numbers are attacked in one batch.
     """
     made: list[tuple[Defence, list[Pooled], Tensor | None]] = []
     for defence in defences:
-        stored, map_ = _seen(defence, vectors, known)
+        stored, map_ = _known_numbers(defence, vectors, known)
         stated = {"width": map_.shape[1], "unit": True} if map_ is not None else defence.stated
         about = (way.pooling, way.normalised)
         leaks = [Pooled(row, *about, **stated) for row in stored.float().cpu()]
@@ -211,15 +215,17 @@ def reading(
             yield defence, recoveries
 
 
-def _seen(defence: Defence, vectors: Tensor, known: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What the attacker makes of what is stored: numbers, and the map (d, k) they went through."""
+def _known_numbers(
+    defence: Defence, vectors: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the numbers that the attacker knows, and the map (d, k) that plain vectors took."""
     stored = defence.keep(vectors)
     if defence.undo is None:
         return stored, defence.map
     pairs = known[: defence.pairs]
     found = defence.undo(pairs.cpu(), defence.keep(pairs).cpu())
     rank, stored = found.own.shape[1], stored.cpu()
-    if _FEW <= rank < vectors.shape[1]:
+    if _MIN_NUMBERS <= rank < vectors.shape[1]:
         return normalize(found.numbers(stored), dim=-1), found.own
     return found.undo(stored), None
 
@@ -233,15 +239,12 @@ def _read(loaded: Loaded, leaks: Sequence[Pooled], reader: CountedReader) -> lis
 
 @contextmanager
 def mapped(model: nn.Module, map_: Tensor) -> Generator[None]:
-    """The model with its last states (…, d) multiplied by a map (d, k), for the length of a block.
+    """Multiply the model's last states (…, d) by a map (d, k) inside a `with` block."""
 
-    Their mean, and its direction, are then those of vectors that went through the map.
-    """
-
-    def behind(_m: nn.Module, _i: Any, output: Any) -> Any:
+    def multiply(_m: nn.Module, _i: Any, output: Any) -> Any:
         states = output.last_hidden_state
         output.last_hidden_state = states @ map_.to(states)
         return output
 
-    with hooks((anatomy(model).base.register_forward_hook, behind)):
+    with hooks((anatomy(model).base.register_forward_hook, multiply)):
         yield

@@ -1,13 +1,14 @@
 """The result of reading a text: a mark for each token, the judge's verdict, the recovery.
 
-An attack proposes; its judge runs the model on the proposal and compares with what leaked. There is
-a judge for rows of positions (layers/judge.py), one for a mixed cache (layers/mixed.py), one for a
-vector of a whole text (embeddings/judge.py) and one for gradients (gradients/update.py). All give a
-Verdict, and every recovery is one type, judged token by token and saved like all results.
+An attack proposes token ids. Its judge runs the model on them and compares with what leaked. There
+are four judges: for rows of positions (layers/judge.py), for a mixed cache (layers/mixed.py), for a
+vector of a whole text (embeddings/judge.py) and for gradients (gradients/update.py). All of them
+give a `Verdict`. Every recovery is judged token by token, and saved as all results are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,16 +17,21 @@ from typing import Any, ClassVar
 from keyhole.core import Status, environment
 from keyhole.core.result import Result
 
-ODDS = 10.0  # their logarithm against an alternative: e¹⁰ : 1 for a likely token
+ODDS = 10.0  # log-odds against every alternative that make a token likely: e¹⁰ : 1
+
+
+def verifying_margin(vocabulary: int) -> float:
+    """Return the margin that verifies a token: twice the log of the odds V·e¹⁰ : 1."""
+    return 2 * (math.log(vocabulary) + ODDS)
 
 
 class Mark(StrEnum):
-    """How certain one token is.
+    """How certain a token is.
 
-    Verified: running the model on the text reproduces the whole leak, and would not with another
-    token there, within the leak's precision. Likely: every other token tried there fits worse, by
-    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
-    Unknown: others would do as well, or nothing leaked there.
+    Verified: the model reproduces the whole leak from the text, within the leak's precision, and
+    would not with another token in this place. Likely: every alternative that was tried fits worse,
+    by odds of e¹⁰ : 1 or more, but the text as a whole does not fit, or its noise was not stated.
+    Unknown: other tokens fit as well, or nothing leaked at this position.
     """
 
     VERIFIED = "verified"
@@ -35,9 +41,9 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a proposed text is worth; `forwards` is what the judge itself ran.
+    """A judge's decision on a proposed text; `forwards` counts the judge's own forward passes.
 
-    `similarity` is the cosine of a text's own vector with the leaked one, where one vector leaked.
+    TextRecovery explains the other fields.
     """
 
     status: Status
@@ -51,7 +57,7 @@ class Verdict:
 
     @classmethod
     def without_fit(cls, status: Status, reason: str, tokens: int) -> Verdict:
-        """Where `tokens` proposed ids cannot be compared with the leak at all."""
+        """Return the verdict on `tokens` ids that cannot be compared with the leak."""
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
 
@@ -60,10 +66,7 @@ Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):
-    """What the recovery of one text and that of a batch share: what it took, what to do about it.
-
-    `ADVICE` says the latter, where the status does not say it well enough.
-    """
+    """The cost and advice of a recovery; `ADVICE` replaces the general advice of a status."""
 
     ADVICE: ClassVar[Mapping[Status, str]]
     status: Status
@@ -85,19 +88,21 @@ class Recovery(Result):
 
 @dataclass(frozen=True, repr=False)
 class TextRecovery(Recovery):
-    """A text that explains a leak, or how far the search came.
+    """A text that explains a leak, or the best that was found.
 
-    `verified` is the judge's: running the model on `ids` verified every token. A text is recovered
-    if its characters came back as well: one with unknown tokens, or of the model's maximum length,
-    may be part of a longer one, and is inexact. `residual` is the root mean square of the
-    difference relative to the leak's standard deviation, `precision` the size of the leak's own
-    error in the same unit, as stated or estimated, and `similarity` the cosine of a text's own
-    vector with the leaked one, where one vector leaked. `passes` counts forward–backward passes
-    plus `forwards`, those without a backward one, of this text; `judging` of them are the judge's.
-    `fitting` counts the forward passes that were spent once for the model and layer, on no text in
-    particular, `tested` the tokens that a left-to-right search tried. `seconds` is the time since
-    the previous text was read, or since the start. `pieces` are the tokens as they are written: one
-    for each mark, joined they are the text.
+    `verified` says that the judge verified every token of `ids`. The status is "recovered" only if
+    the characters of the text are complete too: a text with unknown tokens, or of the model's
+    maximum length, may be part of a longer one and is inexact. `pieces` are the tokens as text, one
+    for each mark; joined, they give the text.
+
+    `residual` is the root mean square of the difference from the leak, and `precision` the leak's
+    own error as stated or estimated, both relative to the leak's standard deviation. `similarity`
+    is the cosine of the text's vector with the leaked one, if a single vector leaked.
+
+    `passes` counts all passes for this text, `forwards` those without a backward pass, and
+    `judging` those of the judge. `fitting` counts forward passes that were spent once for the model
+    and layer. `tested` counts the tokens that a left-to-right search tried. `seconds` is the time
+    since the previous text was read, or since the start.
     """
 
     status: Status
@@ -139,6 +144,6 @@ class TextRecovery(Recovery):
 
     @property
     def marked(self) -> str:
-        """How many tokens have which mark, in words."""
+        """The number of tokens with each mark, in words."""
         counts = [f"{self.marks.count(mark)} {mark}" for mark in Mark if mark in self.marks]
         return f"{', '.join(counts)} of {len(self.marks)} tokens" if counts else "no tokens"

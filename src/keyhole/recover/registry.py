@@ -1,6 +1,6 @@
-"""Every attack on a leaked text under the name that people type, and what it reads.
+"""All attacks on leaked texts by name, and the kinds of leaks that each reads.
 
-To add one, write the attack in its own module and add one entry to ATTACKS. Of several that read
+To add an attack, write it in its own module and add an entry to ATTACKS. If several attacks read
 the same leak, the first is the default.
 """
 
@@ -25,20 +25,20 @@ from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
-_COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
+_MAX_COUNTED = 1 << 26  # numbers in the token table of a model whose vocabulary an audit runs
 NOISE = "noise of 10%"
 NORMALISED, PERMUTED = "normalised", "permuted"
-PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)  # that the audit tries
+PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
+    """A kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
 
-    `exposure` is of any layer: `layers` says which ones are tried of a model, in which
-    `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
-    take an audit too long. `permuted` says that the attack is for rows in no order, `short` that
-    it reads short texts, so that an audit with texts of its own tries some of those as well.
+    `layers` returns the layers of a model that the audit tries, each in all `precisions`.
+    `settings` are the attack's hyperparameters in an audit, if a full search takes too long there.
+    `permuted` is true for rows in no order. `short` is true if the attack reads short texts only;
+    an audit then tries some besides its own texts.
     """
 
     kind: str
@@ -53,18 +53,18 @@ class Row:
 
 
 def spread(parts: Anatomy) -> list[int]:
-    """All layers of a small model; of a large one the first, the middle and the last."""
+    """Return all layers of a small model, or the first, the middle and the last of a large one."""
     last = parts.layers
     return list(range(1, last + 1)) if last <= 6 else sorted({1, last // 2, last})
 
 
 def soon_counted(parts: Anatomy) -> list[None]:
-    """One check, of a model whose vocabulary is run in minutes (recover/embeddings/counts.py)."""
-    return [None] if parts.table.numel() <= _COUNTED else []
+    """Return one check if running the vocabulary takes minutes at most (embeddings/counts.py)."""
+    return [None] if parts.table.numel() <= _MAX_COUNTED else []
 
 
 def caches(parts: Anatomy) -> list[int]:
-    """The first layer and the middle one."""
+    """Return the first layer and the middle one, as caches count them."""
     first = 0 if parts.causal else 1
     return sorted({first, first + (parts.layers - 1) // 2})
 
@@ -77,9 +77,9 @@ _MIXED = (
 )
 _MAPS = "Do not return attention maps; for explanations return one number for each token."
 _INNER = "Keep the outputs of sub-layers inside."
-_POOLED = "What is measured here is one attack: treat embeddings of secrets as secret all the same."
+_POOLED = "This is the result of one attack: treat embeddings of secrets as secrets in any case."
 _LOGITS = (
-    "Return the few likeliest tokens alone: as many logits as the model is wide give its state."
+    "Return only the few likeliest tokens: as many logits as the model is wide give its state."
 )
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
 
@@ -109,7 +109,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
             "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", defences=("mixed",)), _MIXED,
             lambda _: [], (),
         ),
-    ), note="Text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
+    ), note="Read text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
     Entry("encoder-maps", EncoderMaps, (
         Row(
             "maps", False, Exposure("KH-TEXT-ATTENTION-MAPS"), _MAPS,
@@ -118,7 +118,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
     )),
     Entry("sublayer-output", SubLayerOutput, (
         _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
-    ), note="Text from the output of an encoder's attention sub-layer, before the residual."),
+    ), note="Read text from the output of an encoder's attention sub-layer, before the residual."),
     Entry("counted-reader", CountedReader, (
         Row(
             "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
@@ -129,11 +129,11 @@ ATTACKS: Registry[Attack, Row] = Registry(
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry(
         "unordered-states", UnorderedStates, (_unordered(causal=False),),
-        note="Text from an encoder's hidden states in random order.",
+        note="Read text from an encoder's hidden states in random order.",
     ),
     Entry(
         "unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),),
-        note="Text from a causal decoder's hidden states in random order, left to right.",
+        note="Read text from a causal decoder's hidden states in random order, left to right.",
     ),
 )  # fmt: skip
 
@@ -141,7 +141,7 @@ WITH_CORPUS = "counted-reader"
 
 
 def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:
-    """The names of the attacks that read a kind of leak, the default one first."""
+    """Return the names of the attacks that read a kind of leak, the default first."""
     names = [
         entry.name
         for entry, row in ATTACKS.rows()

@@ -1,9 +1,8 @@
-"""Leaks for experiments: what a model would give away for a text, as exact as leaks are.
+"""Leaks for experiments: `leak_of` runs a model on a text, `degrade` makes the leak less exact.
 
-Leaks in practice are not float32: caches are kept in bfloat16 or in 8 bits with a scale for each
-token and head, an endpoint adds noise. Hidden states come as directions (vLLM's token embeddings
-are rows of length one), cut to their first numbers, some rows of them, or in another order than
-the text's. `leak_of` runs the model and takes one exposure of a text; `degrade` makes it coarser.
+Leaks in practice are not float32. Caches are kept in bfloat16, or in 8 bits with a scale for each
+token and head; an endpoint may add noise. Hidden states may be normalised to length one (vLLM's
+token embeddings), cut to their first numbers, incomplete, or in another order than the text's.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
 from keyhole.recover.attack import expect_numbers
 from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
-from keyhole.recover.secrets import SECRETS, hidden_behind
+from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
     "truncated": "truncated:K", "log-probabilities": "log-probabilities",
     **{name: f"{name}:KEY" for name in SECRETS},
 }  # fmt: skip
-MAX_LENGTH = 512  # tokens of a text that a leak is made of
+MAX_LENGTH = 512  # tokens of a text whose leak is simulated
 
 
 def leak_of(
@@ -46,10 +45,10 @@ def leak_of(
     max_length: int = MAX_LENGTH,
     encoder: Tensor | None = None,
 ) -> Leak:
-    """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
+    """Return one exposure of a text (or of token ids) in float32, with the model's identity.
 
-    A text is cut off after `max_length` tokens; ids are taken as they are. With states (m, e) of an
-    `encoder` the exposure is the decoder's behind it.
+    A text is cut off after `max_length` tokens; ids are not. With states (m, e) of an `encoder`,
+    the leak is of the decoder that attends to them.
     """
     if encoder is not None:
         model = decoder_of(model)
@@ -58,13 +57,13 @@ def leak_of(
         return replace(leak, encoder=encoder.float().cpu())
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     parts = anatomy(model)
-    exposure.block(parts)
+    exposure.block(parts)  # refuses a layer that the model does not have
     ids = text
     if isinstance(text, str):
         max_length = min(max_length, parts.max_length)
         given = opening(text, max_length)
         ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
-        if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
+        if ids == tokenizer("")["input_ids"]:  # at most special tokens
             raise InputError(f"a text must have at least one token: {text[:40]!r}")
     if not ids:
         raise InputError("a text must have at least one token")
@@ -90,16 +89,19 @@ def degrade(
     seed: int | torch.Generator = 0,
     forms: Sequence[str] = (),
 ) -> Leak:
-    """The leak in other forms, with noise of `noise` times its standard deviation, then rounded.
+    """Return the leak in other forms, with added noise, rounded to `precision`.
 
-    `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
-    divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
-    (rows in any order), of hidden states; the first two of a pooled embedding too; or
-    `log-probabilities`, of logits. `rotated:KEY` (secrets.py), of hidden states or keys and values,
-    and `shielded:KEY` and `cloaked:KEY`, of the latter alone, come last, under a secret that is
-    drawn from the whole number KEY: texts of one KEY share it. The others and the precision are
-    written into the leak, as a server's documentation and a file's dtype would tell; secrets and
-    the noise are not.
+    The noise is `noise` times the leak's standard deviation. The `forms` are applied in this order:
+
+    - of hidden states and pooled embeddings: `truncated:K` keeps the first K numbers of each row,
+      `normalised` divides each row by its length
+    - of hidden states: `subset:K` keeps K rows and makes the others NaN, `permuted` shuffles rows
+    - of logits: `log-probabilities`
+    - of keys and values: one secret, `rotated:KEY`, `shielded:KEY` or `cloaked:KEY` (secrets.py);
+      the first of hidden states too. It is drawn from the whole number KEY: texts share it.
+
+    The leak states its forms and its precision, as a server's documentation and a file's dtype
+    would. It states neither the secret nor the noise.
     """
     changes = parse_forms(forms)
     secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
@@ -110,7 +112,7 @@ def degrade(
     stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     leak = _reshaped(leak, changes, stream)
     for form, key in secrets.items():
-        leak = hidden_behind(leak, form, key or 0, stream)
+        leak = hidden_by(secrets_of(leak, form, key or 0, stream), leak)
     changed: dict[str, Tensor] = {}
     for name, tensor in leak.tensors.items():
         if noise:
@@ -121,7 +123,7 @@ def degrade(
 
 
 def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
-    """What each of `normalised`, `subset:K` and the others asks for, once at most."""
+    """Return the number, if any, that each form carries, by the form's name."""
     parsed: dict[str, int | None] = {}
     for form in forms:
         name, colon, count = form.partition(":")
@@ -136,6 +138,7 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
 
 
 def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator) -> Leak:
+    """Return the leak in all forms that are no secret."""
     if not forms:
         return leak
     if isinstance(leak, Logits) and set(forms) == {"log-probabilities"}:
@@ -171,7 +174,7 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _steps(most: int) -> Callable[[Tensor], Tensor]:
-    """A whole number of steps from −most to most, with one step for each row."""
+    """Return a rounding to whole steps from −most to most, with one step for each row."""
 
     def rounded(tensor: Tensor) -> Tensor:
         step = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
@@ -204,12 +207,11 @@ def capture(
     seed: int = 0,
     notify: Callable[[Path, Leak], None] | None = None,
 ) -> list[Path]:
-    """Run a model on texts and write down what it would leak, to hand to an attacker.
+    """Run a model on texts, and write their leaks to files for an attacker.
 
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out`
-    is the file, or a folder where there are several texts. The leak takes the `forms` that
-    `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
-    deviation was added. `notify` gets each leak and its file.
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out` is a file,
+    or a folder for several texts. `precision`, `noise` and `forms` are those of `degrade`. `notify`
+    gets each file and its leak.
     """
     expect_seed(seed)
     parse_forms(forms)
@@ -233,7 +235,7 @@ def capture(
 
 
 def files_of(out: Path, count: int) -> list[Path]:
-    """The files that so many leaks are written to."""
+    """Return the files that `count` leaks are written to."""
     if count == 0:
         raise InputError("no text was given")
     if count == 1:

@@ -1,4 +1,4 @@
-"""Findings to page, terminal and JSON: pure functions of audits, or of what a training gave."""
+"""Reports of audits, fleets and trainings, as pages, tables and files: pure functions."""
 
 from keyhole.report.fleet import fleet_table, render_fleet
 from keyhole.report.page import render

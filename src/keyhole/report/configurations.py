@@ -1,6 +1,6 @@
-"""What `keyhole check-config` found, for people and as SARIF: a setting has a file and a line.
+"""The report of `keyhole check-config`, for people and as SARIF.
 
-As for an audit, formats and exit code agree, and a file that could not be read is never called
+As with an audit, formats and exit code agree, and a file that could not be read never counts as
 clean.
 """
 
@@ -31,11 +31,11 @@ _ENDS = {
 }
 
 
-_SHOWN = 20  # files of a kind that a terminal lists; the JSON has all
+_SHOWN = 20  # files of each kind that the terminal lists; the JSON file has all
 
 
 def as_text(checked: Checked) -> str:
-    """For a terminal: each finding as compilers say it, what was recognised, what was skipped."""
+    """Return a report for the terminal: findings in the form of compilers, then other files."""
     lines = list[str]()
     for finding in checked.findings:
         rule = finding.rule
@@ -58,7 +58,7 @@ def as_text(checked: Checked) -> str:
 
 
 def summary(checked: Checked) -> str:
-    """How much was read, recognised and skipped: "read 8 files, 2 servers, 6 not recognised"."""
+    """Say how much was read and recognised: "read 8 files, 2 servers, 6 not recognised"."""
     found = Counter(known.what for known in checked.recognised)
     words = [f"read {number(checked.files, 'file', 'files')}"]
     words += [number(found[what], what, f"{what}s") for what in _RECOGNISED if found[what]]
@@ -83,16 +83,13 @@ def _listed(lines: list[str]) -> list[str]:
 def _why_skipped(file: Skipped) -> str:
     if not file.mentions:
         return "not recognised: it starts or sets nothing that Keyhole knows"
-    why = (
-        "is not valid YAML, as templates are not"
-        if file.broken
-        else "has no form that Keyhole reads"
-    )
+    unknown = "has no form that Keyhole reads"
+    why = "is not valid YAML, as templates are not" if file.broken else unknown
     return f"not recognised: it names {', '.join(file.mentions)}, and {why}"
 
 
 def as_sarif(checked: Checked, least: Level) -> str:
-    """One run; each result is at the line of its setting."""
+    """Return a run with a result for each finding, at the line of its setting."""
     places = list(RULES)
     rules = [*map(_rule, RULES.values()), sarif.not_checked("A file that was not looked at.")]
     results = [
@@ -113,7 +110,7 @@ def as_sarif(checked: Checked, least: Level) -> str:
         }
         for name, finding in _named(checked)
     ]
-    results += [_unread(file, len(places)) for file in checked.unread]
+    results += [_unread_result(file, len(places)) for file in checked.unread]
     code, unread = checked.exit_code(least), [file.path for file in checked.unread]
     run = {
         "tool": {"driver": sarif.driver(__version__, rules)},
@@ -134,12 +131,12 @@ def as_sarif(checked: Checked, least: Level) -> str:
 CONFIG_FORMATS: Mapping[str, Callable[[Checked, Level], str]] = {
     "json": lambda checked, least: f"{dump(checked.to_dict(least))}\n",
     "sarif": as_sarif,
-    "sarif-github": as_sarif,  # every result needs somebody: there is no other kind
+    "sarif-github": as_sarif,  # all results are alerts
 }
 
 
 def _named(checked: Checked) -> Iterator[tuple[str, Finding]]:
-    """Each finding with a name that stays where lines move: by rule, file and setting."""
+    """Name each finding by rule, file and setting, which stay the same if lines move."""
     seen = Counter[str]()
     for finding in checked.findings:
         name = f"{finding.rule.id} {finding.path} {finding.what}"
@@ -148,7 +145,7 @@ def _named(checked: Checked) -> Iterator[tuple[str, Finding]]:
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
-    """A setting is a possibility, no proof: its number is the least of its level."""
+    """Describe a rule; its score is the least of its level, because a setting proves nothing."""
     guide = (
         f"It opens: {rule.opens}. Fix: {rule.fix}. Try: {rule.attack}",
         f"It opens: {rule.opens}.\n\nFix: {rule.fix}.\n\nTry: `{rule.attack}`",
@@ -160,7 +157,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _unread(file: Unread, place: int) -> dict[str, Any]:
+def _unread_result(file: Unread, place: int) -> dict[str, Any]:
     return {
         "ruleId": NOT_CHECKED,
         "ruleIndex": place,

@@ -1,4 +1,4 @@
-"""Audits of many targets as one page and one table: a row for each, the worst first."""
+"""The audits of a fleet as a page, a table and files, with the worst target first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import Assessment, Card, FleetAssessment, Item, Severity, assess_fleet
+from keyhole.assess import Assessment, Family, FleetAssessment, Item, Severity, assess_fleet
 from keyhole.core import Audit, Fleet, dump
 from keyhole.core.progress import duration
 from keyhole.core.text import inert, visible
@@ -25,7 +25,7 @@ from keyhole.report.terminal import STYLES
 
 @dataclass(frozen=True)
 class Row:
-    """One target: its name, the address of its page, and what its audit means."""
+    """A target: its name, the URL of its page, and its assessment."""
 
     name: str
     page: str
@@ -37,17 +37,15 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Of a target that nobody could open, why."""
-        opened = self.audit.findings or not self.audit.unchecked
-        return self.assessment.verdict if opened else f"Could not check: {self.reasons}"
-
-    @property
-    def reasons(self) -> str:
-        return "; ".join(skip.reason for skip in self.audit.skips if skip.unchecked)
+        """The verdict, or the reasons if the target could not be opened."""
+        if self.audit.findings or not self.audit.unchecked:
+            return self.assessment.verdict
+        reasons = "; ".join(skip.reason for skip in self.audit.skips if skip.unchecked)
+        return f"Could not check: {reasons}"
 
     @property
     def severity(self) -> Severity:
-        """Of the worst finding; what gave nothing away but for what nobody could check: unknown."""
+        """The severity of the worst finding; unknown if that depends on checks without a result."""
         if self.assessment.exit_code == 3:
             return Severity.UNKNOWN
         return self.assessment.severity
@@ -56,80 +54,60 @@ class Row:
     def worst(self) -> Item | None:
         return next(iter(self.assessment.exposed), None)
 
-    @property
-    def families(self) -> tuple[Card, ...]:
-        return self.assessment.families
-
-    @property
-    def seconds(self) -> str:
-        return duration(self.audit.seconds) if self.audit.seconds else "–"
-
 
 def rows(assessment: FleetAssessment, pages: Mapping[str, str] | None = None) -> list[Row]:
-    """The targets, the worst first; `pages` are the files of their pages, by name."""
+    """Return the targets, the worst first; `pages` are the files of their pages, by name."""
+
+    def order(row: Row) -> tuple[int, int, str]:
+        return -row.severity.rank, 0 if row.worst is None else -row.worst.score, row.name
+
     made = [
         Row(name, quote((pages or {}).get(name, "")), of) for name, of in assessment.targets.items()
     ]
-    return sorted(made, key=_order)
+    return sorted(made, key=order)
 
 
-def _order(row: Row) -> tuple[int, int, str]:
-    worst = row.worst
-    return -row.severity.rank, 0 if worst is None else -worst.score, row.name
+def render_fleet(fleet: Fleet | FleetAssessment, pages: Mapping[str, str] | None = None) -> str:
+    """Return the page of a fleet, in which everything from a target is escaped.
 
-
-def render_fleet(
-    fleet: Fleet,
-    pages: Mapping[str, str] | None = None,
-    assessment: FleetAssessment | None = None,
-) -> str:
-    """The page of a fleet; everything that came from a target is escaped.
-
-    `assessment` is what `assess_fleet` made of it, where a policy or a baseline had a say in it.
+    An assessment is given if a policy or a baseline was applied to the audits.
     """
-    meant = assess_fleet(fleet) if assessment is None else assessment
-    made = rows(meant, pages)
+    meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
     return fill(
-        "fleet.html", fleet=fleet, rows=made, verdict=meant.verdict, duration=duration, words=words,
-        heads=[card.family.value for card in made[0].families] if made else [],
+        "fleet.html", fleet=meant.fleet, rows=rows(meant, pages), verdict=meant.verdict,
+        families=list(Family), duration=duration, words=words,
     )  # fmt: skip
 
 
-def fleet_table(fleet: Fleet, assessment: FleetAssessment | None = None) -> Group:
-    """The same for the terminal."""
-    meant = assess_fleet(fleet) if assessment is None else assessment
-    made = rows(meant)
+def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
+    """Return the table of a fleet for the terminal."""
+    meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
     view = Table(box=box.SIMPLE)
-    for heading in ("target", "severity", "worst finding"):
+    for heading in ("target", "severity", "worst finding", *Family):
         view.add_column(heading)
-    for card in made[0].families if made else ():
-        view.add_column(card.family.value)
     view.add_column("seconds", justify="right", no_wrap=True)
-    for row in made:
+    for row in rows(meant):
         worst = row.verdict if row.worst is None else words.exposure(row.worst.finding.exposure)
         view.add_row(
-            # Text: what came from a target is never taken for markup.
+            # As Text, so that nothing from a target is taken for markup.
             Text(visible(row.name)),
             Text(row.severity.value, style=STYLES[row.severity]),
             Text(visible(worst)),
-            *(Text(card.level.value) for card in row.families),
+            *(Text(card.level.value) for card in row.assessment.families),
             f"{row.audit.seconds:.1f}",
         )
     return Group(Text(meant.verdict, style="bold"), view)
 
 
-# The formats of a fleet: one file for all of its targets.
-
-MOST_RUNS = 20  # of a SARIF file that GitHub takes
+MOST_RUNS = 20  # that GitHub accepts in a SARIF file
 
 
 def as_json(assessment: FleetAssessment) -> str:
-    """What `Fleet.load` reads, and what it means."""
     return f"{dump(document(assessment))}\n"
 
 
 def document(assessment: FleetAssessment) -> dict[str, Any]:
-    """The whole file; the meaning of each target is that of its own file."""
+    """Return the JSON file that `Fleet.load` reads, with the meaning of all audits."""
     return {
         **assessment.fleet.to_dict(),
         "assessment": {
@@ -141,7 +119,7 @@ def document(assessment: FleetAssessment) -> dict[str, Any]:
 
 
 def as_sarif(assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool] = bool) -> str:
-    """A run for each target; `keep` says which results are in it."""
+    """Return a SARIF file with a run for each target; `keep` chooses the results."""
     ids = _distinct(assessment.targets)
     made = [sarif.run(of, ids[name], keep) for name, of in assessment.targets.items()]
     return sarif.written(made)
@@ -155,7 +133,7 @@ FLEET_FORMATS: Mapping[str, Callable[[FleetAssessment], str]] = {
 
 
 def _distinct(names: Iterable[str]) -> dict[str, str]:
-    """A short name for each run of a file; where two agree, some digits of the whole name."""
+    """Return a short name for each run of a file, with a digest if two would be the same."""
     short = {name: words.slug(inert(name)) for name in names}
     count = Counter(short.values())
     return {

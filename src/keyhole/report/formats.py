@@ -1,7 +1,7 @@
-"""The formats that a report can have: each a function of an assessment, under the name people type.
+"""The formats of a report, by the names that people type.
 
-All of them are made from the same `Assessment`: no two can disagree about ids, severities or the
-verdict.
+All of them are made from the same `Assessment`, so that no two can disagree about ids, severities
+or the verdict.
 """
 
 from __future__ import annotations

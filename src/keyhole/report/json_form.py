@@ -1,7 +1,7 @@
-"""An audit as JSON: everything that was found, and what it means.
+"""An audit as JSON: the file that `Audit.load` reads, with its meaning under `assessment`.
 
-The file is what `Audit.load` reads, with `assessment` in it for pipelines that want a verdict
-and not a computation. Whoever loads the file computes it again: nothing in it is trusted.
+The meaning is there for pipelines that only want a verdict. `Audit.load` does not trust it: Keyhole
+always computes it again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from keyhole.assess import Assessment, Card, Decision, Item
+from keyhole.assess import Assessment, Decision, Item
 from keyhole.core import dump
 from keyhole.report import words
 
@@ -22,7 +22,7 @@ def render(assessment: Assessment) -> str:
 
 
 def document(assessment: Assessment) -> dict[str, Any]:
-    """The whole file; its schema is in `schemas/`, and a test holds one to the other."""
+    """Return the whole file, whose schema is in `schemas/`."""
     return {
         "$schema": SCHEMA,
         **assessment.audit.to_dict(),
@@ -31,16 +31,16 @@ def document(assessment: Assessment) -> dict[str, Any]:
 
 
 def schema() -> str:
-    """The JSON Schema of the file (draft 2020-12)."""
+    """Return the JSON Schema of the file (draft 2020-12)."""
     return resources.files("keyhole.report").joinpath(_FILE).read_text("utf-8")
 
 
 def meaning(assessment: Assessment) -> dict[str, Any]:
-    """Verdict, counts, cards, and of each finding what is not in the finding itself."""
+    """Return verdict, counts and cards, and for each finding what it does not say itself."""
     audit, decision = assessment.audit, assessment.decision
     return {
         "verdict": assessment.verdict,
-        "severity": assessment.severity.value,
+        "severity": assessment.severity,
         "exit_code": assessment.exit_code,
         "counts": {
             "checked": len(assessment.items),
@@ -50,7 +50,10 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
             "controls": len(assessment.controls),
             "skipped": len(audit.skips),
         },
-        "cards": [_card(card) for card in assessment.families],
+        "cards": [
+            {**vars(card), "worst": None if card.worst is None else card.worst.id}
+            for card in assessment.families
+        ],
         "findings": [_row(item) for item in assessment.items],
         "controls": [_row(item) for item in assessment.controls],
         "gone": [_row(item) for item in assessment.gone],
@@ -63,44 +66,24 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
     }
 
 
-def _card(card: Card) -> dict[str, Any]:
-    return {
-        "family": card.family.value,
-        "level": card.level.value,
-        "severity": card.severity.value,
-        "exposed": card.exposed,
-        "checked": card.checked,
-        "unchecked": card.unchecked,
-        "worst": None if card.worst is None else card.worst.id,
-        "fix": card.fix,
-        "fixes": card.fixes,
-    }
-
-
 def _row(item: Item) -> dict[str, Any]:
     ignored = item.ignored
     return {
         "id": item.id,
         "rule": item.rule.id,
         "standards": [standard.id for standard in item.rule.standards],
-        "family": item.family.value,
+        "family": item.family,
         "exposure": words.exposure(item.finding.exposure),
         "part": item.finding.part,
-        "outcome": item.finding.outcome.value,
-        "severity": item.severity.value,
+        "outcome": item.finding.outcome,
+        "severity": item.severity,
         "score": item.score,
         "why": item.why,
         "share": item.share,
         "exact": item.exact,
         "proved": item.proved,
-        "state": None if item.state is None else item.state.value,
-        "ignored": None
-        if ignored is None
-        else {
-            "finding": ignored.finding,
-            "reason": ignored.reason,
-            "until": ignored.until.isoformat(),
-        },
+        "state": item.state,
+        "ignored": ignored and {**vars(ignored), "until": ignored.until.isoformat()},
     }
 
 
@@ -110,7 +93,7 @@ def decided(decision: Decision) -> dict[str, Any]:
         "rule": decision.rule,
         "policy": decision.source,
         "rulings": [
-            {"finding": ruled.name, "ruling": ruled.ruling.value, "rule": ruled.rule}
+            {"finding": ruled.name, "ruling": ruled.ruling, "rule": ruled.rule}
             for ruled in decision.rulings
         ],
     }

@@ -1,7 +1,7 @@
 """An audit as Markdown for a pull request: the verdict, four cards, what is given away.
 
-Whatever came from a target, a server or a file stands in a code span (core/text.py): nobody is
-mentioned, nothing is linked, no tag is opened. GitHub takes 65,536 characters of a comment: rows
+Everything from a target, a server or a file is put into a code span (core/text.py), so that it
+mentions nobody, links nothing and opens no tag. GitHub allows 65,536 characters in a comment; rows
 that do not fit are counted instead.
 """
 
@@ -10,23 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from keyhole.assess import Assessment, Card, Item, Level
+from keyhole.assess import Assessment, Card, Item, Level, Severity
 from keyhole.assess.severity import cost
-from keyhole.core import Outcome
 from keyhole.core.text import as_code
 from keyhole.report import words
 
-MOST = 60_000  # characters in all; GitHub takes some more
-SHOWN = 20  # findings before the fold
+MOST = 60_000  # characters in all; GitHub allows some more
+SHOWN = 20  # findings that are shown without a click
 CELL = 160  # characters of a cell
 SIGNS = {
-    "critical": "🔴",
-    "high": "🟠",
-    "medium": "🟡",
-    "low": "🔵",
-    "unknown": "⚪",
-    "none": "🟢",
-}
+    Severity.CRITICAL: "🔴", Severity.HIGH: "🟠", Severity.MEDIUM: "🟡", Severity.LOW: "🔵",
+    Severity.UNKNOWN: "⚪", Severity.NONE: "🟢",
+}  # fmt: skip
 HEAD = (
     "| severity | given away | how much | cost | fix |",
     "| --- | --- | --- | --- | --- |",
@@ -34,35 +29,31 @@ HEAD = (
 
 
 def render(assessment: Assessment) -> str:
-    """A comment, complete or with a line that says how much is left out."""
+    """Return a comment that is complete, or says how many findings it leaves out."""
     rows = [_row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
-    bottom = [*_unchecked(assessment), *_left(assessment), *_again(assessment)]
+    bottom = [*_not_counted(assessment), *_how_to_reproduce(assessment)]
     left = MOST - sum(len(line) + 1 for line in (*top, *bottom))
     fitting = sum(size <= left for size in accumulate(len(line) + 1 for line in rows))
     return "\n".join([*top, *_given_away(rows, fitting), *bottom]) + "\n"
 
 
 def _title(assessment: Assessment) -> list[str]:
-    sign = SIGNS[assessment.severity.value]
     ways = sum(item.finding.open for item in assessment.items)
+    found_open = f"{ways} found a way open, " if ways else ""
     return [
-        f"## {sign} Keyhole: {assessment.verdict}", "",
+        f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}", "",
         f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
-        f"{len(assessment.items)} checks gave something away, {_open(ways)}worst severity "
+        f"{len(assessment.items)} checks gave something away, {found_open}worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
     ]  # fmt: skip
 
 
-def _open(ways: int) -> str:
-    return f"{ways} found a way open, " if ways else ""
-
-
 def _cards(cards: Sequence[Card]) -> list[str]:
     rows = [
-        f"| {SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
+        f"| {SIGNS[card.severity]} {card.severity} | {card.family} | {card.level} | "
         f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
-        if card.level is not Level.NOT_TRIED  # no severity, which nobody looked for
+        if card.level is not Level.NOT_TRIED
         else f"| – | {card.family} | {card.level} | – | |"
         for card in cards
     ]
@@ -90,14 +81,14 @@ def _row(item: Item) -> str:
         reason = as_code(item.ignored.reason, CELL)
         ignored = f"<br>ignored until {item.ignored.until}: {reason}"
     return (
-        f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
+        f"| {SIGNS[item.severity]} {item.severity}{state} | "
         f"{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
         f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
 def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
-    """The table of findings, of which so many rows fit."""
+    """Return the table of findings, of which the first `fitting` rows fit."""
     shown, more = rows[: min(fitting, SHOWN)], rows[SHOWN:fitting]
     lines = [] if not shown else ["### Given away", "", *HEAD, *shown, ""]
     if more:
@@ -108,37 +99,21 @@ def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
     return lines
 
 
-def _unchecked(assessment: Assessment) -> list[str]:
-    findings = [item.finding for item in assessment.items]
-    unchecked = [
-        words.in_full(finding.exposure)
-        for finding in findings
-        if finding.outcome is Outcome.UNCHECKED
-    ]
-    unchecked += [words.skip(skip) for skip in assessment.audit.skips if skip.unchecked]
-    return _folded("could not be checked, which is not clean", unchecked)
-
-
-def _left(assessment: Assessment) -> list[str]:
-    """What else the baseline has, what does not count, and what was assumed."""
-    gone, untried = (
-        [words.in_full(item.finding.exposure) for item in items]
-        for items in (assessment.gone, assessment.untried)
-    )
+def _not_counted(assessment: Assessment) -> list[str]:
+    """Return lists of whatever is not in the table, and what was assumed of the service."""
+    lines = _folded("could not be checked, which is not clean", words.unchecked(assessment))
+    for about, items in (
+        ("gone since the baseline", assessment.gone),
+        ("of the baseline not tried this time, as before", assessment.untried),
+        ("hypothetical: the service does not return it", assessment.hypothetical),
+    ):
+        lines += _folded(about, [words.in_full(item.finding.exposure) for item in items])
     note = words.assumed(assessment)
-    return [
-        *_folded("gone since the baseline", gone),
-        *_folded("of the baseline not tried this time, as before", untried),
-        *_folded(
-            "hypothetical: the service does not return it",
-            [words.in_full(item.finding.exposure) for item in assessment.hypothetical],
-        ),
-        *([note, ""] if note else []),
-    ]  # fmt: skip
+    return [*lines, note, ""] if note else lines
 
 
 def _folded(about: str, names: Sequence[str]) -> list[str]:
-    """Names in code, behind a line that counts them."""
+    """Return a list that is folded under a line with its count."""
     if not names:
         return []
     listed = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
@@ -146,7 +121,7 @@ def _folded(about: str, names: Sequence[str]) -> list[str]:
     return [f"<details><summary>{len(names)} {about}</summary>", "", *listed, "", "</details>", ""]
 
 
-def _again(assessment: Assessment) -> list[str]:
+def _how_to_reproduce(assessment: Assessment) -> list[str]:
     audit = assessment.audit
     return [
         "<details><summary>How to reproduce</summary>", "",

@@ -1,4 +1,4 @@
-"""An audit as one self-contained HTML page: no network, and readable without its script."""
+"""An audit as one HTML page, which needs no network and can be read without its script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import groupby
 from typing import Any
@@ -17,24 +17,22 @@ import jinja2
 from markupsafe import Markup, escape
 
 from keyhole.assess import Assessment, Card, Family, Item, assess
-from keyhole.assess.assessment import Measure, measured
+from keyhole.assess.assessment import measured
 from keyhole.assess.severity import cost
-from keyhole.core import Audit, Finding, Readings, Result
+from keyhole.core import Audit, Finding, Readings
 from keyhole.core.finding import Cut
 from keyhole.core.text import legible, percent
 from keyhole.report import readings, words
 
-_UNFOLDED = 3  # findings whose texts are seen without a click, the worst first
+_UNFOLDED = 3  # findings with texts that are shown without a click
 
 
 def render(audit: Audit | Assessment) -> str:
-    """The page of an audit, or of what `assess` made of it where a policy or a baseline had a say;
-    everything that came from a target is escaped.
+    """Return the page of an audit, in which everything from a target is escaped.
+
+    An assessment is given if a policy or a baseline was applied to the audit.
     """
     made = audit if isinstance(audit, Assessment) else assess(audit)
-
-    def measures(item: Item) -> list[Measure]:
-        return measured(item, made.items)
 
     return fill(
         "page.html",
@@ -43,7 +41,7 @@ def render(audit: Audit | Assessment) -> str:
         sections=sections(made),
         controls=groups(made.controls),
         parts=parts(made),
-        measured=measures,
+        measured=partial(measured, items=made.items),
         unfolded=[item.id for item in made.exposed if item.finding.texts][:_UNFOLDED],
         cost=cost,
         curve=curve,
@@ -56,22 +54,19 @@ def render(audit: Audit | Assessment) -> str:
     )
 
 
-def html(result: Result) -> str:
-    """What a notebook shows: the page of an audit, in a frame of its own; of others the summary."""
-    if isinstance(result, Audit):
-        return f'<iframe width="100%" height="600" srcdoc="{escape(render(result))}"></iframe>'
-    return f"<pre>{escape(legible(repr(result)))}</pre>"
+def framed(audit: Audit) -> str:
+    """Return the page in a frame, as a notebook shows it."""
+    return f'<iframe width="100%" height="600" srcdoc="{escape(render(audit))}"></iframe>'
 
 
-# How every page is made: one stylesheet, one short script, and a policy that forbids all else.
-#
-# The policy (`default-src 'none'`) names style and script by their hashes: no browser runs or loads
-# anything that is not in the page, whatever a target has managed to write into it. So there are no
-# `style` attributes either: what is drawn takes its colours from classes, its sizes from SVG.
+# Every page has one stylesheet, one short script, and a Content-Security-Policy that names both by
+# their hashes. A browser runs and loads nothing else, whatever a target has managed to write into
+# the page. This also rules out `style` attributes: drawings take their colours from classes, and
+# their sizes from SVG.
 
 
 def _finalize(value: Any) -> Any:
-    """Strings as they may be looked at; what is markup already was made so piece by piece."""
+    """Make strings safe to look at, except markup, whose parts were made safe already."""
     return legible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -86,14 +81,14 @@ _environment = jinja2.Environment(
 
 
 def fill(template: str, **values: Any) -> str:
-    """A template that extends base.html, with the values given; all strings in them are escaped."""
+    """Render a template that extends base.html; all strings in the values are escaped."""
     style, script = _inlined("style.css"), _inlined("script.js")
     page = _environment.get_template(template)
     return page.render(style=style, script=script, policy=policy(style, script), **values)
 
 
 def policy(style: str, script: str) -> str:
-    """What a browser may do on a page: what is inlined in it, and nothing else."""
+    """Return the Content-Security-Policy, which allows what is inlined and nothing else."""
     return "; ".join([
         "default-src 'none'",
         f"style-src {_digest(style)}",
@@ -114,12 +109,9 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# Findings as people read them: by what is lost, then by the part of the target that loses it.
-
-
 @dataclass(frozen=True)
 class Group:
-    """What was tried on one part of the target to one end, the worst first."""
+    """The findings of one family about one part of the target, the worst first."""
 
     family: Family
     part: str
@@ -127,22 +119,20 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Of what, in words."""
         return f"{self.family} of {self.part}" if self.part else str(self.family)
 
 
 def groups(items: Iterable[Item]) -> list[Group]:
-    """By family, in the order of the cards; in a family, the part with the worst finding first."""
+    """Group findings by family and part; in a family, the part with the worst finding is first."""
     gathered: dict[tuple[Family, str], list[Item]] = {}
     for item in items:
         gathered.setdefault((item.family, item.finding.part), []).append(item)
     made = [Group(family, part, tuple(mine)) for (family, part), mine in gathered.items()]
-    order = list(Family)
-    return sorted(made, key=lambda group: order.index(group.family))  # stable: the worst first
+    return [group for family in Family for group in made if group.family is family]
 
 
 def sections(assessment: Assessment) -> list[tuple[Card, list[Group]]]:
-    """The families of which anything was tried, each with its card and its groups."""
+    """Return the families that were tried, each with its card and its groups."""
     made = groups(assessment.items)
     return [
         (card, [group for group in made if group.family is card.family])
@@ -151,9 +141,8 @@ def sections(assessment: Assessment) -> list[tuple[Card, list[Group]]]:
     ]
 
 
-# A cut as a picture: layers down, heads across, in each a grid of query (row) and key (column).
-#
-# Layers of which nothing was cut are left out. The template draws it, and escapes the tokens.
+# A picture of a cut: layers go down and heads across, and each head is a grid with a row for each
+# query and a column for each key. Layers without a cut are left out.
 
 _WIDEST = 700  # pixels for all heads of a layer
 _SMALLEST, _LARGEST, _GAP, _MARGIN = 1.0, 3.0, 6.0, 26.0
@@ -162,9 +151,9 @@ _NAMED = 5  # pairs that a head's title names
 
 @dataclass(frozen=True)
 class Head:
-    """One head: its place and size, what was cut of it, and that in words.
+    """A head: its position and size, what was cut in words, and the same as an SVG path.
 
-    `path` is drawn in cells: a line of width 1 through each row of the grid where it was cut.
+    The path is in units of a cell, with a line of width 1 through the cells of a row that were cut.
     """
 
     x: float
@@ -176,18 +165,18 @@ class Head:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a template needs to draw a cut; sizes in pixels, `cell` is one unit's."""
+    """A picture of a cut, with sizes in pixels; `cell` is the size of a unit."""
 
     width: float
     height: float
     cell: float
     heads: tuple[Head, ...]
-    across: tuple[tuple[float, int], ...]  # where each head's number stands
-    down: tuple[tuple[float, int], ...]  # where each layer's does
+    across: tuple[tuple[float, int], ...]  # the position of each head's number
+    down: tuple[tuple[float, int], ...]  # the position of each layer's number
 
 
 def picture(cut: Cut) -> Picture:
-    """Every head of the layers that were cut as a grid, with the units of it that were."""
+    """Draw every head of the layers that were cut."""
     cell = (_WIDEST / max(1, cut.heads) - _GAP) / max(1, len(cut.tokens))
     cell = min(_LARGEST, max(_SMALLEST, cell))
     side = cell * len(cut.tokens)
@@ -211,7 +200,7 @@ def picture(cut: Cut) -> Picture:
 
 
 def _drawn(cut: Cut, layer: int, head: int, pairs: Sequence[tuple[int, int]]) -> tuple[str, str]:
-    """What was cut of a head, in words and as a path."""
+    """Return what was cut of a head, in words and as a path."""
     title = f"layer {layer + 1}, head {head + 1}"
     if pairs:
         named = [f"{cut.tokens[query]} → {cut.tokens[key]}" for query, key in pairs[:_NAMED]]
@@ -221,7 +210,7 @@ def _drawn(cut: Cut, layer: int, head: int, pairs: Sequence[tuple[int, int]]) ->
 
 
 def _path(pairs: Sequence[tuple[int, int]]) -> str:
-    """Cells that stand side by side are one line."""
+    """Return a path with one line for each run of adjacent cells."""
     parts: list[str] = []
     for query, row in groupby(sorted(set(pairs)), lambda pair: pair[0]):
         keys = [key for _, key in row]
@@ -232,34 +221,31 @@ def _path(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def unseen(cut: Cut) -> Iterator[tuple[str, int, int]]:
-    """Each token, in how many units it was no longer seen, and its shade among the others."""
+    """Yield each token, the number of units in which it was cut off, and its shade."""
     counts = Counter(key for _, _, _, key in cut.units)
     most = max(counts.values(), default=1)
     for place, token in enumerate(cut.tokens):
         yield token, counts[place], shade(counts[place] / most)
 
 
-# Error against queries as a drawing: logarithmic axes, the lower bound marked. Numbers only.
-#
-# No attack can do with fewer queries than the lower bound, the number of unknowns over the numbers
-# in an answer. The template draws what this places, in the colours of the page.
+# A curve of error against queries, with logarithmic axes. It marks the lower bound for the queries
+# of any attack: the number of unknowns divided by the numbers in an answer.
 
 WIDTH, HEIGHT = 620, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 22, 44
-_MOST_QUERIES = 10**18  # a file may say anything
-_POINTS = 300  # points that are drawn: more cannot be told apart
+_MOST_QUERIES = 10**18  # larger numbers in a damaged file are cut off
+_POINTS = 300  # more points cannot be told apart
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a template needs to draw a trace; `bound` is where the lower bound's line stands."""
+    """A curve, with positions in pixels; `about` describes it for those who do not see it."""
 
     across: Axis
     up: Axis
     points: tuple[tuple[float, float], ...]
     bound: float | None
     about: str
-
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -269,10 +255,11 @@ class Curve:
 
 
 def curve(finding: Finding) -> Curve | None:
-    """The drawing of a finding that was followed on its way; None for the others."""
+    """Draw the trace of a finding; None if it has none."""
+    step = max(1, math.ceil(len(finding.trace) / _POINTS))
     trace = [
         (min(max(1, queries), _MOST_QUERIES), max(error, SMALLEST))
-        for queries, error in _thinned(finding.trace)
+        for queries, error in (*finding.trace[:-1:step], *finding.trace[-1:])
         if math.isfinite(error)
     ]
     if not trace:
@@ -288,13 +275,7 @@ def curve(finding: Finding) -> Curve | None:
     )  # fmt: skip
 
 
-def _thinned(trace: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    step = max(1, math.ceil(len(trace) / _POINTS))
-    return [*trace[:-1:step], *trace[-1:]]
-
-
 def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
-    """The drawing in words, for whoever does not see it."""
     (first, high), (last, low) = trace[0], trace[-1]
     words = (
         f"Error {low:.1e} after {last:,} queries"
@@ -304,15 +285,13 @@ def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
     return f"{words}; the lower bound is {bound:,}." if bound else f"{words}."
 
 
-# An axis of a drawing: which number stands at which pixel, and where its ticks stand.
-
-SMALLEST = 1e-17  # errors of exactly zero have to stand somewhere on a logarithmic axis
-_TICKS = 7  # along an axis, at most about so many
+SMALLEST = 1e-17  # where an error of zero is drawn on a logarithmic axis
+_TICKS = 7  # approximate number of ticks on an axis
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Powers of ten from `low` to `high`, from pixel `begin` to `end`."""
+    """A logarithmic axis for powers of ten from `low` to `high`, at pixels `begin` to `end`."""
 
     low: int
     high: int
@@ -321,7 +300,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], begin: float, end: float) -> Axis:
-        """An axis that holds all of them, between whole powers of ten."""
+        """Return the shortest axis between whole powers of ten that has all values."""
         scaled = [_power(value) for value in values]
         low, high = math.floor(min(scaled)), math.ceil(max(scaled))
         return cls(low, max(high, low + 1), begin, end)
@@ -331,7 +310,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[tuple[float, int]]:
-        """Where each stands, and the power of ten that it stands for."""
+        """The position of each tick, and its power of ten."""
         step = max(1, math.ceil((self.high - self.low) / _TICKS))
         return [(self._at(power), power) for power in range(self.low, self.high + 1, step)]
 
@@ -344,18 +323,16 @@ def _power(value: float) -> float:
     return math.log10(max(value, SMALLEST))
 
 
-# The exposure matrix: what leaks, down; in which layer, across; in each precision, a row.
-#
-# A model's cells are the shares of tokens that came back. What has no layers (endpoints, flips) is
-# one chip for each finding. All of them are links.
+# The exposure matrix: a row for each exposure and precision, a column for each layer. A cell is the
+# share of tokens that were recovered. Findings without texts become chips. All are links.
 
-WHOLE = "model"  # the column of what is made by no single layer
+WHOLE = "model"  # the column of exposures that come from no single layer
 _SHADES = 5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one exposure gave away in one precision."""
+    """The texts read from one exposure in one precision."""
 
     item: Item
     readings: Readings
@@ -373,7 +350,7 @@ class Cell:
 
 @dataclass
 class Part:
-    """One part of the target: its matrix, where text was read of it, and chips for the rest."""
+    """A part of the target, with its matrix and its chips."""
 
     name: str
     columns: list[str] = field(default_factory=list[str])
@@ -384,12 +361,12 @@ class Part:
 
 
 def shade(share: float) -> int:
-    """Which of the shades of the stylesheet a share has: 0 for nothing, the last for all."""
+    """Return the number of the shade for a share in the stylesheet, which is 0 for nothing."""
     return 0 if share <= 0 else min(_SHADES, 1 + int(share * _SHADES))
 
 
 def parts(assessment: Assessment) -> list[Part]:
-    """One for each part of the target, the worst first."""
+    """Return the parts of the target, the one with the worst finding first."""
     made: dict[str, Part] = {}
     for item in assessment.items:
         part = made.setdefault(item.finding.part, Part(item.finding.part))
@@ -411,6 +388,6 @@ def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
     rows = part.kinds.setdefault(kind, {})
     for read in texts:
         row = rows.setdefault(read.precision, {})
-        best = row.get(column)  # of several attacks on one leak, the one that read most counts
+        best = row.get(column)  # of several attacks on one leak, the best counts
         if best is None or best.readings.known < read.known:
             row[column] = Cell(item, read)

@@ -1,4 +1,4 @@
-"""Text as it was read, as a page shows it: tokens alike in one run, precisions alike in one row."""
+"""Recovered texts as a page shows them, and a table of how many were read, by length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keyhole.core import Finding, Piece, Reading
 from keyhole.core.text import percent
 from keyhole.report.words import SHOWN
 
-_MARKS = {"verified": "verified", "likely": "likely"}  # anything else nobody read
+_MARKS = ("verified", "likely")  # any other mark counts as unread
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that stand side by side and are to be believed alike."""
+    """Successive tokens with the same mark."""
 
     text: str
     mark: str
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """What was read of a text, in the precisions that gave the same."""
+    """A recovered text, with all precisions that gave the same."""
 
     precisions: tuple[str, ...]
     reading: Reading
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def marks(self) -> str:
-        """How many tokens have which mark, in words: colours alone are not for everybody."""
+        """The counts of marks in words, because not everybody sees colours."""
         counts = Counter(piece.mark for piece in self.reading.pieces)
         wrong = sum(piece.right is False for piece in self.reading.pieces)
         words = [f"{count} {mark}" for mark, count in counts.most_common()]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Shown:
-    """A text as it was put in, and what came back of it."""
+    """A text, and what was recovered of it."""
 
     original: str
     note: str
@@ -52,7 +52,7 @@ class Shown:
 
 
 def shown(finding: Finding) -> list[Shown]:
-    """The first texts of a finding."""
+    """Return the first texts of a finding."""
     first = finding.texts[0].readings if finding.texts else ()
     return [
         Shown(reading.original, reading.note, tuple(_rows(finding, number)))
@@ -71,24 +71,26 @@ def _rows(finding: Finding, number: int) -> list[Row]:
 
 
 def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
-    """Marks that are none of ours (a file may say anything) count as not read."""
-    alike = groupby(pieces, lambda piece: (_MARKS.get(piece.mark, "unread"), piece.right is False))
+    """Join successive tokens with the same mark."""
+
+    def kind(piece: Piece) -> tuple[str, bool]:
+        return piece.mark if piece.mark in _MARKS else "unread", piece.right is False
+
     return tuple(
-        Run("".join(piece.text for piece in group), mark, wrong) for (mark, wrong), group in alike
+        Run("".join(piece.text for piece in group), mark, wrong)
+        for (mark, wrong), group in groupby(pieces, kind)
     )
 
 
-# How many texts of a store were read exactly, by their length, and how near the others came.
-
-EDGES = (1, 10, 17, 25)  # tokens, special ones left out: where each row of the table begins
+EDGES = (1, 10, 17, 25)  # the shortest length in each row of the table, without special tokens
 
 
 @dataclass(frozen=True)
 class Span:
-    """The texts of one span of lengths: how many were tried and read, and how near the rest is.
+    """The texts in a range of lengths: how many were tried, and how many were read exactly.
 
-    `overlap` is the mean F1 of the tokens and `similarity` the median cosine, each of the texts
-    that were not read exactly; None where there are none, or where nobody knows the originals.
+    `overlap` is the mean F1 of the tokens and `similarity` the median cosine of the others. Both
+    are None if there are no others or nobody knows the originals.
     """
 
     name: str
@@ -109,14 +111,15 @@ class Span:
 
 
 def spans(finding: Finding) -> list[Span]:
-    """One for each span of lengths that has texts, the shortest first; none for other findings."""
+    """Return the ranges of lengths that have texts, if this finding has texts with lengths."""
     readings = [r for cell in finding.texts[:1] for r in cell.readings if r.tokens is not None]
-    made = [_span(readings, first, last) for first, last in _ranges()]
+    ranges = zip(EDGES, (*EDGES[1:], math.inf), strict=True)
+    made = [_span(readings, first, end - 1) for first, end in ranges]
     return [span for span in made if span.tried]
 
 
 def whose(finding: Finding) -> str:
-    """Whose lengths these are: those of the texts themselves, or of what was read."""
+    """Say whether the lengths are those of the original texts or of the recovered ones."""
     readings = finding.texts[0].readings
     unknown = sum(not reading.original for reading in readings)
     if not unknown:
@@ -127,7 +130,7 @@ def whose(finding: Finding) -> str:
 
 
 def near(reading: Reading) -> str:
-    """How near a text came, in words: nothing where it is exact or nobody measured it."""
+    """Say how near a text is to the original; empty if it is exact or that was not measured."""
     if reading.similarity is None or (reading.exact and reading.verified):
         return ""
     overlap = "" if reading.overlap is None else f", F1 of tokens {reading.overlap:.2f}"
@@ -135,16 +138,12 @@ def near(reading: Reading) -> str:
 
 
 def cosine(value: float) -> str:
-    """Rounded down: what is not 1 is not written as 1."""
+    """Write a cosine, rounded down so that only 1 is written as 1."""
     return f"{math.floor(value * 1e4) / 1e4:.4f}"
 
 
-def _ranges() -> list[tuple[int, float]]:
-    return [(first, last - 1) for first, last in zip(EDGES, (*EDGES[1:], math.inf), strict=True)]
-
-
 def _span(readings: list[Reading], first: int, last: float) -> Span:
-    # A vector for which nothing at all was read counts with the shortest.
+    # A vector of which nothing was read counts among the shortest.
     inside = [r for r in readings if first <= max(1, r.tokens or 0) <= last]
     missed = [r for r in inside if not (r.exact and r.verified)]
     overlaps = [r.overlap for r in missed if r.overlap is not None]

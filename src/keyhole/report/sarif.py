@@ -1,10 +1,10 @@
 """An audit as SARIF 2.1.0, the format of code scanning.
 
-Two forms. `render` is complete, as the standard has it: also what was kept (kind `pass`), what
-could not be checked (`open`), what was not tried (`notApplicable`), what a policy ignores
-(suppressions) and what is gone since a baseline (baselineState `absent`). GitHub takes every result
-for an open alert, whatever its kind, suppression or state: `render_alerts` leaves only what needs
-somebody.
+`render` is complete, as the standard intends. It also has what was kept (kind `pass`), what could
+not be checked (`open`), what was not tried (`notApplicable`), what a policy ignores (suppressions)
+and what is gone since a baseline (baselineState `absent`). GitHub takes every result for an open
+alert, whatever its kind, suppression or state. `render_alerts` therefore keeps only what somebody
+has to look at.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keyhole.core.standards import CWE, FRAMEWORKS, Standard, frameworks
 from keyhole.core.text import inert
 from keyhole.report import words
 
-# What every SARIF file of Keyhole has in common, whatever its results are about.
+# What all SARIF files of Keyhole have in common, of audits and of configurations.
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -34,7 +34,7 @@ LEVELS = {
     Severity.CRITICAL: "error", Severity.HIGH: "error", Severity.MEDIUM: "warning",
     Severity.LOW: "note",
 }  # fmt: skip
-# What GitHub calls a security-severity from a number on; a score moves into its severity's span.
+# The security-severities for which GitHub shows each severity; a score is moved into its interval.
 SPANS = {
     Severity.CRITICAL: (9.1, 10.0), Severity.HIGH: (7.0, 8.9), Severity.MEDIUM: (4.0, 6.9),
     Severity.LOW: (0.1, 3.9),
@@ -42,12 +42,12 @@ SPANS = {
 
 
 def written(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The log file of some runs."""
+    """Return the file of some runs."""
     return f"{dump({'$schema': SCHEMA, 'version': '2.1.0', 'runs': list(runs)})}\n"
 
 
 def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Keyhole as a tool, with every rule that a result may name by its place."""
+    """Describe Keyhole as a tool, with all rules in the order of their indices."""
     return {
         "name": "Keyhole",
         "version": version,
@@ -60,7 +60,7 @@ def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
-    """The frameworks, each with the entries that rules name."""
+    """Describe the frameworks, each with the entries that rules refer to."""
     return [
         {
             "name": framework.name,
@@ -80,7 +80,7 @@ def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
 
 
 def _tag(standard: Standard) -> str:
-    """An entry as a tag of a rule; GitHub knows those of CWE."""
+    """Return an entry as a tag of a rule; GitHub recognises those of CWE."""
     if standard.framework is CWE:
         return f"external/cwe/{standard.id.lower()}"
     return f"{standard.framework.key}/{standard.id}"
@@ -90,9 +90,9 @@ def described(
     identity: str, name: str, about: str, guide: tuple[str, str], tag: str, severity: Severity,
     score: float = 0.0, standards: tuple[Standard, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """A rule in full; `guide` is its help as text and as Markdown.
+    """Describe a rule; `guide` is its help as text and as Markdown.
 
-    GitHub reads severities of rules alone. A rule of a severity that has no span has no number.
+    GitHub only reads severities of rules, not of results. `none` and `unknown` have no number.
     """
     tags = ["security", f"keyhole/{tag}", *map(_tag, standards)]
     properties: dict[str, Any] = {"tags": tags}
@@ -125,7 +125,7 @@ def described(
 
 
 def not_checked(about: str) -> dict[str, Any]:
-    """The rule of a check that was not made, where no other applies: a result needs one."""
+    """Describe the rule of checks that were not made, for those that no other rule is about."""
     why = "The result says why it was not tried, and what would change that."
     rule = described(
         NOT_CHECKED, "A check that was not made", about, (why, why), "not-checked",
@@ -137,7 +137,7 @@ def not_checked(about: str) -> dict[str, Any]:
 def invocation(
     code: int, ends: Mapping[int, str], unchecked: Sequence[str], finished: str | None
 ) -> dict[str, Any]:
-    """How a run ended; what it could not check is a warning of the tool."""
+    """Describe how a run ended; what it could not check becomes warnings."""
     warnings = [
         {"level": "warning", "message": {"text": message(f"could not check {what}")}}
         for what in unchecked
@@ -152,13 +152,13 @@ def invocation(
 
 
 def fingerprints(name: str) -> dict[str, str]:
-    """What stays the same from run to run; GitHub reads the first, with the path and the rule."""
+    """Identify a result in every run; GitHub uses the first of these, the path and the rule."""
     digest = sha256(name.encode("utf-8", "replace")).hexdigest()
     return {"primaryLocationLineHash": f"{digest[:16]}:1", "keyholeFinding/v1": digest}
 
 
 def message(text: str) -> str:
-    """A message: plain text, in which brackets make no link and braces hold no argument's place."""
+    """Escape plain text for a message, in which brackets are links and braces are placeholders."""
     line = inert(text, 4000)
     for sign, spelled in (("\\", "\\\\"), ("[", "\\["), ("]", "\\]"), ("{", "{{"), ("}", "}}")):
         line = line.replace(sign, spelled)
@@ -170,24 +170,22 @@ def _pascal(name: str) -> str:
     return "".join(part[0].upper() + part[1:] for part in parts.split())
 
 
-# Where a finding is: of a target the endpoint, of that the layer, of that the exposure; of a
-# setting its file and its line.
-#
-# A model is no file with lines, so the place is logical; but code scanning shows nothing without a
-# physical one. That is the target where its name is a path inside the repository, and otherwise
-# `keyhole/` with the target's name: no file, but the same from run to run.
+# Locations. A setting has a file and a line. A model has neither, so the location of a finding is
+# logical: the target, its endpoint, the layer, the exposure. But code scanning shows nothing
+# without a physical location. That is the target if its name is a path inside the repository, and
+# otherwise `keyhole/` with the target's name, which is no file but the same in every run.
 
 _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
 
 
 def in_file(path: str, line: int) -> dict[str, Any]:
-    """A line of a file."""
+    """Return the location of a line of a file."""
     where = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": line}}
     return {"physicalLocation": where}
 
 
 def _uri(path: str) -> str:
-    """A file below this folder by its place in it, any other by its whole name."""
+    """Return a path relative to this folder if it is inside, otherwise a file URI."""
     plain = Path(os.path.normpath(path))
     if plain.is_absolute() or plain.parts[:1] == (os.pardir,):
         return Path(os.path.abspath(plain)).as_uri()  # noqa: PTH100 - resolves no links
@@ -195,26 +193,25 @@ def _uri(path: str) -> str:
 
 
 class Places:
-    """The logical locations of a run, each once; a result names its own by index."""
+    """The logical locations of a run, to which results refer by index."""
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self.slug = words.slug(target)
         self.all: list[dict[str, Any]] = []
         self._known: dict[tuple[str, str], int] = {}
 
     def of(self, exposure: Exposure) -> dict[str, Any]:
-        """A location: the target, the endpoint where it has several, the layer, the exposure."""
+        """Return the location of an exposure."""
         steps = [("target", self.target)]
         steps += [("endpoint", inert(exposure.part))] if exposure.part else []
         steps += [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
         steps.append(("exposure", inert(words.exposure(exposure))))
-        names: list[str] = []
+        path: list[str] = []
         parent: int | None = None
         logical: list[dict[str, Any]] = []
         for kind, name in steps:
-            names.append(name)
-            parent = self._index(kind, name, " / ".join(names), parent)
+            path.append(name)
+            parent = self._index(kind, name, " / ".join(path), parent)
             logical.append({**self.all[parent], "index": parent})
         return {
             "physicalLocation": {
@@ -227,25 +224,28 @@ class Places:
     @property
     def uri(self) -> str:
         path = _PATH.fullmatch(self.target)
-        inside = path is not None and ("/" in self.target or "." in self.target)
-        return quote(path[1]) if inside and path is not None else f"keyhole/{self.slug}"
+        if path is not None and ("/" in self.target or "." in self.target):
+            return quote(path[1])
+        return f"keyhole/{words.slug(self.target)}"
 
     def _index(self, kind: str, name: str, full: str, parent: int | None) -> int:
         key = (kind, full)
         if key not in self._known:
             self._known[key] = len(self.all)
-            above = {} if parent is None else {"parentIndex": parent}
-            self.all.append({"name": name, "fullyQualifiedName": full, "kind": kind, **above})
+            in_parent = {} if parent is None else {"parentIndex": parent}
+            self.all.append({"name": name, "fullyQualifiedName": full, "kind": kind, **in_parent})
         return self._known[key]
 
-
-# An audit.
 
 _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
     State.GONE: "absent", State.UNTRIED: "unchanged",
 }  # fmt: skip
-_HYPOTHETICAL = {"kind": "informational", "level": "none"}  # the service does not return it
+_KINDS = {
+    Outcome.GIVEN_AWAY: "fail", Outcome.EXPOSED: "fail", Outcome.UNCHECKED: "open",
+    Outcome.KEPT: "pass",
+}  # fmt: skip
+_HYPOTHETICAL = {"kind": "informational", "level": "none"}
 _ENDS = {
     0: "nothing was given away, or nothing that fails the policy",
     1: "something was given away",
@@ -254,19 +254,19 @@ _ENDS = {
 
 
 def render(assessment: Assessment) -> str:
-    """Everything that was looked at."""
+    """Return a file with everything that was looked at."""
     return written([run(assessment, assessment.audit.target)])
 
 
 def render_alerts(assessment: Assessment) -> str:
-    """What is given away or could not be checked, and neither ignored nor gone."""
+    """Return a file with what is given away or could not be checked, and not ignored or gone."""
     return written([run(assessment, assessment.audit.target, needs_somebody)])
 
 
 def run(
     assessment: Assessment, name: str, keep: Callable[[dict[str, Any]], bool] = bool
 ) -> dict[str, Any]:
-    """One audit; `name` tells it from other runs of a file, `keep` says which results are in it."""
+    """Return the run of an audit, with a name of its own; `keep` chooses the results."""
     places = Places(inert(assessment.audit.target))
     items = (*assessment.items, *assessment.gone, *assessment.untried)
     results = [_result(item, places) for item in items]
@@ -274,11 +274,20 @@ def run(
     results += [{**each, **_HYPOTHETICAL} for each in hypothetical]
     compared = any(item.state is not None for item in assessment.items)
     results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
+    untried = not_checked("What was not tried is neither given away nor kept.")
+    rules = [*(_rule(rule, assessment) for rule in RULES), untried]
     return {
-        "tool": {"driver": _driver(assessment)},
+        "tool": {"driver": driver(words.version(assessment.audit), rules)},
         "taxonomies": taxonomies(rule.standards for rule in RULES),
         "automationDetails": {"id": f"keyhole/{words.slug(inert(name))}/"},
-        "invocations": [_invocation(assessment)],
+        "invocations": [
+            invocation(
+                assessment.exit_code,
+                _ENDS,
+                words.unchecked(assessment),
+                words.finished(assessment.audit),
+            )
+        ],
         "logicalLocations": places.all,
         "results": [result for result in results if keep(result)],
         "properties": {
@@ -290,19 +299,13 @@ def run(
 
 
 def needs_somebody(result: dict[str, Any]) -> bool:
-    """Is it an open alert? GitHub takes whatever is in the file for one."""
+    """Return whether a result is an open alert: GitHub takes whatever is in the file for one."""
     active = not result.get("suppressions") and result.get("baselineState") != "absent"
     return active and result["kind"] in ("fail", "open")
 
 
-def _driver(assessment: Assessment) -> dict[str, Any]:
-    untried = not_checked("What was not tried is neither given away nor kept.")
-    rules = [*(_rule(rule, assessment) for rule in RULES), untried]
-    return driver(words.version(assessment.audit), rules)
-
-
 def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
-    """A rule has the severity of its worst finding."""
+    """Describe a rule, with the severity of its worst finding."""
     worst = next((item for item in assessment.exposed if item.rule is rule), None)
     about = f"{rule.about} {rule.family.question}"
     guide = (
@@ -315,25 +318,12 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
     )
 
 
-def _invocation(assessment: Assessment) -> dict[str, Any]:
-    unchecked = [
-        *(
-            words.in_full(item.finding.exposure)
-            for item in assessment.items
-            if item.finding.outcome is Outcome.UNCHECKED
-        ),
-        *(words.skip(skip) for skip in assessment.audit.skips if skip.unchecked),
-    ]
-    finished = words.finished(assessment.audit)
-    return invocation(assessment.exit_code, _ENDS, unchecked, finished)
-
-
 def _result(item: Item, places: Places) -> dict[str, Any]:
     finding = item.finding
     result: dict[str, Any] = {
         "ruleId": item.rule.id,
         "ruleIndex": RULES.index(item.rule),
-        "kind": _kind(item),
+        "kind": _KINDS[finding.outcome],
         "level": LEVELS.get(item.severity, "none") if finding.exposed else "none",
         "message": {"text": message(_sentence(item))},
         "locations": [places.of(finding.exposure)],
@@ -364,12 +354,6 @@ def _result(item: Item, places: Places) -> dict[str, Any]:
     return result
 
 
-def _kind(item: Item) -> str:
-    if item.finding.exposed:
-        return "fail"
-    return "open" if item.finding.outcome is Outcome.UNCHECKED else "pass"
-
-
 def _sentence(item: Item) -> str:
     finding = item.finding
     name = words.in_full(finding.exposure)
@@ -384,17 +368,17 @@ def _sentence(item: Item) -> str:
 
 
 def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
-    known = skip.exposure.rule != NOT_CHECKED
+    has_rule = skip.exposure.rule != NOT_CHECKED
     end = "could not check" if skip.unchecked else "not tried"
     return {
         "ruleId": skip.exposure.rule,
-        "ruleIndex": RULES.index(rule_of(skip.exposure)) if known else len(RULES),
+        "ruleIndex": RULES.index(rule_of(skip.exposure)) if has_rule else len(RULES),
         "kind": "open" if skip.unchecked else "notApplicable",
         "level": "none",
         "message": {"text": message(f"{words.skip(skip)}: {end}. {skip.reason}")},
         "locations": [places.of(skip.exposure)],
         "partialFingerprints": fingerprints(f"skip {skip.exposure} {skip.layers} {skip.attack}"),
-        # All results of a run have a state or none has; of checks that were not made none changed.
+        # Either all results of a run have a state, or none.
         **({"baselineState": "unchanged"} if compared else {}),
         "properties": {"attack": inert(skip.attack)},
     }

@@ -1,4 +1,4 @@
-"""What the terminal shows: an audit (verdict, four cards, findings), and what training gave."""
+"""Tables for the terminal: of an audit (verdict, four cards, findings), and of a training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keyhole.core.text import percent, visible
 from keyhole.report import readings, words
 from keyhole.report.page import groups
 
-if TYPE_CHECKING:  # a report is made without what trains
+if TYPE_CHECKING:  # reports need no torch
     from keyhole.harden.evaluate import Evaluation
     from keyhole.harden.run import Hardening
 
@@ -32,12 +32,13 @@ STYLES = {
 }  # fmt: skip
 
 
-def table(audit: Audit, assessment: Assessment | None = None) -> Group:
-    """Fits 80 columns: what is long is wrapped, nothing is cut off.
+def table(audit: Audit | Assessment) -> Group:
+    """Return the tables of an audit, which fit 80 columns: long cells are wrapped, not cut off.
 
-    `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
+    An assessment is given if a policy or a baseline was applied to the audit.
     """
-    assessment = assess(audit) if assessment is None else assessment
+    assessment = audit if isinstance(audit, Assessment) else assess(audit)
+    audit = assessment.audit
     parts: list[RenderableType] = [_line(assessment.verdict, "bold")]
     if ruling := words.ruling(assessment):
         parts.append(_line(ruling))
@@ -53,12 +54,12 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
         parts += [_line(title, "bold"), _Findings(assessment.hypothetical)]
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
-    if assessment.gone:
-        parts.append(_line("Gone since the baseline", "bold"))
-        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.gone]
-    if assessment.untried:
-        parts.append(_line("Not tried this time, as before", "bold"))
-        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.untried]
+    for title, items in (
+        ("Gone since the baseline", assessment.gone),
+        ("Not tried this time, as before", assessment.untried),
+    ):
+        parts += [_line(title, "bold")] if items else []
+        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in items]
     if audit.skips:
         parts += [_line("Not tried", "bold"), _skips(audit.skips)]
     parts += _by_length(audit)
@@ -86,7 +87,7 @@ def _cards(assessment: Assessment) -> Table:
 
 @dataclass(frozen=True)
 class _Findings:
-    """Each finding under what it is of, in columns that stay the same from group to group."""
+    """Findings in groups, in columns of the same widths."""
 
     items: Sequence[Item]
 
@@ -115,7 +116,7 @@ def _styled(item: Item, row: Sequence[str]) -> list[Text]:
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
-    """Every word in a line of its own and two spaces between; or as narrow as `width` asks for."""
+    """Return widths and a gap at which nothing is wrapped, or which fit into `width`."""
     widths = [max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
@@ -147,7 +148,7 @@ def _skips(skips: Iterable[Skip]) -> Table:
 
 
 def _by_length(audit: Audit) -> list[Text]:
-    """For each store, how many texts of which length were read exactly."""
+    """Return, for each store, how many texts of which length were read exactly."""
     lines: list[Text] = []
     for finding in audit.findings:
         spans = readings.spans(finding)
@@ -159,12 +160,12 @@ def _by_length(audit: Audit) -> list[Text]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """One line, as Text: what came from a target neither steers the terminal nor is markup."""
+    """Return text in one line, in which nothing from a target is markup or a control character."""
     return Text(visible(text.replace("\n", " ").replace("\t", " ")), style=style)
 
 
 def hardening(result: Hardening) -> Group:
-    """What training gave: each figure before and after; of several seeds the mean and the range."""
+    """Return a table of figures before and after a training, with means and ranges over seeds."""
     after = result.after
     seeds = f"after, {len(after)} seeds" if len(after) > 1 else "after"
     title = _title(after[-1]) if after else "nothing was measured"
@@ -182,7 +183,7 @@ def hardening(result: Hardening) -> Group:
 
 
 def _title(evaluation: Evaluation) -> str:
-    """What the shares are shares of."""
+    """Say what the shares in the table are shares of."""
     disruptions = evaluation.disruptions.values()
     tried = max((len(disruption.outcomes) for disruption in disruptions), default=0)
     shares = {f"{100 * disruption.method['share']:g}%" for disruption in disruptions}

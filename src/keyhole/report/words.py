@@ -1,4 +1,4 @@
-"""The sentences and numbers that every form of the report shares."""
+"""Words and figures that several formats of the report share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, needs
 from keyhole.core.finding import Estimate, Reading
-from keyhole.core.standards import Standard
 from keyhole.core.text import inert, legible, percent
 
-# What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
-# layer 3" where it comes from a layer, `{name}` what the target calls it.
+# The words for exposures, by rule, variant and defences. `{of_layer}` becomes " of layer 3" if the
+# exposure comes from a layer, `{name}` the target's own name for it.
 EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-WEIGHTS-SCORES", ""): "any answer",
     ("KH-WEIGHTS-SCORES", "full"): "full scores",
@@ -93,16 +92,14 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     (NOT_CHECKED, "routes"): "what routes return",
     (NOT_CHECKED, "others"): "all but {name}",
 }  # fmt: skip
-_UNNAMED = {"KH-PREDICTIONS-CUTS": "a share", "KH-TEXT-ANSWERS": "without a name"}
-
-
-def names_of(standards: Sequence[Standard]) -> str:
-    """What frameworks call it: "LLM02:2026, AML.T0024.001", or "none"."""
-    return ", ".join(standard.id for standard in standards) or "none"
+_UNNAMED = {  # in place of a missing name
+    "KH-PREDICTIONS-CUTS": "a share",
+    "KH-TEXT-ANSWERS": "without a name",
+}
 
 
 def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
-    """What people call an exposure; of several `layers` where those were left out."""
+    """Return the words for an exposure; `layers` are several layers in place of its own."""
     words = EXPOSURES.get((given.rule, given.variant, *given.defences))
     if words is None:  # of a method that somebody added
         parts = [given.variant or given.rule, given.name, *given.defences]
@@ -114,7 +111,7 @@ def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
 
 
 def in_full(given: Exposure, layers: Sequence[int] = ()) -> str:
-    """The exposure, and of what: two parts of a target may expose the same."""
+    """Return the words for an exposure and its part: two parts may expose the same."""
     words = exposure(given, layers)
     return f"{words}, {given.part}" if given.part else words
 
@@ -124,7 +121,7 @@ def skip(given: Skip) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in order as people write them: 2–5, 7–11."""
+    """Write ascending numbers as ranges: 2–5, 7–11."""
     parts: list[str] = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         row = [number for _, number in run]
@@ -133,21 +130,20 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 SHOWN = 100  # texts that a page shows; the JSON file has all
-_LINE = 60  # characters of an example that is easily read
-_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_GOOD_LENGTH = 60  # characters of an example that is easy to read
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def counts(assessment: Assessment) -> str:
-    """How many of the checks that count came to what."""
+    """Say how the checks ended."""
     total, ways = len(assessment.items), sum(item.finding.open for item in assessment.items)
     exposed = len(assessment.exposed) - ways
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
     kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
-    checks = "check" if total == 1 else "checks"
-    parts = [f"{exposed} of {total} {checks} gave something away"]
+    parts = [f"{exposed} of {number(total, 'check', 'checks')} gave something away"]
     parts += [f"{ways} found a way open"] if ways else []
     parts += [f"{kept} found nothing"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
@@ -155,7 +151,7 @@ def counts(assessment: Assessment) -> str:
 
 
 def unfinished(audit: Audit) -> list[str]:
-    """Why attacks had no result, and what to do: each reason once, with what it is about."""
+    """Return each reason why attacks had no result, with the exposures that it is about."""
     reasons: dict[str, list[str]] = {}
     for finding in audit.attacks:
         if finding.outcome is Outcome.UNCHECKED:
@@ -163,17 +159,24 @@ def unfinished(audit: Audit) -> list[str]:
     return [f"{', '.join(dict.fromkeys(about))}: {reason}" for reason, about in reasons.items()]
 
 
+def unchecked(assessment: Assessment) -> list[str]:
+    """Return the names of all checks that had no result."""
+    items = [i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
+    skips = [skip(each) for each in assessment.audit.skips if each.unchecked]
+    return [*(in_full(finding.exposure) for finding in items), *skips]
+
+
 def begins(sample: int, population: int) -> str:
-    """What is read of a store, before the first text is."""
+    """Say how many texts of a store will be read."""
     some = f"{sample:,} of {number(population, 'text', 'texts')}, chosen at random"
     some = f"all of {number(population, 'text', 'texts')}" if sample == population else some
     return f"reading {some}, the shortest first"
 
 
 def so_far(last: Sequence[Reading], tried: Sequence[Reading], sample: int, population: int) -> str:
-    """What was read of a store just now, and what that means for all of its texts.
+    """Say what was just read of a store, and what share of its texts can be read.
 
-    Texts that were not tried yet may all be read, or none: the share holds for either.
+    The interval holds whether all of the texts that were not tried yet can be read, or none.
     """
     exact = sum(reading.exact and reading.verified for reading in tried)
     least = Estimate.of(exact, sample, population).least
@@ -185,7 +188,7 @@ def so_far(last: Sequence[Reading], tried: Sequence[Reading], sample: int, popul
 
 
 def summary(assessment: Assessment) -> str:
-    """One sentence with a number: what the worst finding gave away, texts before all else."""
+    """Return a sentence with a figure about the worst finding, preferably about texts."""
     items = [item for item in assessment.exposed if not item.finding.open]
     read = [item for item in items if example(item.finding)]
     if not items:
@@ -200,15 +203,15 @@ def summary(assessment: Assessment) -> str:
 
 
 def example(finding: Finding) -> str:
-    """A text that was read exactly, the one whose length is nearest to a line's."""
+    """Return a text that was read exactly and is of a good length to be quoted."""
     first = _readings(finding)[:SHOWN]
     exact = [reading for reading in first if reading.exact and reading.verified]
     texts = [r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact]
-    return min(texts, key=lambda text: abs(len(text) - _LINE), default="")
+    return min(texts, key=lambda text: abs(len(text) - _GOOD_LENGTH), default="")
 
 
 def apart(assessment: Assessment) -> str:
-    """What is not in the counts: controls, and what was not tried."""
+    """Say what is not in the counts: controls, and checks that were not made."""
     parts = (
         (len(assessment.controls), "control", "controls"),
         (len(assessment.audit.skips), "check not made", "checks not made"),
@@ -218,7 +221,7 @@ def apart(assessment: Assessment) -> str:
 
 
 def assumed(assessment: Assessment) -> str:
-    """What was taken for granted of the service; empty where somebody said what it returns."""
+    """Say what the service is assumed to return; empty if somebody said what it returns."""
     needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
     names = [name for name in RETURNS if name in needed]
     if assessment.returns or not names:
@@ -230,7 +233,7 @@ def assumed(assessment: Assessment) -> str:
 
 
 def hypothetical(assessment: Assessment) -> str:
-    """What stands above findings that do not count, as the service does not return it."""
+    """Return the heading of findings that do not count because the service returns other things."""
     return f"Hypothetical: not returned, where {', '.join(assessment.returns)} are"
 
 
@@ -239,7 +242,7 @@ def number(count: int, single: str, several: str) -> str:
 
 
 def outcome(finding: Finding) -> str:
-    """What became of the secret, in a word or two."""
+    """Say in a word or two what became of the secret."""
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
     if finding.open:
@@ -254,15 +257,13 @@ def outcome(finding: Finding) -> str:
         given = finding.estimate
         of_all = "" if given.sample == given.population else " of all"
         return f"{given.exact:,} of {given.sample:,} texts ({given.share}{of_all})"
-    if finding.status is Status.RECOVERED:
-        return "recovered"
-    if finding.status is Status.WITHIN:
-        return "recovered within a domain"
+    if finding.status in (Status.RECOVERED, Status.WITHIN):
+        return finding.status.value
     if finding.sought == "text":
         cell = finding.texts[0] if finding.texts else None
         if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
             return f"{cell.exact} of {len(cell.readings)} texts"
-        return _of_tokens(finding)
+        return _share_of_tokens(finding)
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.known and finding.sought == "weights":
@@ -270,11 +271,11 @@ def outcome(finding: Finding) -> str:
     return "not recovered"
 
 
-def _of_tokens(finding: Finding) -> str:
+def _share_of_tokens(finding: Finding) -> str:
     share = percent(finding.known)
     pieces = [piece for reading in _readings(finding) for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    if not pieces or percent(right / len(pieces)) != share:  # a file may say anything
+    if not pieces or percent(right / len(pieces)) != share:  # as a damaged file may have it
         return f"{share} of tokens"
     return f"{right:,} of {len(pieces):,} tokens ({share})"
 
@@ -284,21 +285,17 @@ def _readings(finding: Finding) -> Sequence[Reading]:
 
 
 def brief(remedy: str) -> str:
-    """The first sentence of a remedy: a card shows no more."""
-    return _SENTENCE.split(remedy, maxsplit=1)[0]
+    """Return the first sentence of a remedy, which is all that a card shows."""
+    return _SENTENCE_END.split(remedy, maxsplit=1)[0]
 
 
 def error(finding: Finding) -> str:
     return "–" if finding.error is None else f"{finding.error:.1e}"
 
 
-def lower_bound(finding: Finding) -> str:
-    return "–" if finding.lower_bound is None else f"{finding.lower_bound:,}"
-
-
 def unbroken(text: str) -> Markup:
-    """Escaped, with every option in one piece: a browser may end a line after its hyphens."""
-    parts = _OPTION.split(legible(text))  # an option at every second place
+    """Escape a text, and keep a browser from breaking options such as --model after a hyphen."""
+    parts = _OPTION.split(legible(text))  # every second part is an option
     return Markup().join(
         Markup('<span class="option">{}</span>').format(part) if number % 2 else part
         for number, part in enumerate(parts)
@@ -306,7 +303,7 @@ def unbroken(text: str) -> Markup:
 
 
 def ruling(assessment: Assessment) -> str:
-    """What a policy or a baseline says of the audit; nothing where neither was given."""
+    """Say what a policy and a baseline decided; empty if neither was given."""
     decision = assessment.decision
     states = Counter(item.state for item in assessment.items if item.state is not None)
     if decision is None or (decision.source == Policy().source and not states):
@@ -325,18 +322,13 @@ def ruling(assessment: Assessment) -> str:
     return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"
 
 
-# Where a report comes from: which version made the audit, and when; names of its parts.
-
-_LOST = re.compile(r"[^0-9a-z]+")
-
-
 def version(audit: Audit) -> str:
-    """The version of Keyhole that made the audit."""
+    """Return the version of Keyhole that made the audit."""
     return inert(audit.environment.get("keyhole", "unknown"), 60)
 
 
 def finished(audit: Audit) -> str | None:
-    """When the audit was finished, as RFC 3339 has it; None where a file says something else."""
+    """Return when the audit was finished, in RFC 3339; None if its file has no valid time."""
     try:
         moment = datetime.fromisoformat(audit.created).astimezone(UTC)
     except (ValueError, OverflowError):
@@ -345,8 +337,9 @@ def finished(audit: Audit) -> str | None:
 
 
 def slug(text: str, max_length: int = 80) -> str:
-    """Letters and digits of ASCII with hyphens, and a few digits more where others were lost."""
-    plain = _LOST.sub("-", text[: 4 * max_length].lower()).strip("-")[:max_length].rstrip("-")
-    whole = text.isascii() and len(text) <= max_length
-    mark = "" if plain and whole else sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    """Return ASCII letters, digits and hyphens, with a digest if other characters were lost."""
+    plain = re.sub("[^0-9a-z]+", "-", text[: 4 * max_length].lower()).strip("-")
+    plain = plain[:max_length].rstrip("-")
+    is_whole = text.isascii() and len(text) <= max_length
+    mark = "" if plain and is_whole else sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
     return "-".join(part for part in (plain, mark) if part)

@@ -1,7 +1,7 @@
-"""Vector stores: where sentence embeddings are kept, opened to be read and never written to.
+"""Vector stores, which keep sentence embeddings: opened for reading only.
 
-To add a kind of store, write a function that opens it, add one row to KINDS, and its form to STORES
-(target.py), which says what a TARGET is without loading any of this.
+To add a kind of store, write a function that opens it, and add a row to KINDS and its form to
+STORES (target.py), which recognises a TARGET without importing this package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = (
 
 
 def kind_of(target: str) -> Kind | None:
-    """The kind of store that TARGET names; None where it names something else."""
+    """Return the kind of store that TARGET names; None if it names something else."""
     form = store_form(target)
     return next((kind for kind in KINDS if kind.form == form), None)
 
@@ -55,9 +55,10 @@ def kind_of(target: str) -> Kind | None:
 def open_store(
     target: str, known: Sequence[str] = (), shown: str | None = None
 ) -> Generator[Store]:
-    """The store that TARGET names, for the length of a block; `known` texts are for a server.
+    """Open the store that TARGET names, for the length of a block.
 
-    `shown` is TARGET as people gave it, where a file was found under a longer name.
+    `known` texts are for a server of embeddings. `shown` is TARGET as the user wrote it, if
+    `target` is a longer path to the same file.
     """
     kind = kind_of(target)
     if kind is None:
@@ -65,26 +66,25 @@ def open_store(
         raise InputError(f"{target} is not a vector store ({forms})")
     path, query = parted(target)
     options = dict(parse_qsl(query, keep_blank_values=True))
-    path = _place(path, kind)
+    path = _without_prefix(path, kind)
     unknown = [name for name in options if name not in kind.options]
-    if unknown and kind.form != POSTGRES:  # where the rest of the query is the driver's
+    if unknown and kind.form != POSTGRES:  # whose other options are the driver's
         takes = ", ".join(f"?{name}=" for name in kind.options) or "none"
         raise InputError(f"{path} has no option ?{unknown[0]}=: its options are {takes}")
     with kind.open(Place(path, options, tuple(known))) as store:
         if shown is None or shown == target:
             yield store
             return
-        given = _place(parted(shown)[0], kind)
+        given = _without_prefix(parted(shown)[0], kind)
         yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
 
 
 def address_of(target: str) -> str | None:
-    """The address of the server that a store is on; None where it is a file, or a database whose
-    own login decides."""
+    """Return the address of a store's HTTP server; None for files and PostgreSQL."""
     path = parted(target)[0].removeprefix("milvus:").removeprefix("weaviate:")
     return path if path.lower().startswith(("http://", "https://")) else None
 
 
-def _place(path: str, kind: Kind) -> str:
-    """What comes after `chroma:` and the like."""
+def _without_prefix(path: str, kind: Kind) -> str:
+    """Remove `chroma:` and the like."""
     return path.partition(":")[2] if kind.form.endswith(PREFIXED) else path

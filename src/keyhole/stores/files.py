@@ -1,4 +1,4 @@
-"""Vectors in files: of NumPy, JSON lines, Parquet, and indices of FAISS."""
+"""Vectors in files: NumPy arrays, JSON lines, Parquet, and indices of FAISS."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from keyhole.core.files import expect_file, parse, unreadable
 from keyhole.core.machine import expect_memory
 from keyhole.stores.store import Place, Store, column_store, library
 
-# Vectors in one array of NumPy (.npy).
+# One NumPy array (.npy).
 #
-# The file is mapped into memory, so that only the rows that are read cost anything. Pickled
-# objects are refused: loading them would run whatever the file says.
+# The file is mapped into memory, so that only the rows that are read cost anything. Pickled objects
+# are refused: loading them would run code from the file.
 
 
 @contextmanager
 def open_npy(place: Place) -> Generator[Store]:
-    """One array (texts, numbers)."""
     what = "an array of vectors in a .npy file"
     expect_file(place.path, what)
     try:
@@ -41,26 +40,25 @@ def open_npy(place: Place) -> Generator[Store]:
         )
 
     def vectors(rows: Sequence[int]) -> Tensor:
-        # Copied: what is mapped into memory from a file that is only read cannot be written to.
+        # A copy, since the mapped array is read-only.
         return torch.from_numpy(np.array(array[np.asarray(rows, dtype=np.int64)]))
 
     count, dim = array.shape
     yield Store(place.path, count, dim, vectors)
 
 
-# Vectors in a file of JSON lines: an object for each text, with a list of numbers in it.
+# JSON lines: each line is an object with a list of numbers in it, or a list itself.
 #
-# A line may also be the list itself. The file is read once to find where its lines begin; rows are
-# then read where they stand.
+# The file is read once to find the beginnings of its lines. Rows are then read from there.
 
-_ALONE = "the line itself"
+_UNNAMED = "the line itself"  # the name of the column if lines are lists
 
 
 @contextmanager
 def open_json_lines(place: Place) -> Generator[Store]:
     expect_file(place.path, "a .jsonl file of vectors")
     with Path(place.path).open("rb") as file:
-        starts = _starts(file)
+        starts = _line_starts(file)
         first = _row(file, starts, 0, place.path) if starts else {}
         names = [name for name, value in first.items() if _is_vector(value)]
         column = place.choice("column", names, "field that holds a vector")
@@ -72,8 +70,8 @@ def open_json_lines(place: Place) -> Generator[Store]:
         yield column_store(place.path, len(starts), read, column, text)
 
 
-def _starts(file: IO[bytes]) -> array[int]:
-    """Where the lines begin that are not blank."""
+def _line_starts(file: IO[bytes]) -> array[int]:
+    """Return the positions of the lines that are not blank."""
     starts, place = array("q"), 0
     for line in file:
         if line.strip():
@@ -90,7 +88,7 @@ def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, 
     except ValueError as error:
         raise InputError(f"row {row} of {path} is not JSON: {error}") from error
     if isinstance(value, list):
-        return {_ALONE: value}
+        return {_UNNAMED: value}
     if isinstance(value, dict):
         return cast("dict[str, Any]", value)
     raise InputError(f"expected an object or a list in row {row} of {path}, got {line[:40]!r}")
@@ -105,25 +103,27 @@ def _is_vector(value: object) -> bool:
     )
 
 
-# Vectors in columns of Apache Arrow: lists of one length, of floating-point numbers or of bytes.
-# Of a .parquet file only the row groups that hold rows asked for are read.
+# Columns of Apache Arrow: lists of one length, of floating-point numbers or of bytes.
 #
-# Bytes are codes of 8 bits, whose scale is lost, so they are read with length 1; or eight signs
-# each, packed as NumPy and sentence-transformers do, which the width of the encoder tells
-# (`Store.packed`). A column of binary data can only be the latter.
+# Bytes are codes of 8 bits without their scale, so the vectors are read with length 1. Or each byte
+# packs eight signs, as NumPy and sentence-transformers do; the encoder's width tells which
+# (`Store.packed`). A column of binary data is offered only if no other column holds vectors, or if
+# it was asked for.
 
 
 @contextmanager
 def open_parquet(place: Place) -> Generator[Store]:
-    expect_file(place.path, "a .parquet file of vectors")
+    what = "a .parquet file of vectors"
+    expect_file(place.path, what)
     parquet = library("pyarrow.parquet", "pyarrow")
     arrow = library("pyarrow")
     try:
         file = parquet.ParquetFile(place.path)
     except (OSError, arrow.ArrowException) as error:
-        raise unreadable("a .parquet file of vectors", place.path, error) from error
+        raise unreadable(what, place.path, error) from error
 
-    def taken(column: str, rows: Sequence[int]) -> Any:
+    def read(column: str, rows: Sequence[int]) -> Any:
+        """Read only the row groups that hold these rows."""
         pieces, start = [], 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
@@ -134,46 +134,39 @@ def open_parquet(place: Place) -> Generator[Store]:
         return arrow.chunked_array(pieces)
 
     with file:
-        yield arrow_store(place, file.schema_arrow, file.metadata.num_rows, taken)
+        yield arrow_store(place, file.schema_arrow, file.metadata.num_rows, read)
 
 
 def arrow_store(
-    place: Place, schema: Any, count: int, taken: Callable[[str, Sequence[int]], Any]
+    place: Place, schema: Any, count: int, read: Callable[[str, Sequence[int]], Any]
 ) -> Store:
-    """`taken(column, rows)` gives some rows of a column, in ascending order."""
+    """Return the store of a table; `read(column, rows)` gives rows of a column in their order."""
     types = library("pyarrow").types
 
+    def is_any(kind: Any, *names: str) -> bool:
+        return any(getattr(types, f"is_{name}")(kind) for name in names)
+
     def holds_vectors(kind: Any) -> bool:
-        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        numbers = (types.is_floating, types.is_int8, types.is_uint8)
-        return any(is_list(kind) for is_list in lists) and any(
-            is_number(kind.value_type) for is_number in numbers
-        )
+        is_list = is_any(kind, "list", "large_list", "fixed_size_list")
+        return is_list and is_any(kind.value_type, "floating", "int8", "uint8")
 
-    def holds_bytes(kind: Any) -> bool:
-        binary = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-        return any(is_binary(kind) for is_binary in binary)
-
-    holding = [field.name for field in schema if holds_vectors(field.type)]
+    columns = [field.name for field in schema if holds_vectors(field.type)]
     wanted = place.options.get("column")
-    holding += [
+    columns += [
         field.name
         for field in schema
-        if holds_bytes(field.type) and (not holding or field.name == wanted)
+        if is_any(field.type, "binary", "large_binary", "fixed_size_binary")
+        and (not columns or field.name == wanted)
     ]
-    strings = [
-        field.name
-        for field in schema
-        if types.is_string(field.type) or types.is_large_string(field.type)
-    ]
-    column = place.choice("column", holding, "column of vectors")
+    strings = [field.name for field in schema if is_any(field.type, "string", "large_string")]
+    column = place.choice("column", columns, "column of vectors")
     text = place.text_column(strings)
 
     def vectors(rows: Sequence[int]) -> Tensor:
-        return _matrix(taken(column, rows), f"{column} in {place.path}")
+        return _matrix(read(column, rows), f"{column} in {place.path}")
 
     def texts(rows: Sequence[int]) -> list[str | None]:
-        return taken(str(text), rows).to_pylist()
+        return read(str(text), rows).to_pylist()
 
     first = vectors([0]) if count else torch.zeros(1, 0)
     store = Store(place.path, count, first.shape[1], vectors, None if text is None else texts)
@@ -181,16 +174,16 @@ def arrow_store(
 
 
 def _coded(store: Store) -> Store:
-    """Bytes in place of numbers: codes of 8 bits, or eight signs in each."""
+    """Return a store of bytes, read as codes of 8 bits or (`packed`) as eight signs each."""
 
     def codes(rows: Sequence[int]) -> Tensor:
         return torch.nn.functional.normalize(store.vectors(rows).double())
 
     def signs(rows: Sequence[int]) -> Tensor:
         given = store.vectors(rows).numpy()
-        # Of signed bytes 128 was taken away (sentence-transformers, "binary").
-        packed = given if given.dtype == np.uint8 else (given.astype(np.int16) + 128)
-        bits = np.unpackbits(packed.astype(np.uint8), axis=1)
+        if given.dtype != np.uint8:  # sentence-transformers subtracts 128 for its format "binary"
+            given = (given.astype(np.int16) + 128).astype(np.uint8)
+        bits = np.unpackbits(given, axis=1)
         return torch.from_numpy(2.0 * bits - 1.0) / math.sqrt(8 * store.dim)
 
     packed = replace(
@@ -201,7 +194,7 @@ def _coded(store: Store) -> Store:
 
 
 def _matrix(column: Any, where: str) -> Tensor:
-    """A column of lists, or of bytes, as (rows, numbers)."""
+    """Return a column of lists, or of bytes, as (rows, numbers)."""
     compute = library("pyarrow.compute")
     if column.null_count or not len(column):
         raise InputError(f"every row of {where} must have a vector")
@@ -217,11 +210,11 @@ def _matrix(column: Any, where: str) -> Tensor:
     return torch.from_numpy(np.array(numbers.to_numpy())).reshape(len(column), lengths[0])
 
 
-# Vectors in an index of FAISS (Johnson, Douze and Jégou, 2019), as `faiss.write_index` left it.
+# An index of FAISS (Johnson, Douze and Jégou, 2019), written by `faiss.write_index`.
 #
-# An index that keeps vectors whole gives them back as they were. One that keeps codes (product
-# quantisation, 8 bits) gives back the vectors that the codes stand for: the store's note says so,
-# and its steps or its codebook say what else the same code stands for.
+# An index of whole vectors returns them unchanged. An index of codes (product quantisation, 8 bits)
+# returns the vectors that the codes stand for. Then the store has a note, and its steps or its
+# codebook determine which other vectors have the same code.
 
 
 @contextmanager
@@ -231,10 +224,10 @@ def open_faiss(place: Place) -> Generator[Store]:
     expect_memory(Path(place.path).stat().st_size, place.path)
     try:
         whole = faiss.read_index(place.path, faiss.IO_FLAG_READ_ONLY)
-        index = _within(faiss, whole)
+        index = _unwrapped(faiss, whole)
         inverted = faiss.try_extract_index_ivf(index)
         if inverted is not None:
-            inverted.make_direct_map()  # in memory: which list holds which vector
+            inverted.make_direct_map()  # finds the list that holds a vector; in memory only
     except (RuntimeError, TypeError) as error:
         raise _unreadable(place.path, error) from error
 
@@ -251,11 +244,11 @@ def open_faiss(place: Place) -> Generator[Store]:
         place.path, int(index.ntotal), int(index.d), vectors, note=note, steps=steps, ends=ends,
         codebook=_codebook(faiss, index),
     )  # fmt: skip
-    del whole  # which owns the memory that the others only point to
+    del whole  # not earlier, since it owns the memory of `index`
 
 
-def _within(faiss: Any, index: Any) -> Any:
-    """The index below those that only give other numbers to its vectors."""
+def _unwrapped(faiss: Any, index: Any) -> Any:
+    """Return the index inside those that only renumber its vectors."""
     index = faiss.downcast_index(index)
     while isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
         index = faiss.downcast_index(index.index)
@@ -263,7 +256,7 @@ def _within(faiss: Any, index: Any) -> Any:
 
 
 def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The steps (d,) and the ends (2, d) of an index with a range for each number, or for all."""
+    """Return the steps (d,) and the ends (2, d) of scalar quantisation."""
     kinds = faiss.ScalarQuantizer
     levels = {
         kinds.QT_8bit: 255, kinds.QT_8bit_uniform: 255, kinds.QT_6bit: 63, kinds.QT_4bit: 15,
@@ -272,12 +265,13 @@ def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
     if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype not in levels:
         return None, None
     ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
+    # The uniform kinds have one range for all numbers.
     begins, lengths = ranges.view(2, -1).expand(2, index.d)
     return lengths / levels[index.sq.qtype], torch.stack([begins, begins + lengths])
 
 
 def _codebook(faiss: Any, index: Any) -> Tensor | None:
-    """The centroids (blocks, codes, numbers) of product quantisation."""
+    """Return the centroids (blocks, codes, numbers) of product quantisation."""
     if not isinstance(index, faiss.IndexPQ):
         return None
     centroids = torch.from_numpy(faiss.vector_to_array(index.pq.centroids))
@@ -285,6 +279,6 @@ def _codebook(faiss: Any, index: Any) -> Tensor | None:
 
 
 def _unreadable(path: str, error: Exception) -> InputError:
-    # "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what' failed: why"
+    # FAISS writes "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what' failed: why".
     reason = first_line(error).rpartition("Error:")[2].strip()
     return InputError(f"cannot read {path} as an index of FAISS: {reason}")

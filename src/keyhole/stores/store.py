@@ -1,7 +1,7 @@
-"""A vector store as an audit reads it: vectors by row number, with their texts where it has them.
+"""A vector store as an audit reads it: vectors by row number, and their texts if it has them.
 
-A kind of store (Chroma, FAISS, …) is a function that takes a `Place` and opens a `Store` for a
-`with` block. Stores are opened for reading only: no byte of a file or database changes.
+A kind of store (Chroma, FAISS, …) is a function that takes a `Place` and opens a `Store` for the
+length of a `with` block. Stores are opened for reading only: no file or database changes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from keyhole.data import TEXT_COLUMNS
 
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
 _BATCH = 2**16  # rows in one batch of `batches`
-_REQUEST = 2**12  # rows in one call of `vectors`: some stores return them as Python lists
-_SAMPLED = 64  # vectors, evenly spread, that go into the identity
+_ROWS_PER_CALL = 2**12  # of `vectors`: some stores return them as Python lists
+_SAMPLED = 64  # vectors, evenly spread, that the identity is made of
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """`count` vectors of `dim` numbers; `texts` is None where the store has none.
+    """`count` vectors of `dim` numbers; `texts` is None if the store has none.
 
-    `vectors(rows)` gives a tensor (rows, dim) and `texts(rows)` a list, None for a row without a
-    text; rows are numbers from 0 in ascending order. `note` says what a reader must know of how
-    they were read. A store that keeps quantised vectors gives its quantiser: the `steps` (dim,)
-    between the `ends` (2, dim) of each number's range, or a `codebook` (blocks, codes, numbers).
-    `packed` is the same store where each of its numbers may also be eight signs.
+    - `vectors(rows)` returns a tensor (rows, dim), and `texts(rows)` a list with None for a row
+      without a text. Rows are numbers from 0 in ascending order.
+    - `note` tells a reader of the audit how the vectors were read.
+    - The quantiser of a store of quantised vectors is given by the `steps` (dim,) between the
+      `ends` (2, dim) of each number's range, or by a `codebook` (blocks, codes, numbers).
+    - `packed` is the same store if each of its numbers may also be eight packed signs.
     """
 
     name: str
@@ -56,16 +57,16 @@ class Store:
 
     @property
     def rounding(self) -> dict[str, Tensor]:
-        """How its numbers are quantised, where it says so."""
-        rounding = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
-        return {name: tensor for name, tensor in rounding.items() if tensor is not None}
+        """The parts of the quantiser that the store states."""
+        parts = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def read(self, rows: Sequence[int]) -> Tensor:
-        """The vectors of these rows: floating-point numbers, all of them finite."""
-        starts = range(0, len(rows), _REQUEST)
-        return torch.cat([self._request(rows[start : start + _REQUEST]) for start in starts])
+        """Return the vectors of these rows, which must be finite floating-point numbers."""
+        starts = range(0, len(rows), _ROWS_PER_CALL)
+        return torch.cat([self._checked(rows[start : start + _ROWS_PER_CALL]) for start in starts])
 
-    def _request(self, rows: Sequence[int]) -> Tensor:
+    def _checked(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
         if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
             raise InputError(f"every vector in {self.name} must have {self.dim} numbers")
@@ -75,14 +76,14 @@ class Store:
         return vectors
 
     def batches(self) -> Iterator[tuple[range, Tensor]]:
-        """Every vector of the store, in batches that fit into memory."""
+        """Yield every vector of the store, in batches that fit into memory."""
         for start in range(0, self.count, _BATCH):
             rows = range(start, min(start + _BATCH, self.count))
             yield rows, self.read(rows)
 
     @cached_property
     def identity(self) -> str:
-        """A fingerprint of the vectors: a store that was moved or copied keeps it."""
+        """A fingerprint of the vectors, which a moved or copied store keeps."""
         rows = sorted({number * self.count // _SAMPLED for number in range(_SAMPLED)})
         digest = hashlib.sha256(f"{self.count} {self.dim}".encode())
         digest.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
@@ -91,9 +92,9 @@ class Store:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store is, and which part of it: `path?option=name&…`.
+    """The address of a store and the part of it to read: `path?option=name&…`.
 
-    `known`: the texts that an embedding server is asked to embed; other stores hold vectors.
+    `known` holds the texts that an embedding server is asked to embed; other stores ignore them.
     """
 
     path: str
@@ -101,7 +102,7 @@ class Place:
     known: tuple[str, ...] = ()
 
     def choice(self, option: str, names: Sequence[str], what: str) -> str:
-        """The name that was asked for, or the only one there is."""
+        """Return the name that the option gives, or the only one."""
         wanted = self.options.get(option)
         if wanted is None and len(names) == 1:
             return names[0]
@@ -117,7 +118,7 @@ class Place:
         raise InputError(f"{self.path} has no {what} {wanted}: choose among {known}")
 
     def text_column(self, names: Sequence[str]) -> str | None:
-        """The column of texts: the one asked for, or one with a usual name; None without any."""
+        """Return the column of texts that the option gives, or one with a usual name."""
         if "text" in self.options:
             return self.choice("text", names, "column of texts")
         return next((name for name in TEXT_NAMES if name in names), None)
@@ -125,7 +126,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of store: its name, how its address is written, what opens it, options after `?`."""
+    """A kind of store: its name, the form of its address, its opener, its options after `?`."""
 
     name: str
     form: str
@@ -134,9 +135,9 @@ class Kind:
 
 
 def library(module: str, package: str = "") -> Any:
-    """A package that reads one kind of store; where missing, an error says how to install it."""
+    """Import the package that reads a kind of store, or raise an error that names the extra."""
     try:
-        with warnings.catch_warnings():  # of the package's own code
+        with warnings.catch_warnings():  # the package's own code may be outdated
             warnings.simplefilter("ignore", DeprecationWarning)
             return importlib.import_module(module)
     except ImportError as error:
@@ -152,17 +153,16 @@ def column_store(
     dtype: Any = np.float64,
     note: str = "",
 ) -> Store:
-    """A store with columns: `read(column, rows)` gives a list of numbers, or a text, for each row.
+    """Return a store with columns: `read(column, rows)` lists the values of these rows.
 
-    `text` is the column of texts, where there is one.
+    `column` holds lists of numbers, and `text` (if there is such a column) texts.
     """
 
     def vectors(rows: Sequence[int]) -> Tensor:
+        given = read(column, rows)
         try:
-            return torch.from_numpy(np.array(read(column, rows), dtype=dtype))
+            return torch.from_numpy(np.array(given, dtype=dtype))
         except (TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"every {column} in {name} must have {dim} numbers") from error
 
     def texts(rows: Sequence[int]) -> list[str | None]:

@@ -16,7 +16,7 @@ from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.bounds import paper_gamma
 
 
-def test_the_radius_and_the_bounds_are_the_papers():
+def test_the_radius_and_the_bounds_are_those_of_the_paper():
     problem, X = planted(4, 3)
     result = invert.bounds(problem, X)
     norms = [np.linalg.norm(matrix.numpy(), 2) for matrix in (problem.W, problem.V, X)]
@@ -44,7 +44,7 @@ def test_the_radius_is_never_below_one():
 
 
 def drawn(number: int) -> tuple[invert.Problem, Tensor]:
-    """A problem of any kind, its weights, output and input of any size."""
+    """Return a random problem whose weights, output and input have random sizes."""
     stream = torch.Generator().manual_seed(number)
     heads, options = ((None, ()), (None, ()), *((h, o) for h in (None, 2) for o in EXTRAS))[
         number % (2 + 2 * len(EXTRAS))
@@ -71,8 +71,8 @@ def test_the_proved_bound_and_its_gamma_hold_for_every_draw():
         assert float(torch.linalg.eigvalsh(invert.hessian(definite, X))[0]) > 0
 
 
-def test_the_proved_bound_holds_where_a_search_for_the_worst_ends():
-    """R = 1, where the constant matters most: uphill to the most negative eigenvalue."""
+def test_the_proved_bound_holds_at_the_end_of_a_search_for_a_violation():
+    """Search for the most negative eigenvalue at R = 1, where the constant matters most."""
     stream = torch.Generator().manual_seed(0)
     for n, d in ((2, 1), (2, 2)):
         matrices, worst = None, 0.0
@@ -85,10 +85,10 @@ def test_the_proved_bound_holds_where_a_search_for_the_worst_ends():
             lowest = float(torch.linalg.eigvalsh(invert.hessian(problem, X))[0])
             if lowest < worst:
                 matrices, worst = fresh, lowest
-        assert -28 * math.sqrt(n * d) <= worst < -n * d  # and not with a constant of 1
+        assert -28 * math.sqrt(n * d) <= worst < -n * d  # a constant of 1 fails
 
 
-def test_lemma_4_5_fails_with_a_constant_of_one_although_x_is_inside():
+def test_lemma_4_5_fails_with_a_constant_of_one_inside_the_radius():
     unit = torch.ones(1, 1, dtype=torch.float64)
     X = torch.full((2, 1), math.sqrt(0.5), dtype=torch.float64)
     result = invert.bounds(invert.Problem(W=-unit, V=-unit, B=torch.ones(2, 1)), X)
@@ -110,8 +110,8 @@ def test_lemma_4_4_fails_with_a_constant_of_one():
 
 
 @pytest.mark.parametrize(("n", "d", "R"), [(2, 1, 1.0), (3, 2, 1.0)])
-def test_the_proved_lipschitz_constant_holds_where_a_climb_ends(n, d, R):
-    """At the boundary ‖W‖ = ‖V‖ = ‖X‖ = |b_ij| = R, uphill along random steps."""
+def test_the_proved_lipschitz_constant_holds_at_the_end_of_such_a_search(n, d, R):
+    """Search at the boundary ‖W‖ = ‖V‖ = ‖X‖ = |b_ij| = R by random steps."""
     stream = torch.Generator().manual_seed(n)
     shapes = ((d, d), (d, d), (n, d), (n, d), (n, d))
     worst, kept = 0.0, [normal(stream, *shape) for shape in shapes]
@@ -128,7 +128,7 @@ def test_the_proved_lipschitz_constant_holds_where_a_climb_ends(n, d, R):
     assert 0.01 * result.lipschitz_proved < worst <= result.lipschitz_proved
 
 
-def test_leaving_x_out_breaks_the_lemma_and_taking_it_in_does_not():
+def test_the_lemma_fails_if_the_radius_does_not_cover_x():
     broken = {"without": 0, "with": 0}
     for seed in range(120):
         stream = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def test_leaving_x_out_breaks_the_lemma_and_taking_it_in_does_not():
     assert broken["with"] == 0 < broken["without"]
 
 
-def test_a_small_radius_is_an_assumption_that_does_not_hold():
+def test_a_radius_that_is_too_small_violates_an_assumption():
     problem, X = planted(4, 3)
     assert all(invert.bounds(problem, X).assumptions.values())
     result = invert.bounds(problem, X, R=1.0)
@@ -151,7 +151,7 @@ def test_a_small_radius_is_an_assumption_that_does_not_hold():
     assert "not proved: R is too small" in result.summary()
 
 
-def test_what_goes_beyond_the_papers_layer_is_named():
+def test_additions_to_the_papers_layer_are_listed():
     problem, X = draw(Kind(heads=2, options=frozenset({"causal", "key_bias"})))
     result = invert.bounds(problem, X)
     assert result.beyond == ("2 heads", "a key bias", "a causal mask")
@@ -159,7 +159,7 @@ def test_what_goes_beyond_the_papers_layer_is_named():
     assert result.proved
 
 
-def test_bounds_come_back_from_their_file(tmp_path):
+def test_bounds_are_saved_and_loaded(tmp_path):
     problem, X = planted(3, 3)
     result = invert.bounds(problem, X)
     result.save(tmp_path / "bounds.json")
@@ -183,7 +183,7 @@ def test_measured_values_lie_within_the_bounds():
         assert 0 < result.lipschitz <= result.lipschitz_bound
 
 
-def test_the_lipschitz_constant_is_one_that_a_neighbour_shows():
+def test_the_measured_lipschitz_constant_is_that_of_a_neighbour():
     problem, X = planted(3, 3)
     result = invert.bounds(problem, X, neighbours=1, seed=5)
     away = torch.randn(3, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -195,12 +195,12 @@ def test_the_lipschitz_constant_is_one_that_a_neighbour_shows():
     assert result.lipschitz <= invert.bounds(problem, X, neighbours=9, seed=5).lipschitz
 
 
-def test_gamma_is_left_out():
+def test_gamma_does_not_change_the_bounds():
     problem, X = planted(3, 3)
     assert invert.bounds(replace(problem, gamma=5.0), X) == invert.bounds(problem, X)
 
 
-def test_everything_known_leaves_nothing_to_vary():
+def test_a_known_input_has_no_lipschitz_constant():
     problem, X = planted(3, 3)
     result = invert.bounds(replace(problem, known=X), X)
     assert result.lowest == result.highest == result.lipschitz == 0.0

@@ -1,4 +1,4 @@
-"""Loss, gradient, Jacobian and Hessian, each against autodiff and against naive NumPy loops."""
+"""Loss, gradient, Jacobian and Hessian, compared with autodiff and with naive NumPy loops."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EVERY = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
 def close(result, expected, within=1e-12):
-    """Relative to the largest entry."""
+    """Assert equality within a share of the largest entry."""
     result, expected = np.asarray(result), np.asarray(expected)
     assert result.shape == expected.shape
     assert np.abs(result - expected).max() <= within * max(1e-300, np.abs(expected).max())
 
 
 def naive(problem: Problem, X):
-    """The problem in NumPy, for the reference: X, free entries, the layer, its options."""
+    """Return the reference's arguments in NumPy: X, the free entries, the layer, its options."""
     known = None if problem.known is None else problem.known.numpy()
     free = np.ones(X.shape) if known is None else np.isnan(known).astype(float)
     X = X.numpy() if known is None else np.where(np.isnan(known), X.numpy(), known)
@@ -95,7 +95,7 @@ def _imposed(problem, X):
 def test_any_shape(n, d, m, heads, options, seed):
     problem, X = draw(Kind(n, d, m, heads, frozenset(options)), seed)
     expected = second(lambda x: plain_loss(problem, x))(X)
-    # A lone token attends to itself: its Hessian is 2VVᵀ, and rounding is measured by V.
+    # A single token attends to itself. Its Hessian is 2VVᵀ, so rounding is relative to V.
     scale = expected.abs().max().clamp(min=1.0)
     result = invert.hessian(problem, X)
     assert (result - expected.reshape(result.shape)).abs().max() <= 1e-12 * scale
@@ -104,7 +104,7 @@ def test_any_shape(n, d, m, heads, options, seed):
     assert (product - at).abs().max() <= 1e-11 * scale
 
 
-def test_many_inputs_at_once_are_as_one_by_one():
+def test_a_batch_equals_single_inputs():
     problem, _ = draw(KINDS[-1])
     X = normal(torch.Generator().manual_seed(1), 2, 3, problem.length, problem.dim)
     for function in (invert.loss, invert.gradient, invert.jacobian, invert.hessian):
@@ -114,8 +114,8 @@ def test_many_inputs_at_once_are_as_one_by_one():
 
 
 @pytest.mark.parametrize("inputs", [1, 2])
-def test_a_large_matrix_is_made_in_parts(inputs):
-    """Too large for one product, and for being read across: against products without a matrix."""
+def test_a_large_matrix_is_computed_in_chunks(inputs):
+    """Large enough for chunks and tiled transposes; compared with products without a matrix."""
     problem, _ = draw(Kind(n=120, d=5, heads=2, options=frozenset(OPTIONS)))
     stream = torch.Generator().manual_seed(1)
     X, P = (normal(stream, inputs, 120, 5) for _ in range(2))
@@ -151,7 +151,7 @@ def test_the_blocks_are_second_derivatives_of_one_residual():
 
 @pytest.mark.parametrize("scale", [10, 30, 1000])
 @pytest.mark.parametrize("seed", range(3))
-def test_saturated_attention_leaves_no_rounding_behind(scale, seed):
+def test_saturated_attention_is_free_of_rounding_errors(scale, seed):
     problem, X = draw(Kind(n=4, d=3, options=frozenset({"residual"} if seed else ())), seed)
     X = scale * X
     expected = second(lambda x: plain_loss(problem, x))(X).reshape(X.numel(), X.numel())

@@ -1,4 +1,4 @@
-"""The equations and their derivatives, against naive loops and autodiff, for every variant."""
+"""The equations and their derivatives, compared with naive loops and autodiff."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_residuals_agree_with_naive_loops(causal):
     assert np.allclose(residuals[0].numpy(), naive - problem.B.numpy(), rtol=0, atol=1e-13)
 
 
-def test_towards_zero_temperature_the_map_is_linear_in_the_scores():
+def test_as_the_temperature_vanishes_the_map_is_linear_in_the_scores():
     problem, X = invert.plant(6, 4, scale=1.0, seed=2)
     cold = replace(Equations.of(problem), temperature=1e-5)
     scores = torch.as_tensor(reference.scores(X.numpy(), problem.W.numpy()))

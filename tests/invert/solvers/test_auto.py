@@ -1,4 +1,4 @@
-"""Auto: the structure decides, what was chosen is said, several solutions are all named."""
+"""Auto: the structure determines the method, and all solutions are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("word", "options"), CHOICES.items(), ids=CHOICES)
-def test_the_structure_decides_and_is_named(word, options):
+def test_the_structure_determines_the_method(word, options):
     problem, X = invert.plant(5, 4, seed=4, **options)
     result = invert.Auto(starts=16, seed=1)(problem)
     assert result.status is Status.RECOVERED, result.reason
@@ -28,7 +28,7 @@ def test_the_structure_decides_and_is_named(word, options):
     assert result.method.startswith("Auto(")
 
 
-def test_leaked_maps_leave_one_input():
+def test_leaked_maps_determine_the_input():
     problem, X = invert.plant(6, 6, seed=2)
     result = invert.Auto()(replace(problem, maps=problem.maps_of(X)))
     assert result.status is Status.RECOVERED
@@ -36,7 +36,7 @@ def test_leaked_maps_leave_one_input():
     assert float((result.X - X).abs().max()) < 1e-9
 
 
-def test_several_inputs_with_one_output_are_all_named():
+def test_all_inputs_with_the_same_output_are_reported():
     problem, X = invert.plant(4, 8, seed=1)
     result = invert.Auto(starts=32)(problem)
     assert len(result.solutions) >= 2
@@ -46,11 +46,11 @@ def test_several_inputs_with_one_output_are_all_named():
     assert min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
 
 
-def test_the_curve_helps_where_starts_do_not():
+def test_the_curve_succeeds_where_starts_fail():
     from keyhole.invert.solvers import auto
 
     problem, _ = invert.plant(8, 4, seed=3)
-    # Without steps no start succeeds; the curve does.
+    # Without steps no start succeeds, but the curve does.
     result = auto.Auto(starts=4, steps=1, solutions=1)(replace(problem, tolerance=0.0))
     assert result.status is Status.RECOVERED
 
@@ -77,7 +77,7 @@ def test_ctrl_c_between_two_searches(monkeypatch):
     assert result.reason == "stopped before a start"
 
 
-def test_time_runs_out():
+def test_a_time_limit_is_respected():
     problem, _ = invert.plant(10, 10, seed=1)
     result = invert.Auto(starts=10**4, solutions=10**6, seconds=0.2)(problem)
     assert result.seconds < 30

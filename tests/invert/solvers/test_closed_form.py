@@ -1,4 +1,4 @@
-"""Leaked maps: exact where they determine X, and a status for everything else."""
+"""Leaked maps give X exactly if they determine it, and a status otherwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_maps_give_the_input_in_closed_form(kind):
         assert len(result.solutions) == 1
 
 
-def test_known_entries_are_kept_and_make_up_for_missing_outputs():
+def test_known_entries_are_kept_and_replace_missing_outputs():
     problem, X, maps = plant(6, 4, m=3)
     known = X.clone()
     known[2:, 1:] = torch.nan
@@ -54,14 +54,14 @@ def test_known_entries_are_kept_and_make_up_for_missing_outputs():
     assert torch.equal(result.X[given], known[given])
 
 
-def test_everything_known():
+def test_a_completely_known_input():
     problem, X, maps = plant(3, 2)
     result = invert.ClosedForm(maps)(replace(problem, known=X))
     assert result.status is Status.RECOVERED
     assert torch.equal(result.X, X)
 
 
-def test_singular_maps_of_equal_tokens_are_mended_by_their_logarithms():
+def test_logarithms_complete_the_singular_maps_of_equal_tokens():
     problem, X, maps = plant(12, 4, equal_tokens=True)
     assert int(torch.linalg.matrix_rank(maps)) < 12
     result = invert.ClosedForm(maps)(problem)
@@ -70,12 +70,12 @@ def test_singular_maps_of_equal_tokens_are_mended_by_their_logarithms():
     assert "singular" in result.reason
 
 
-def test_a_narrow_v_is_mended_too():
+def test_logarithms_complete_a_narrow_v():
     problem, X, maps = plant(10, 4, m=3)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.RECOVERED
     assert off(result.X, X) <= 1e-9
-    assert "10 directions open" in result.reason  # n (d − m)
+    assert "10 open directions" in result.reason  # n (d − m)
 
 
 def test_equal_tokens_with_few_others_leave_a_family():
@@ -85,7 +85,7 @@ def test_equal_tokens_with_few_others_leave_a_family():
     assert "directions open" in result.reason
 
 
-def test_uniform_attention_tells_only_the_mean():
+def test_uniform_attention_determines_only_the_mean():
     n, d = 6, 3
     problem, X, maps = plant(n, d, s=0.0)
     result = invert.ClosedForm(maps)(problem)
@@ -109,7 +109,7 @@ def test_maps_of_another_input_are_refused(heads):
     assert "do not belong" in result.reason
 
 
-def test_what_is_no_map_is_refused():
+def test_maps_that_no_softmax_made_are_refused():
     problem, _, maps = plant(4, 4)
     result = invert.ClosedForm(3 * maps)(problem)
     assert result.status is Status.MISMATCH
@@ -150,10 +150,10 @@ def test_rounded_maps_lead_to_the_exact_input(name):
     result = invert.ClosedForm(ROUNDED[name](maps))(problem)
     assert result.status is Status.RECOVERED
     assert off(result.X, X) <= 1e-9
-    assert "the only" not in result.reason  # rounded maps prove nothing
+    assert "the only" not in result.reason  # rounded maps do not prove it
 
 
-def test_rounded_maps_without_enough_steps_are_honest():
+def test_rounded_maps_without_enough_steps_are_not_called_recovered():
     problem, X, maps = plant(16, 8, seed=3, s=1.0)
     method = invert.LevenbergMarquardt(starts=1, steps=1)
     result = invert.ClosedForm((20 * maps).round() / 20, method)(problem)
@@ -162,7 +162,7 @@ def test_rounded_maps_without_enough_steps_are_honest():
     assert off(result.X, X) > 1e-9
 
 
-def test_foreign_maps_that_are_rounded_are_not_believed():
+def test_rounded_maps_of_another_layer_are_not_called_recovered():
     problem, _, _ = plant(5, 5, seed=0)
     _, _, maps = plant(5, 5, seed=1)
     method = invert.LevenbergMarquardt(starts=1, steps=100)
@@ -172,7 +172,7 @@ def test_foreign_maps_that_are_rounded_are_not_believed():
     assert result.solutions == ()
 
 
-def test_a_tolerance_of_the_output_is_allowed_for():
+def test_the_tolerance_of_the_output_is_respected():
     problem, X, maps = plant(6, 6)
     blurred = replace(problem, B=problem.B.float(), tolerance=1e-5)
     result = invert.ClosedForm(maps)(blurred)
@@ -180,21 +180,21 @@ def test_a_tolerance_of_the_output_is_allowed_for():
     assert off(result.X, X) <= 1e-3
 
 
-def test_the_method_is_named_without_its_numbers():
+def test_the_repr_of_the_method_leaves_out_the_maps():
     problem, _, maps = plant(4, 4)
     assert invert.ClosedForm(maps)(problem).method.startswith("ClosedForm(method=Lev")
 
 
-def test_conjugate_gradients_where_no_factorisation_is_affordable():
+def test_conjugate_gradients_for_large_problems():
     problem, X, maps = plant(91, 91, heads=2, residual=True, v=0.1)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.RECOVERED
-    assert "not looked at" in result.reason
+    assert "not checked" in result.reason
     assert off(result.X, X) <= 1e-8
 
 
-def test_conjugate_gradients_that_do_not_arrive_say_so():
-    """Tokens that attend to themselves alone, and values that hardly show their last entry."""
+def test_conjugate_gradients_that_do_not_converge_are_unsolved():
+    """Tokens that attend only to themselves, and values that nearly hide the last entry."""
     n, X = 91, gaussians(0)(91, 91)
     one = torch.eye(n, dtype=torch.float64)
     values = one.clone()
@@ -206,7 +206,7 @@ def test_conjugate_gradients_that_do_not_arrive_say_so():
     assert "did not converge" in result.reason
 
 
-def test_the_matrix_and_its_transpose_are_the_map():
+def test_the_matrix_and_its_transpose_are_those_of_the_linear_map():
     problem, X, maps = plant(4, 3, heads=2, m=3, residual=True)
     linear = leaked_maps.Linear.of(problem, maps)
     out = linear.apply(X)
@@ -214,7 +214,7 @@ def test_the_matrix_and_its_transpose_are_the_map():
     assert torch.allclose(linear.matrix().mT @ out.flatten(), linear.transposed(out).flatten())
 
 
-def test_the_derivative_of_the_scores_is_autodiffs():
+def test_the_derivative_of_the_scores_agrees_with_autodiff():
     problem, X, maps = plant(4, 3, heads=2, biases=True)
     scores = leaked_maps.Scores(problem, leaked_maps.Linear.of(problem, maps))
     X = X.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt, the loop around it, the judge: planted truth, many problems, statuses."""
+"""Levenberg–Marquardt, the search and the judge: planted inputs and statuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keyhole.invert.judge import judge, residual_of
 
 
 def error(result, X):
-    """Distance of the nearest input found to the planted one."""
+    """Return the distance of the planted input to the nearest solution."""
     return min(float((solution - X).abs().max()) for solution in result.solutions)
 
 
@@ -66,13 +66,13 @@ def test_without_a_prior(n, d):
     assert result.status is Status.RECOVERED
     for solution in result.solutions:
         assert residual_of(problem, solution) < 1e-12
-    assert error(result, X) < 1e-6  # the planted input is among those result
+    assert error(result, X) < 1e-6  # the planted input is among the solutions
     norms = [float(solution.norm()) for solution in result.solutions]
     assert norms == sorted(norms)
     assert torch.equal(result.X, result.solutions[0])
 
 
-def test_problems_of_one_shape():
+def test_problems_of_the_same_shape():
     pairs = [invert.plant(5, 4, seed=seed) for seed in range(6)]
     method = invert.LevenbergMarquardt(starts=12, seed=3)
     for problem, _ in pairs:
@@ -81,7 +81,7 @@ def test_problems_of_one_shape():
         assert residual_of(problem, result.X) < 1e-12
 
 
-def test_problems_of_several_shapes_and_a_broken_one():
+def test_problems_of_several_shapes_and_an_invalid_one():
     good, _ = invert.plant(4, 3, seed=0)
     wide, _ = invert.plant(3, 5, seed=1)
     broken = replace(good, B=good.B * torch.nan)
@@ -97,7 +97,7 @@ def test_the_same_seed_gives_the_same_digits():
     assert torch.equal(first.X, other.X)
 
 
-def test_known_tokens_stay_and_leave_one_solution():
+def test_known_tokens_are_kept_and_leave_a_single_solution():
     problem, X = invert.plant(6, 4, seed=1)
     known = torch.full_like(X, torch.nan)
     known[:3] = X[:3]
@@ -132,8 +132,8 @@ def test_an_unreachable_output_is_a_mismatch():
     assert "no input has this output" in result.reason
 
 
-def test_an_output_that_no_start_reaches_is_unsolved_with_the_best():
-    # With W = 0 every token attends to all alike: outputs that differ cannot come about.
+def test_an_unreached_output_is_unsolved_with_the_best_input():
+    # With W = 0 attention is uniform, so all outputs are equal.
     problem, _ = invert.plant(4, 3, scale=0.0)
     unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))
     result = invert.LevenbergMarquardt(starts=2, steps=30)(unreachable)
@@ -143,7 +143,7 @@ def test_an_output_that_no_start_reaches_is_unsolved_with_the_best():
     assert result.advice
 
 
-def test_duplicate_tokens_are_found_as_duplicates():
+def test_duplicate_tokens_are_found():
     problem, X = invert.plant(8, 4, symmetric=True, seed=3)
     X[1] = X[0]
     problem = replace(problem, B=problem.output(X))
@@ -158,7 +158,7 @@ def test_one_token_is_a_linear_solve():
     assert torch.allclose(result.X, X, rtol=0, atol=1e-10)
 
 
-def test_noise_within_the_tolerance_still_gives_an_exact_input_of_the_noisy_output():
+def test_a_noisy_output_has_an_exact_input_too():
     problem, X = invert.plant(6, 4, symmetric=True, seed=5)
     noisy = replace(problem, B=problem.B.round(decimals=3), tolerance=5e-4)
     result = invert.LevenbergMarquardt(starts=32)(noisy)
@@ -166,7 +166,7 @@ def test_noise_within_the_tolerance_still_gives_an_exact_input_of_the_noisy_outp
     assert error(result, X) < 5e-4 * result.condition
 
 
-def test_a_tolerance_accepts_what_rounding_leaves():
+def test_a_tolerance_accepts_rounded_outputs():
     problem, X = invert.plant(4, 3, seed=5)
     verdict = judge(replace(problem, tolerance=0.1), X + 1e-4)
     assert verdict.status is Status.RECOVERED
@@ -176,7 +176,7 @@ def test_a_tolerance_accepts_what_rounding_leaves():
     assert residual_of(problem, X * torch.nan) == torch.inf
 
 
-def test_ctrl_c_gives_the_best_so_far():
+def test_ctrl_c_returns_the_best_so_far():
     problem, _ = invert.plant(8, 8, seed=1)
 
     def impatient(done, total, note):
@@ -205,15 +205,15 @@ def test_progress_counts_starts():
     assert float(note.removeprefix("starts, best ")) < 1e-10
 
 
-def test_a_start_of_the_wrong_shape_is_one_clear_line():
+def test_a_start_of_the_wrong_shape_is_refused():
     problem, _ = invert.plant(4, 3)
     with pytest.raises(InputError, match=r"expected starts of shape n×d = 4×3, got 3×4"):
         invert.LevenbergMarquardt()(problem, start=torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5])
-def test_from_a_label_missed_by_r_the_minimum_is_off_by_the_pseudo_inverse_of_r(size):
-    """Inversion of a label instead of the output: the training input is no minimum."""
+def test_with_a_label_in_place_of_the_output_the_minimum_moves_by_the_pseudo_inverse(size):
+    """If a label is inverted instead of the output, the training input is no minimum."""
     problem, X = invert.plant(4, 4, seed=3, symmetric=True)
     r = size * torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).double()
     labelled = replace(problem, B=problem.B - r)

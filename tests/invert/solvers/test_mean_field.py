@@ -1,4 +1,4 @@
-"""The mean field: one solution, found from anywhere; and the curve that leads on from it."""
+"""The mean field is unique and found from any start; its curve leads to exact inputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import judge
+from keyhole.invert.solvers.continuation import solutions_along_the_curve
+from keyhole.invert.solvers.mean_field import covariance_of, geometric_mean
 from keyhole.invert.solvers.reduce import reduce
-from keyhole.invert.solvers.starts import (
-    covariance_of,
-    geometric_mean,
-    solutions_along_the_curve,
-)
 
 
 @pytest.mark.parametrize(("n", "d"), [(9, 4), (5, 4), (5, 5), (4, 6)])
@@ -26,11 +23,11 @@ def test_it_solves_attention_to_first_order_in_the_scores(n, d, biases):
     problem = reduce(invert.plant(n, d, biases=biases, seed=n + d)[0]).problem
     X = invert.mean_field(problem)
     coldest = replace(Equations.of(problem), temperature=1e-7)
-    # What is left is the second order, λ times smaller than the scores.
+    # The residual is of second order, λ times smaller than the scores.
     assert float(coldest.residuals(X.unsqueeze(0)).abs().max()) < 1e-3
 
 
-def test_there_is_exactly_one_covariance_wherever_one_begins():
+def test_the_covariance_is_unique_and_found_from_any_start():
     stream = torch.Generator().manual_seed(5)
     W = torch.randn(4, 4, generator=stream, dtype=torch.float64)
     M = torch.randn(4, 4, generator=stream, dtype=torch.float64)
@@ -45,7 +42,7 @@ def test_there_is_exactly_one_covariance_wherever_one_begins():
             covariance = geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
             distances.append(_thompson(covariance, result))
         assert distances[-1] < 1e-9
-        # Each step halves the distance, to the precision at which it can be told.
+        # Each step halves the distance, down to rounding.
         for before, after in itertools.pairwise(distances):
             assert after <= 0.5 * before + 1e-10
 
@@ -55,14 +52,14 @@ def _thompson(P, S):
 
 
 @pytest.mark.parametrize("change", [{"causal": True}, {"residual": True}, {"heads": 2}])
-def test_where_it_does_not_apply_there_is_none(change):
+def test_problems_without_a_mean_field(change):
     problem, _ = invert.plant(4, 4, **change)
     assert invert.mean_field(problem) is None
     assert invert.mean_field(invert.plant(1, 4)[0]) is None
     assert list(solutions_along_the_curve(problem)) == []
 
 
-def test_a_singular_w_has_none():
+def test_a_singular_w_has_no_mean_field():
     problem, _ = invert.plant(4, 3)
     assert invert.mean_field(replace(problem, W=torch.zeros(3, 3, dtype=torch.float64))) is None
 

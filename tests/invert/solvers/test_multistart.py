@@ -1,4 +1,4 @@
-"""Many starts together: stopped at the worst moment, what is handed over is whole."""
+"""The search from many starts, interrupted at the worst moment, gives a complete result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keyhole.invert import LevenbergMarquardt, plant
 
 
 class Stopping(torch.Tensor):
-    """A loss that is interrupted when it is first looked at."""
+    """A loss that raises KeyboardInterrupt when it is first read."""
 
     looked = False
 
@@ -24,7 +24,7 @@ class Stopping(torch.Tensor):
 
 
 class Stopped(LevenbergMarquardt):
-    """Ctrl-C right after the third step, before its losses are written down."""
+    """Raises Ctrl-C right after the third step, before its losses are recorded."""
 
     steps_taken = 0
 
@@ -35,7 +35,7 @@ class Stopped(LevenbergMarquardt):
         return replace(state, loss=state.loss.as_subclass(Stopping)) if third else state
 
 
-def test_ctrl_c_between_a_step_and_its_losses_leaves_no_gap(monkeypatch):
+def test_ctrl_c_between_a_step_and_its_losses_keeps_the_history_complete(monkeypatch):
     monkeypatch.setattr(Stopping, "looked", False)
     monkeypatch.setattr(Stopped, "steps_taken", 0)
     problem, _ = plant(12, 12, scale=2.0, seed=1)

@@ -21,7 +21,7 @@ from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 
 
 def errors(method, problem, X0, steps):
-    """Distance to the optimum (found by many exact steps) after each of a method's steps."""
+    """Return the distance to the optimum after each of a method's steps."""
     method = replace(method, radius=radius(problem, X0))
     exact = replace(method, slack=0.0, delta=None)
     equations = Equations.of(exact.regularized(problem))
@@ -36,7 +36,7 @@ def errors(method, problem, X0, steps):
     return distances, best.X[0]
 
 
-def test_the_error_falls_at_the_rate_that_the_slack_allows():
+def test_the_error_decreases_at_the_rate_of_the_slack():
     problem, X = planted(4, 4)
     for slack in (0.1, 0.3):
         distances, _ = errors(RegularizedNewton(slack=slack), problem, X, 12)
@@ -62,7 +62,7 @@ def test_iterations_grow_with_the_logarithm_of_the_accuracy():
     assert growth == pytest.approx(per_digit, rel=0.15)
 
 
-def test_the_optimum_is_one_and_every_start_leads_there():
+def test_the_optimum_is_unique_and_reached_from_every_start():
     problem, X = planted(4, 4)
     method = RegularizedNewton(radius=radius(problem, 3 * X))
     regularized = method.regularized(problem)
@@ -121,22 +121,22 @@ def test_the_reason_says_when_gamma_is_too_small():
     assert "γ = 1.0e-03 leaves the Hessian indefinite" in result.reason
 
 
-def test_the_reason_says_when_steps_ran_out():
+def test_the_reason_says_when_the_steps_are_used_up():
     problem, X = planted(4, 4)
     result = RegularizedNewton(steps=3)(problem, start=X)
     assert "away from the optimum with γ" in result.reason
     assert result.iterations == 3
 
 
-def test_without_gamma_it_is_newton_and_finds_the_input_from_nearby():
+def test_without_gamma_it_finds_a_nearby_input():
     problem, X = planted(4, 4, seed=1)
     result = RegularizedNewton(gamma=0, slack=0)(problem, start=X + 1e-3)
     assert result.status is Status.RECOVERED
     assert (result.X - X).abs().max() <= 1e-10
 
 
-def test_a_drawn_hessian_is_within_the_slack_but_for_delta():
-    """Over whole runs of T steps: at most δ of them may have a step outside."""
+def test_a_drawn_hessian_is_within_the_slack_except_with_probability_delta():
+    """At most a share δ of runs of T steps may have a step outside."""
     for delta, rows, steps in ((0.01, 1, 10), (0.5, 2, 2), (0.9, 3, 1)):
         outside = 0
         for seed in range(200):
@@ -147,11 +147,11 @@ def test_a_drawn_hessian_is_within_the_slack_but_for_delta():
                 for _ in range(steps)
             ]
             outside += max(norms) > 1
-            assert max(norms) > 0.1  # far from nothing: it is the slack that is used
+            assert max(norms) > 0.1  # the slack is really used
         assert outside <= delta * 200
 
 
-def test_a_drawn_hessian_is_symmetric_and_the_same_again():
+def test_a_drawn_hessian_is_symmetric_and_reproducible():
     _, X = planted(3, 2)
     S = RegularizedNewton(delta=0.1, seed=4).perturbation(X)
     assert torch.equal(S, S.mT)
@@ -168,7 +168,7 @@ def test_theorem_1_3_with_a_drawn_hessian(slack):
     for seed in range(runs):
         method = RegularizedNewton(slack=slack, delta=delta, steps=40, seed=seed)
         distances, _ = errors(method, problem, X, 25)
-        # The rate holds in the norm of the Hessian, whose condition is near 1 with this γ.
+        # The rate is in the norm of the Hessian, whose condition is near 1 with this γ.
         allowed = math.ceil(math.log(distances[0] / accuracy) / math.log((1 - slack) / slack)) + 1
         late += min(distances[: allowed + 1]) > accuracy
         worst = slack / (1 - slack)
@@ -178,7 +178,7 @@ def test_theorem_1_3_with_a_drawn_hessian(slack):
     assert late <= delta * runs
 
 
-def test_known_entries_stay_with_a_drawn_hessian():
+def test_known_entries_are_kept_with_a_drawn_hessian():
     problem, X = draw(Kind(options=frozenset({"known"})))
     method = RegularizedNewton(delta=0.1, radius=2 + 2 * radius(problem))
     equations = Equations.of(method.regularized(problem))
@@ -240,7 +240,7 @@ def test_modified_newton_doubles_the_digits_near_the_input():
 
 @pytest.mark.parametrize("options", [{"known"}, {"causal", "residual"}, {"key_bias", "gamma"}])
 @pytest.mark.parametrize("heads", [None, 2])
-def test_every_step_goes_down_from_an_indefinite_hessian(options, heads):
+def test_every_step_decreases_the_loss_despite_an_indefinite_hessian(options, heads):
     problem, X = draw(Kind(heads=heads, options=frozenset(options)), seed=4)
     equations = Equations.of(problem)
     X = equations.impose(torch.stack([X, 3 * X, -X]))
@@ -255,7 +255,7 @@ def test_every_step_goes_down_from_an_indefinite_hessian(options, heads):
     assert (equations.impose(state.X) == state.X).all()
 
 
-def test_a_row_without_finite_numbers_stays_where_it_is():
+def test_a_row_that_is_not_finite_does_not_move():
     problem, X = planted(3, 3)
     equations = Equations.of(problem)
     method = ModifiedNewton()

@@ -1,4 +1,4 @@
-"""First-order, quasi-Newton and matrix-free solvers: planted truth, every variant, statuses."""
+"""First-order, quasi-Newton and matrix-free solvers: planted inputs, variants, statuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import residual_of
-from keyhole.invert.solvers.newton_cg import least_squares_step
+from keyhole.invert.solvers.newton_cg import conjugate_gradients
 
 VARIANTS = {
     "bare": {"symmetric": True},
@@ -58,7 +58,7 @@ def test_from_its_own_starts(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_do_not_know_of_each_other(name):
+def test_rows_of_a_batch_are_independent(name):
     problem, X = invert.plant(4, 3, seed=1)
     starts = torch.stack([near(X, 0.1), near(X, 0.5), near(X, 1.0)])
     method = replace(METHODS[name], steps=10)
@@ -75,7 +75,7 @@ def test_rows_do_not_know_of_each_other(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_nan_and_hopeless_problems_end_in_a_status(name):
+def test_nan_and_unsolvable_problems_end_in_a_status(name):
     problem, _ = invert.plant(4, 3, scale=0.0)
     broken = replace(problem, B=problem.B * torch.nan)
     assert METHODS[name](broken).status is Status.NOT_APPLICABLE
@@ -85,7 +85,7 @@ def test_nan_and_hopeless_problems_end_in_a_status(name):
     assert result.X is not None
 
 
-def test_known_entries_stay():
+def test_known_entries_are_kept():
     problem, X = invert.plant(4, 3, seed=1)
     known = torch.full_like(X, torch.nan)
     known[1] = X[1]
@@ -102,14 +102,16 @@ def test_the_inner_iterations_solve_the_damped_least_squares():
     linearised = equations.linearised(X)
     r, mu = equations.residuals(X), torch.tensor([0.05], dtype=torch.float64)
     exact = torch.zeros(1, dtype=torch.float64)
-    p = least_squares_step(linearised, r, mu, equations.gamma * X, exact + 1e-12, 200)
+    p = conjugate_gradients(
+        linearised.forward, linearised.backward, -r, mu + 0.1, 0.1 * X, exact + 1e-12, 200
+    )
     J = linearised.jacobian()[0]
     normal = J.mT @ J + 0.15 * torch.eye(12, dtype=torch.float64)
     right = J.mT @ r.flatten() + 0.1 * X.flatten()
     assert torch.allclose(p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9)
 
 
-def test_a_residual_stream_is_read_from_the_output():
+def test_a_residual_stream_is_inverted_from_the_output():
     solved = 0
     for seed in range(4):
         problem, X = invert.plant(12, 12, residual=True, value_scale=0.5 / 12**0.5, seed=seed)

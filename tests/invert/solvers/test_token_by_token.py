@@ -1,4 +1,4 @@
-"""Token by token: planted inputs come back, and every way of failing has its status."""
+"""Token by token: planted inputs are found, and each kind of failure has its status."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_planted_input_is_among_the_solutions(kind):
     assert result.condition is not None
 
 
-def test_several_solutions_are_all_told():
+def test_all_solutions_are_reported():
     counts = []
     for seed in range(3):
         problem, _, _ = plant(4, 3, seed, causal=True)
@@ -66,13 +66,13 @@ def test_several_solutions_are_all_told():
     assert max(counts) > 1
 
 
-def test_the_same_seed_finds_the_same():
+def test_the_same_seed_gives_the_same_result():
     problem, _, _ = plant(3, 3, causal=True)
     once, again = (invert.TokenByToken(seed=3)(problem) for _ in range(2))
     assert torch.equal(once.X, again.X)
 
 
-def test_known_tokens_are_kept_and_settle_the_rest():
+def test_known_tokens_are_kept_and_determine_the_others():
     problem, X, _ = plant(6, 4, seed=1, causal=True)
     known = torch.full_like(X, torch.nan)
     known[3:] = X[3:]
@@ -82,7 +82,7 @@ def test_known_tokens_are_kept_and_settle_the_rest():
     assert len(result.solutions) == 1
 
 
-def test_a_known_token_that_cannot_be():
+def test_a_contradictory_known_token():
     problem, X, _ = plant(5, 4, causal=True)
     known = torch.full_like(X, torch.nan)
     known[0] = X[0] + 1
@@ -118,14 +118,14 @@ def test_a_singular_v_leaves_a_family():
     assert "family" in result.reason
 
 
-def test_an_output_that_v_cannot_make():
+def test_an_output_outside_the_range_of_v():
     problem, _, _ = plant(4, 3, m=5, causal=True)
     result = invert.TokenByToken()(replace(problem, B=problem.B + 1))
     assert result.status is Status.MISMATCH
 
 
 def test_an_output_that_no_input_has():
-    # One number a token, W = −1: the second is a·x + (1 − a)·1 with a = σ(x − x²), at most 1.03.
+    # With d = 1 and W = −1 the second output is a·x + 1 − a, a = σ(x − x²): at most 1.03.
     W = torch.tensor([[-1.0]], dtype=torch.float64)
     V = torch.tensor([[1.0]], dtype=torch.float64)
     B = torch.tensor([[1.0], [9.0]], dtype=torch.float64)
@@ -151,14 +151,14 @@ def test_nan_is_a_status():
     assert result.X is None
 
 
-def test_time_runs_out():
+def test_a_time_limit_is_respected():
     problem, _, _ = plant(3, 3, causal=True)
     result = invert.TokenByToken(seconds=0.0)(problem)
     assert result.status is Status.UNSOLVED
     assert "out of time" in result.reason
 
 
-def test_a_person_may_stop_it(monkeypatch):
+def test_ctrl_c_stops_it(monkeypatch):
     problem, _, _ = plant(3, 3, causal=True)
 
     def stop(*_):
@@ -168,7 +168,7 @@ def test_a_person_may_stop_it(monkeypatch):
     assert invert.TokenByToken()(problem).status is Status.INTERRUPTED
 
 
-def test_a_full_beam_is_mentioned():
+def test_a_full_beam_is_reported():
     for seed in range(6):
         problem, _, _ = plant(6, 4, seed, causal=True)
         result = invert.TokenByToken(beam=1, attempts=1)(problem)

@@ -1,4 +1,4 @@
-"""Every token where no list of candidates holds the right one."""
+"""Trying the whole vocabulary at a few positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = torch.arange(6000)
 
 
 def misfits(texts):
-    """How many tokens are wrong, those at the ends thrice as bad."""
+    """Count the wrong tokens; those at the ends count three times."""
     return ((texts != RIGHT) * torch.tensor([3.0, 1.0, 1.0, 3.0])).sum(-1)
 
 

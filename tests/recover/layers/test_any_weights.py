@@ -1,4 +1,4 @@
-"""Random weights, which no ordering predicts, and weights of few bits: read all the same."""
+"""Models with random weights, which no ordering predicts, and models of few bits are read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import reference
 import tiny_models as tiny
 from keyhole.core import Status, machine
 from keyhole.models import Exposure, branches, capture
-from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch
+from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch, recover_text, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.layers import decoder, judge
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.layers.unordered import UnorderedPrefixes
 from keyhole.recover.leaks import rows_of
-from keyhole.recover.run import recover_text, recover_texts
 from keyhole.recover.simulate import degrade, leak_of
 
 WORDS = tiny.tokenizer(causal=True)
 VOCABULARY = tiny.SHAPE["vocab_size"]
-FEW = DecoderStates(samples=256, fan=2, widest=8)  # so that the rest is nearly all tokens
+FEW = DecoderStates(samples=256, fan=2, widest=8)  # leaves most tokens untried
 
 
 def leaks_of(model, exposure, ids):
-    """A leak does not say whose it is: the numbers alone have to tell."""
+    """Return leaks without the model's identity."""
     leaks = [leak_of(model, WORDS, text, exposure) for text in ids.tolist()]
     return [replace(leak, model=None) for leak in leaks]
 
@@ -80,7 +79,7 @@ def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatc
     assert narrow.passes > wide.passes
     some = recover_text(model, WORDS, leak, method=replace(FEW, most=100))
     assert some.tested < narrow.tested
-    assert some.status is not Status.MISMATCH  # of most tokens nothing is known
+    assert some.status is not Status.MISMATCH  # most tokens were not tried
 
 
 def test_what_no_token_explains_is_a_mismatch():
@@ -93,7 +92,7 @@ def test_what_no_token_explains_is_a_mismatch():
 
 
 def test_a_token_accepted_wrongly_is_taken_back(monkeypatch):
-    """One coarse row: eight tokens pass there, and only the rows behind it tell which it was."""
+    """Eight tokens pass at a coarse row, and only the rows after it show which is right."""
     model, returned = tiny.model("llama"), []
     table = model.get_input_embeddings().weight
     with torch.no_grad():
@@ -142,7 +141,7 @@ def test_models_of_few_bits(dtype, family, exposure):
         assert result.status is Status.RECOVERED
 
 
-# Encoders that are not read here: searches need not be long.
+# Short searches, for encoders whose text need not be found.
 STATES = EncoderStates(rounds=4, opening=4, most=0)
 SHORT = SubLayerOutput(TokenSearch(rounds=1, passes=10), STATES)
 
@@ -163,7 +162,7 @@ def test_the_arithmetic_is_measured_in_two_shapes():
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny.model("llama").to(dtype)
         errors.append(rounding_error(Target.of(model, WORDS), exposure))
-        # Witness: another text, in a batch and alone, in one piece.
+        # Witness: other texts, in a batch and alone.
         ids = tiny.ids(texts=16, length=12, causal=True, seed=9)
         both = rows_of(capture(model, exposure, ids=ids))
         alone = torch.cat([rows_of(capture(model, exposure, ids=text[None])) for text in ids])
@@ -182,7 +181,7 @@ def test_an_encoder_that_is_not_read_is_no_mismatch(scale):
 
 
 def test_a_token_that_shows_in_no_attention_output_is_not_claimed():
-    """Attention that is all elsewhere: the output is the same for several tokens."""
+    """Attention rests on other positions, so several tokens give the same output."""
     model = tiny.shared("llama", initializer_range=1.0)
     ids = tiny.ids(texts=40, length=4, causal=True, seed=1)[[1, 2, 13]]
     leaks = leaks_of(model, "attention:2", ids)
@@ -195,9 +194,9 @@ def test_a_token_that_shows_in_no_attention_output_is_not_claimed():
 
 @pytest.mark.parametrize("machine", ["this", "another"])
 def test_arithmetic_that_moves_rows_far(monkeypatch, machine):
-    """Rounding that grows from layer to layer, as in bfloat16 on a GPU, put on by hand.
+    """Rounding that grows from layer to layer, as in bfloat16 on a GPU, is simulated.
 
-    Of this machine, the text alone gives the leak to the last bit; of another, nothing does.
+    On this machine the text run alone gives the leak exactly; on another, no run does.
     """
     model, ids = tiny.model("llama", initializer_range=0.5), tiny.ids(1, 6, causal=True, seed=5)
     stream = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Left-to-right search on tiny random models: the planted text, or an honest failure."""
+"""Left-to-right search on tiny random models finds the planted text, or reports failure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch
 import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
+from keyhole.recover import recover_text, recover_texts
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.leaks import TYPES, HiddenStates
 from keyhole.recover.recovery import Mark
-from keyhole.recover.run import recover_text, recover_texts
 from keyhole.recover.simulate import leak_of
 
 TOKENIZER = tiny.tokenizer(causal=True)
 QUICK = DecoderStates(samples=512)
-SMALL = {
-    "initializer_range": 0.05
-}  # tokens show, as in a trained model; contexts do not drown them
+SMALL = {"initializer_range": 0.05}  # as in a trained model, tokens show more than contexts
 
 
 def leaks_of(model, exposure, ids, **about):
@@ -75,7 +73,7 @@ def test_padding_before_the_text():
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_first_token_that_the_tokenizer_adds(known):
-    """The frame is tried first, and given up where the leak says otherwise."""
+    """Special tokens are tried first, and dropped if the leak contradicts them."""
     model, framed = tiny.shared("llama", **SMALL), tiny.tokenizer(causal=False)
     ids = tiny.ids(texts=1, length=8, causal=True)
     ids[0, 0] = 2 if known else 17
@@ -115,7 +113,7 @@ def test_a_leak_of_another_model_is_not_believed():
 
 
 def test_the_search_gives_up_and_says_so():
-    """Numbers of no model at all: two positions are searched, not all."""
+    """With numbers of no model, only two positions are searched."""
     model = tiny.shared("llama", **SMALL)
     values = 50 * torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     result = recover_text(model, TOKENIZER, HiddenStates(values, 3), method=QUICK)
@@ -125,7 +123,7 @@ def test_the_search_gives_up_and_says_so():
 
 
 def test_a_position_that_did_not_leak():
-    """What stands before the gap is certain; the gap itself is not verified."""
+    """Tokens before the gap are certain; the gap itself is not verified."""
     model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=1, length=8, causal=True)
     leak = leaks_of(model, "hidden:2", ids)[0]
     values = leak.values.clone()
@@ -152,11 +150,11 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_the_best_token_is_taken_where_noise_is_coarse():
-    """A token equal to the right one passes as well, and comes first: it is not taken."""
+    """A token nearly equal to the right one passes and is tried first, but is not chosen."""
     model, words = tiny.model("llama"), tiny.tokenizer(causal=True)
     table = model.get_input_embeddings().weight
     with torch.no_grad():
-        table[6] = table[5] + 0.02 * table[7]  # w0, which is listed first, nearly the same as w1
+        table[6] = table[5] + 0.02 * table[7]  # w0 is listed first and is nearly the same as w1
     leak = leak_of(model, words, "w1 w50 w0 w60 w1", "hidden:2")
     given = recover_text(model, words, replace(leak, noise=0.05 * float(leak.values.std())))
     assert given.text == "w1 w50 w0 w60 w1"

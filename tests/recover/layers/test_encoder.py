@@ -1,4 +1,4 @@
-"""Text from hidden states of encoders: every family, every layer, leaks as they are in practice."""
+"""Text from hidden states of encoders: all families and layers, with realistic leaks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_family_and_layer(family, layer):
         assert result.status is Status.RECOVERED
         assert result.text == WORDS.decode(truth, skip_special_tokens=True)
         assert result.marks == (Mark.VERIFIED,) * 12
-        assert result.passes >= result.forwards >= 2  # the attack's, and the judge's
+        assert result.passes >= result.forwards >= 2  # one of the attack, one of the judge
         assert result.fitting > 0
 
 
@@ -73,7 +73,7 @@ def test_rounded_leaks(change):
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
 def test_noisy_leaks(share):
-    """Unknown noise in few numbers: right, and called likely; stated noise: verified."""
+    """With unknown noise in few numbers the text is likely; with stated noise it is verified."""
     ids = tiny.ids(texts=3, length=12, seed=1)
     given = leaks("bert", 2, ids, noisy(share))
     results = invert.recover_texts(model(), WORDS, given)
@@ -112,12 +112,10 @@ def test_padding_is_left_alone(side):
 
 
 def test_special_tokens_where_nobody_expects_them():
-    """No frame at all, and a separator in the middle: nothing is taken for granted for ever."""
+    """Texts without special tokens, or with a separator inside, are found in the end."""
     ids = tiny.ids(texts=2, length=10, seed=3, causal=True)
     ids[1, 5] = 3
-    method = EncoderStates(
-        rounds=12, opening=8
-    )  # the frame, which is not there, is given up sooner
+    method = EncoderStates(rounds=12, opening=8)  # the missing frame is given up sooner
     results = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
@@ -141,7 +139,7 @@ def test_some_positions_did_not_leak():
 
 
 def test_what_cannot_be_found_is_not_claimed():
-    """The leak of another layer, and one of noise: an end, a status, no claim."""
+    """A leak of another layer, and one of noise, end with a status and no claim."""
     ids = tiny.ids(texts=1, length=8)
     wrong = leaks("bert", 3, ids)[0]
     wrong = invert.HiddenStates(wrong.values, 1)
@@ -171,7 +169,7 @@ def test_leaks_that_cannot_be_this_models():
         invert.recover_text(model(), WORDS, invert.HiddenStates(torch.ones(81, 32), 2))
     with pytest.raises(InputError, match="no arrays or tensors in object"):
         invert.recover_text(model(), WORDS, object())
-    assert invert.recover_text(model(), WORDS, good.values).ids == ids[0].tolist()  # layer unsaid
+    assert invert.recover_text(model(), WORDS, good.values).ids == ids[0].tolist()
     with pytest.raises(InputError, match="expected a tokenizer"):
         invert.recover_text(model(), None, good)
     with pytest.raises(InputError, match="leaks are of several exposures"):
@@ -183,7 +181,7 @@ def test_leaks_that_cannot_be_this_models():
 
 
 def test_the_map_is_the_least_squares_one():
-    """Against NumPy on the same random texts, and remembered the second time."""
+    """The map agrees with NumPy on random texts, and is remembered."""
     target = Target.of(model("albert"), WORDS)
     leak = invert.HiddenStates(torch.ones(3, target.parts.width), 2)
     result = inverse_map(target, leak, 1500, 7)
@@ -230,7 +228,7 @@ def test_the_table_says_how_doubtful_a_token_is():
 
 
 def test_lbfgs_solves_many_problems_at_once():
-    """Quadratics of different condition, against the closed form; one leaves early."""
+    """Quadratics of different condition agree with the closed form; one leaves early."""
     stream = torch.Generator().manual_seed(0)
     A = torch.randn(3, 12, 6, generator=stream) * torch.tensor([1.0, 3.0, 0.2])[:, None, None]
     b = torch.randn(3, 12, generator=stream)
@@ -253,13 +251,13 @@ def test_lbfgs_solves_many_problems_at_once():
 
 
 def test_a_token_fixed_by_mistake_becomes_open():
-    """Clear tokens are fixed; one that is wrong has the largest residual, and is not."""
+    """Clear tokens are fixed, but not a wrong one with the largest residual."""
     ids = tiny.ids(texts=1, length=14, seed=8)
     target = Target.of(model(), WORDS)
     leak = leaks("bert", 2, ids)[0]
     back = inverse_map(target, leak, 1500, 0)
     table = TokenTable.of(target.parts.table, without=target.pads())
-    texts = EncoderBatch.of(target, {0: leak}, back, table)
+    texts = EncoderBatch(target, {0: leak}, back, table)
     texts.begin(True)
     texts.ids = ids.clone()
     texts.ids[0, 5] = ids[0, 5] + 1
@@ -275,13 +273,13 @@ def test_a_token_fixed_by_mistake_becomes_open():
 
 @pytest.mark.parametrize("settings", [{}, {"opening": 1}])
 def test_stages_of_any_length_lead_there(settings):
-    """Without forward-only passes, gradients alone find the text."""
+    """Gradients find the text without forward-only passes."""
     ids = tiny.ids(texts=1, length=10, seed=5)
     method = EncoderStates(feedback=0, samples=300, **settings)
     results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
-    assert all(result.forwards < result.passes < 100 for result in results)  # from the map's start
+    assert all(result.forwards < result.passes < 100 for result in results)
 
 
 def test_the_leak_survives_a_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The judge of texts: right ones pass at the leak's precision, wrong ones never."""
+"""The judge verifies right texts at the leak's precision, and never wrong ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
             other[place] = 5 + (int(text[place]) + 11) % 190
             verdict = judge_rows(target(), leak, other.tolist())
             assert not verdict.verified
-            assert verdict.status is Status.INEXACT  # the others are known: partly read
+            assert verdict.status is Status.INEXACT  # the other tokens are known
             assert verdict.marks[place] is Mark.UNKNOWN
             assert Mark.VERIFIED not in verdict.marks
 
@@ -100,7 +100,7 @@ def test_int4_and_stated_noise():
         target(), replace(leak, values=noisy(leak.values, 0.1), noise=sigma), IDS[0].tolist()
     )
     assert verdict.verified
-    # The residual is far above what is stated: not this text's leak, or not this noise.
+    # The residual is far above the stated noise.
     verdict = judge_rows(
         target(), replace(leak, values=noisy(leak.values, 0.4), noise=sigma), IDS[0].tolist()
     )
@@ -124,7 +124,7 @@ def test_leaks_of_something_else():
 
 @pytest.mark.parametrize("width", [32, 192])
 def test_two_texts_in_one_leak_are_never_verified(width):
-    """Spliced or mixed, each position may look right; the residual then is no noise."""
+    """In a spliced or mixed leak each position may fit, but the residual is not noise."""
     whose = Target.of(tiny.shared("bert", hidden_size=width), tiny.tokenizer())
     first, second = tiny.ids(texts=2, length=14, seed=9)
     a, b = leak_of(first, 1, whose), leak_of(second, 1, whose)
@@ -171,7 +171,7 @@ def test_noise_of_unknown_strength_needs_several_positions():
 
 
 def test_equal_tokens_cannot_be_told_apart():
-    """Two tokens with one embedding: the leak fits both, so neither is verified."""
+    """A leak fits two tokens with the same embedding, so neither is verified."""
     model = tiny.model("bert", hidden_size=192)
     text = IDS[0].clone()
     table = model.embeddings.word_embeddings.weight
@@ -182,7 +182,7 @@ def test_equal_tokens_cannot_be_told_apart():
         verdict = judge_rows(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
         assert not verdict.verified
         assert verdict.status is Status.INEXACT
-        assert verdict.marks[5] is Mark.UNKNOWN  # no likelier than the token equal to it
+        assert verdict.marks[5] is Mark.UNKNOWN  # the equal token is as likely
         assert verdict.marks[3] is Mark.VERIFIED
         assert "1 of 14 tokens could be others" in verdict.reason
 
@@ -198,7 +198,7 @@ def test_positions_that_did_not_leak():
     assert not judge_rows(target(), half, other.tolist()).verified
     loud = replace(leak, values=noisy(values.nan_to_num(), 0.4) + values * 0)
     verdict = judge_rows(target(), loud, IDS[0].tolist())
-    assert not verdict.verified  # what did not leak could be many words
+    assert not verdict.verified  # a missing position could be many words
 
 
 def test_a_text_of_another_length():
@@ -210,7 +210,7 @@ def test_a_text_of_another_length():
 
 
 def test_the_whole_leak_speaks_for_a_token(monkeypatch):
-    """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
+    """A row shows only the token before it; in MiniLM, [CLS] shows only in the other rows."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=14)[0]
 
@@ -228,7 +228,7 @@ def test_the_whole_leak_speaks_for_a_token(monkeypatch):
 
 
 def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
-    """The token at 3 shows nowhere; what other alternatives change must not speak for it."""
+    """No row shows the token at 3, though other alternatives change some rows."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=40)[0]
 
@@ -252,7 +252,7 @@ def test_nothing_is_known_of_another_text():
 
 
 def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
-    """Wrong tokens that did not leak can make up for each other where noise hides the rest."""
+    """With noise, wrong tokens at missing positions can make up for each other."""
     leak = leak_of(IDS[0])
     values = leak.values.clone()
     values[3] = torch.nan
@@ -262,7 +262,7 @@ def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
     verdict = judge_rows(target(), loud, IDS[0].tolist())
     assert verdict.marks[3] is Mark.UNKNOWN
     assert verdict.status is Status.INEXACT
-    assert Mark.VERIFIED not in verdict.marks  # more than one in twenty is open
+    assert Mark.VERIFIED not in verdict.marks  # more than one token in twenty is open
     assert verdict.marks.count(Mark.LIKELY) == 13
 
 
@@ -274,7 +274,7 @@ def shipped():
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2] if FULL else [0.1])
 def test_a_word_of_like_meaning_is_tried_as_an_alternative(share):
-    """The classifier gives words of one sentiment nearly the same states: a wrong one may fit."""
+    """The classifier gives words of one sentiment similar states, so a wrong one may fit."""
     tokenizer = shipped().tokenizer
     ids = tokenizer("a solid film , well told and refreshingly funny .")["input_ids"]
     values = capture(shipped().model, Exposure("hidden", 4), ids=torch.tensor([ids]))["values"][0]
@@ -289,7 +289,7 @@ def test_a_word_of_like_meaning_is_tried_as_an_alternative(share):
 
 
 def test_noise_does_not_hide_the_right_token_among_many_alternatives():
-    """One rare part of a word for another: the right one is far down by what leaked."""
+    """For a rare word part, the right token is far down in the order by rows."""
     demo = load_demo()
     target = Target.of(demo.model, demo.tokenizer)
     text = (
@@ -326,4 +326,4 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
 
         missed += margin(noisy=False) > odds
         assert margin(noisy=True) < odds
-    assert missed  # the wrong token was called verified then
+    assert missed  # fewer alternatives would have verified the wrong token

@@ -1,4 +1,4 @@
-"""Keys and values: read as rows of their positions; least squares for what is below them."""
+"""Keys and values are read as rows of their positions, at every layer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
+from keyhole.recover import recover_text, recover_texts
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.leaks import HiddenStates, KeyValues
-from keyhole.recover.run import recover_text, recover_texts
 
 FIRST = [*((family, 1) for family in tiny.ENCODERS), *((family, 0) for family in tiny.DECODERS)]
 

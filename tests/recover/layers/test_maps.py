@@ -1,4 +1,4 @@
-"""Text from attention maps: closed form at layer 1, a search above; rounding, gaps, mismatches."""
+"""Text from attention maps: a closed form at layer 1 and a search above it, with rounded maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which tokens are tried: fitted once for an exposure, whatever the leak's error."""
+"""The order of tokens is fitted once for an exposure, whatever the leak's error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXPOSURE = Exposure("hidden", 2)
 
 @pytest.fixture
 def runs():
-    """How many tokens went through models."""
+    """Counts the tokens that went through models."""
     return [0]
 
 
 def opened(runs):
-    """A model with nothing remembered of it, the same one each time."""
+    """Return the same model each time, with nothing remembered of it."""
     model = tiny.language_model("llama")
 
     def count(module, given, output):
@@ -68,7 +68,7 @@ def test_the_tokens_alone_are_run_once_for_all_layers(target, runs):
 
 @pytest.mark.parametrize("width", [7, 5])
 def test_the_strength_is_the_one_that_cross_validation_prefers(width):
-    """Against a loop that makes every fit and its residuals."""
+    """The strength agrees with a loop over all fits and their residuals."""
     stream = torch.Generator().manual_seed(3)
     x = torch.randn(60, 7, generator=stream, dtype=torch.float64)
     x -= x.mean(0)
@@ -94,7 +94,7 @@ def test_the_strength_is_the_one_that_cross_validation_prefers(width):
 
 
 def test_of_long_rows_some_numbers_decide(runs, monkeypatch):
-    """Six numbers put tokens among the first tenth three times as often as chance would."""
+    """Six numbers rank the right token in the first tenth three times as often as chance."""
     monkeypatch.setattr(ordering, "MANY", 12)
     target = opened(runs)
     order = ordering.fit(target, Exposure("kv", 1), 256, 0).rest

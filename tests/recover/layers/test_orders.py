@@ -1,4 +1,4 @@
-"""The judge of rows in no order: as a set they must agree, and the text in no other order."""
+"""The judge of rows in no order compares them as a set, and tries other orders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_row_of_another_text_leaves_nothing_verified():
 
 
 def test_tokens_that_could_change_places_are_unknown():
-    """A layer of embeddings without positions: the set of tokens is certain, no order is."""
+    """In embeddings without positions the set of tokens is certain, but no order."""
     blind = tiny.model("bert", hidden_size=192)
     blind.embeddings.position_embeddings.weight.zero_()
     subject = Target.of(blind, tiny.tokenizer())

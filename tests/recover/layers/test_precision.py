@@ -1,4 +1,4 @@
-"""How exact a quantised cache is, found out from its numbers, and the text behind it."""
+"""The precision of a quantised cache is inferred from its numbers, and its text is read."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LENGTH = 16
 
 
 def tokens_of(shape):
-    """A group for each head and token: KIVI's values."""
+    """Return a group for each head and token, as for KIVI's values."""
     return np.arange(np.prod(shape)).reshape(-1, shape[-1])
 
 
 def channels_of(shape):
-    """A group for each head and channel, over 16 tokens: KIVI's keys."""
+    """Return a group for each head and channel over 16 tokens, as for KIVI's keys."""
     places = np.arange(np.prod(shape)).reshape(shape)
     return [places[h, t : t + 16, c] for h in range(shape[0]) for t in range(0, shape[1], 16)
             for c in range(shape[2])]  # fmt: skip
 
 
 def strided_of(shape):
-    """Every so many'th number of all: what hqq makes of its axis 0."""
+    """Return groups of numbers at equal distances, as for hqq's axis 0."""
     return np.arange(np.prod(shape)).reshape(32, -1).T
 
 
@@ -57,7 +57,7 @@ def test_steps_of_groups(subject, bits, groups):
     expected = leak.rows({"keys": torch.tensor(steps), "values": torch.tensor(others)})
     right = (found.sigma * 12**0.5 / expected - 1).abs() < 0.01
     assert right.float().mean() > 0.9
-    assert (found.sigma * 12**0.5 > 0.99 * expected).all()  # of few levels a larger step, no less
+    assert (found.sigma * 12**0.5 > 0.99 * expected).all()  # with few levels the step may be larger
     off = leak.rows({"keys": keys, "values": values}) - leak.rows(leak.tensors)
     assert (off.abs() <= 1.001 * found.most).all()
 
@@ -86,7 +86,7 @@ def test_read_from_the_librarys_own_fp8_cache(subject):
     with torch.no_grad():
         model(torch.tensor([ids]), past_key_values=quantised)
     one_more = torch.zeros(1, 2, 1, 32)
-    keys, values = quantised.update(one_more, one_more, 1)  # all that is kept, and this
+    keys, values = quantised.update(one_more, one_more, 1)  # the whole cache and this token
     leak = KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=1)
     recovery = recover_text(model, WORDS, leak)
     assert recovery.verified
@@ -107,7 +107,7 @@ def test_read_from_kivi(subject):
 
 
 def test_a_coarse_grid_that_lies_on_a_fine_one():
-    """Steps of 12 from 127 down: each is also one of 127 steps of the largest number."""
+    """Steps of 12 below 127 also lie on the grid of 127 steps."""
     levels = torch.tensor([127, 67, 31, 19, 7, -5, -17, -29, -41, -53]) * 6e-4
     stream = torch.Generator().manual_seed(0)
     rows = levels[torch.randint(1, len(levels), (1, 4, 32), generator=stream)]

@@ -1,4 +1,4 @@
-"""Which position a row belongs to: assignments by brute force, and rows of a model put in order."""
+"""Rows find their positions; assignments are compared with brute force."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_of_the_first_layer_find_their_places(family):
         rows = capture(target.model, exposure, ids=text[None])["values"][0]
         shuffle = torch.randperm(12, generator=torch.Generator().manual_seed(1))
         right += int((shuffle[positions.order(rows[shuffle])] == torch.arange(12)).sum())
-    assert right >= 0.6 * 6 * 12  # one in twelve by chance
+    assert right >= 0.6 * 6 * 12  # chance gives one in twelve
 
 
 def test_the_model_s_own_answer_corrects_an_order():

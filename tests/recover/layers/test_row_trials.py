@@ -1,4 +1,4 @@
-"""Candidates at many positions in one pass, each judged by its own row."""
+"""Candidates are tried at many positions in a pass, each judged by its own row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(ids):
 
 
 def planted():
-    """A text, the misfits of others, and the text with some tokens wrong."""
+    """Return a text, the text with some wrong tokens, and the misfits of any text."""
     ids = tiny.ids(texts=1, length=LENGTH, seed=1)[0]
     leaked = rows(ids[None])[0]
     spoilt = ids.clone()
@@ -34,7 +34,7 @@ def planted():
 
 
 def candidates(places, right, count=6, at=4):
-    """Random tokens for each place, the right one among them where `right` (m,) is not -1."""
+    """Return random tokens for each place, with the right one if `right` (m,) is not -1."""
     stream = torch.Generator().manual_seed(0)
     lists = torch.randint(5, 60, (len(places), count), generator=stream)
     lists[:, at] = torch.where(right >= 0, right, lists[:, at])
@@ -53,7 +53,7 @@ def test_wrong_tokens_are_replaced_together(batch_size):
 
 
 def test_what_no_candidate_explains_stays():
-    """Never worse than before, whatever is proposed, and a right text is left alone."""
+    """The text never gets worse, and a right text is left unchanged."""
     ids, spoilt, misfits = planted()
     before = float(misfits(spoilt[None]).sum())
     tried = try_rows(misfits, spoilt, WRONG, candidates(WRONG, torch.full_like(WRONG, -1)), 4)

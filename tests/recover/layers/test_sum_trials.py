@@ -1,4 +1,4 @@
-"""Several wrong tokens at once, by sums of what single ones do."""
+"""Several wrong tokens are corrected at once, by the sums of their effects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_neighbours_that_are_wrong_are_put_right_together(wrong):
 
 
 def test_it_is_as_good_as_every_pair():
-    """Against all pairs of two positions, run one by one, where the right tokens are missing."""
+    """The result is compared with all pairs at two positions, without the right tokens."""
     ids, spoilt, missing = planted([10, 11])
     places = torch.tensor([10, 11])
     lists = candidates(places, torch.tensor([30, 31]))
@@ -58,7 +58,7 @@ def test_it_is_as_good_as_every_pair():
         text = spoilt.clone()
         text[10], text[11] = first, second
         losses.append(float(missing(text[None]).square().sum()))
-    assert tried.loss <= sorted(losses)[3]  # sums are not exact: one of the best
+    assert tried.loss <= sorted(losses)[3]  # sums are approximate
     assert tried.loss == pytest.approx(float(missing(tried.ids[None]).square().sum()), rel=1e-5)
     assert not torch.equal(tried.ids, ids)
 

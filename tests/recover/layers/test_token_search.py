@@ -1,4 +1,4 @@
-"""The search behind exposures without a closed form: attention outputs, pooled embeddings."""
+"""The search for exposures without a closed form: attention outputs, pooled embeddings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_vocabularys_coordinates_are_round(bert):
     words = Vocabulary.of(Target.of(bert, TOKENIZER))
     weights = words.log_frequency.exp()
     assert float(weights.sum()) == pytest.approx(1.0, rel=1e-4)
-    assert float(weights[:5].max()) < 1e-20  # special tokens stand in no text
+    assert float(weights[:5].max()) < 1e-20  # no text holds special tokens
     round_ = (words.table - words.mean) @ words.whiten
     moment = (weights[:, None] * round_).T @ round_
     assert torch.allclose(moment, torch.eye(len(moment)), atol=1e-3)

@@ -1,4 +1,4 @@
-"""Text from rows in no order, and from rows of which only a part is left."""
+"""Text from rows in no order, and from incomplete rows."""
 
 from __future__ import annotations
 

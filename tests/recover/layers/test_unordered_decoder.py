@@ -1,4 +1,4 @@
-"""Rows of a causal model in no order: the pair of token and row that fits comes next."""
+"""Text from rows of a causal model in no order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_lengths_too(layer, precision):
 
 
 def test_embeddings_of_tokens_have_no_order_to_find():
-    """Layer 0 of a rotary model says which tokens there are, and nothing else."""
+    """Layer 0 of a rotary model shows the set of tokens, and no order."""
     for result, truth in zip(recovered("llama", 0, ["permuted"]), IDS.tolist(), strict=True):
         assert sorted(result.ids) == sorted(truth)
         assert not result.verified

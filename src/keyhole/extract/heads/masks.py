@@ -1,9 +1,9 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-The target is a sum of heads, and the last token x asks. Head h sees x only through `g_h = W_h x`.
-A *line* l is a direction that some g_h have, up to sign; far_field.py finds them, with g_l the
-normal of the plane where the head's gate is half open. A *ray* is a line with a sign s; as a rule
-one head lies on it. The *near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
+The target is a sum of heads, and the last token x is the query. x enters head h only through
+`g_h = W_h x`. A *line* l is the direction of some g_h, up to sign; far_field.py finds lines, with
+g_l the normal of the plane where the head's gate is half open. A *ray* is a line with a sign s, and
+usually one head lies on it. The *near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
 
 In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
 
@@ -11,17 +11,17 @@ In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(g�
 
 Up to e^{−margin}, which is below rounding,
 
-- a head of another line sits on D1 or D2, whichever has gᵀD > 0: it does not see δ;
-- a head on the opposite ray, `W x = −s g_l`, sits on them too. Where there may be one, μ' = 2μ:
-  with μ' = μ it would share its attention between D1 and D2, and its answer would depend on both;
-- a head with `W x = +s g_l` sees neither.
+- a head of another line gives all its attention to D1 or D2, whichever has gᵀD > 0: δ gets none;
+- a head on the opposite ray, `W x = −s g_l`, attends only to them too. If there may be one,
+  μ' = 2μ: with μ' = μ it would divide its attention, and its answer would depend on both;
+- a head with `W x = +s g_l` gives D1 and D2 no attention.
 
-So the near field of one head is left, whatever H, d and the values are:
+So only the near field of one head is left, whatever H, d and the values are:
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(s g_lᵀδ)·vᵀδ + v_0ᵀδ/4
 
-(v_0: the value of a head with W = 0). The normals are needed to a few per cent only. Where it costs
-little margin the D are taken orthogonal to the other heads' values: then the masked heads add
+(v_0: the value of a head with W = 0). The normals are needed to a few per cent only. If it costs
+little margin, D1 and D2 are orthogonal to the other heads' values: then the masked heads add
 nothing to the answers, and no digits are lost to cancellation.
 """
 
@@ -39,8 +39,8 @@ from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
 MARGIN = 50.0  # e^{−50} is far below rounding
-_SPARE = 2.0  # margins are built this much too large, and then serve other tokens x nearby too
-_PULL = 4.0  # g_kᵀω of a probe that shows leaks
+_SPARE = 2.0  # factor on margins, so that the masks also serve other tokens x nearby
+_PULL = 4.0  # g_kᵀω of a probe that shows whether a mask leaks
 _SIGNS = 256  # sign patterns that are tried for w
 _STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w where lines are crowded
 
@@ -57,8 +57,8 @@ class Masks:
 
 
 @dataclass(frozen=True)
-class Behind:
-    """Asks about single heads, with all others behind masks. `v0` is the value of W = 0."""
+class IsolatedHeads:
+    """Asks about one head at a time, with all others masked; `v0` is the value of W = 0."""
 
     oracle: Oracle
     D: Tensor
@@ -80,7 +80,7 @@ class Behind:
         return torch.cat(parts, 1) - rows @ self.v0 / 4
 
     def pairs(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
-        """The same for x_b and row_b, (B,)."""
+        """The same for pairs of x_b and row_b, (B,)."""
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
         for b in range(0, len(rows), size):
@@ -101,7 +101,7 @@ class Behind:
         return scalar(ask(self.oracle, tokens.view(-1, *shape[-2:]))).view(shape[:-2])
 
     def at_once(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What the rows (R, k, d) of every ray R add to its answer at the one token x: (R, k)."""
+        """What each row (R, k, d) adds to the answer of its ray at one token x: (R, k)."""
         rays, k, d = rows.shape
         zero = torch.zeros(rays, 1, d, dtype=rows.dtype)
         flat = torch.cat([zero, rows], 1).reshape(-1, d)
@@ -111,7 +111,7 @@ class Behind:
 
 
 def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
-    """(D, −D), which take every head with W x ≠ 0 while |g_kᵀδ| ≤ reach_k."""
+    """Masks (D, −D) for every head with W x ≠ 0, as long as |g_kᵀδ| ≤ reach_k."""
     norm = lengths(lines.g)
     mu = float((_SPARE * (MARGIN + reach) / (norm * lines.slow)).max())
     unit = lines.g / norm.unsqueeze(1)
@@ -128,9 +128,9 @@ def mask_others(
     stream: torch.Generator,
     values: Tensor | None = None,
 ) -> Masks:
-    """Masks for the rays (line, sign), while |g_kᵀδ| ≤ reach[ray, k].
+    """Masks that isolate the rays (line, sign), as long as |g_kᵀδ| ≤ reach[ray, k].
 
-    `values` (R, n, d) are those of the other heads of each ray.
+    `values` (R, n, d) are, for each ray, those of all other heads.
     """
     norm = lengths(lines.g)
     mu = (_SPARE * (MARGIN + reach) / (norm * lines.slow)).amax(1)
@@ -149,7 +149,7 @@ def mask_others(
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
         return free
-    costly = best.margin < 0.4 * free.margin  # to be orthogonal to the others' values
+    costly = best.margin < 0.4 * free.margin  # where orthogonality costs too much margin
     return Masks(
         torch.where(costly[:, None, None], free.D, best.D),
         torch.where(costly, free.margin, best.margin),
@@ -187,8 +187,8 @@ def _offsets(
 def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> Tensor:
     """A unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
 
-    Independent rows: `P w = signs` with |w|² = signsᵀ(PPᵀ)⁻¹signs, for the best of many patterns.
-    Otherwise, more lines than dimensions: ascent from random starts.
+    If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs, for the best
+    of many sign patterns. Otherwise (more lines than dimensions) it ascends from random starts.
     """
     rays, k, d = P.shape
     if k == 0:
@@ -233,14 +233,16 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     return best
 
 
-def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator) -> Tensor:
-    """Probes ω (R, k, d) that test a mask: its own ray does not answer to them, other heads would.
+def leak_probes(
+    lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator
+) -> Tensor:
+    """Probes ω (R, k, d) that test a mask: they change the answer only if another head leaks.
 
-    So vᵀω = 0 for the ray's values, and gᵀω = 0 too where dimensions are left. In many dimensions
-    one ω has g_kᵀω = `_PULL` for every other head at once: its answer is the mask's baseline, and
-    equals it only if the mask holds (k = 1). Otherwise heads may pull in opposite directions, and
-    the answers to 0, ω and −ω are compared (k = 3). Where the ray's values span all of space there
-    is no such ω: only the baseline, 0, is asked, and the test of the whole model has to do.
+    So vᵀω = 0 for the ray's values, and gᵀω = 0 too if dimensions are left. In many dimensions one
+    ω has g_kᵀω = `_PULL` for every other head at once: its answer equals the one at δ = 0 only if
+    the mask holds, and serves as the baseline (k = 1). Otherwise heads may pull in opposite
+    directions, and the answers to 0, ω and −ω are compared (k = 3). If the ray's values span all
+    of space, no such ω exists: only 0 is asked, and the test of the whole model must suffice.
     """
     rays, slots, d = V.shape
     if slots >= d:
@@ -264,15 +266,15 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
 
 
 def _others(line: Tensor, count: int) -> Tensor:
-    """For each ray all lines but its own: a mask (R, L)."""
+    """True for each line that is not the ray's own: (R, L)."""
     return torch.ones(len(line), count, dtype=torch.bool).scatter(1, line.unsqueeze(1), False)
 
 
 # The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y / vᵀδ)`.
 #
 # Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), for one head of
-# many. A *ray* is a direction that `W x_0` of some heads has; as a rule it is one head's. Heads
-# with proportional W share it (rays.py): there `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
+# many. Usually a ray has one head. Heads with proportional W share a ray (rays.py): then
+# `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
 #
 # Probes: `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i such that all
 # vᵀδ_i have the same size; q_0 is along the expected g and s_0 small, since gᵀq_0 is large. The
@@ -282,15 +284,15 @@ def _others(line: Tensor, count: int) -> Tensor:
 #     z = Sy + a(tᵀy)    so    y = S⁻¹z − S⁻¹a (tᵀS⁻¹z) / (1 + tᵀS⁻¹a).
 
 _LOGIT = 0.6  # the size of gᵀδ that probes aim at
-_WIDEST = 4.0  # a logit beyond this is asked again with a quarter of δ
+_WIDEST = 4.0  # a logit beyond this is measured again with a quarter of δ
 _NEWTON = 50
 
 
 @dataclass(frozen=True)
 class Rays:
-    """The heads at x_0, by ray: slope k of ray r is a head with `W x_0 = c_k g` and value V_k.
+    """The heads at x_0, by ray: head k on a ray has slope c_k, `W x_0 = c_k g`, and value V_k.
 
-    Unused slopes have V = 0. `v` is ΣV_k, `v0` the value of heads with W = 0.
+    Unused places have V_k = 0. `v` is ΣV_k, `v0` the value of heads with W = 0.
     """
 
     x: Tensor
@@ -301,7 +303,7 @@ class Rays:
     v0: Tensor  # (d,)
     c: Tensor  # (R, K)
     V: Tensor  # (R, K, d)
-    frame: Tensor  # (d, d): random orthonormal rows, for whoever needs some
+    frame: Tensor  # (d, d): random orthonormal rows, over which probes are designed
 
     def __len__(self) -> int:
         return len(self.line)
@@ -327,7 +329,7 @@ class Rays:
 
 @dataclass(frozen=True)
 class Rows:
-    """Probes for every ray, (R, k, d); rows of zeros in the frame stand for none."""
+    """Probes for every ray, (R, k, d); a row of zeros in the frame gives no probe of its own."""
 
     Q: Tensor
     s: Tensor
@@ -378,9 +380,10 @@ def starting_with(g: Tensor, frame: Tensor) -> Tensor:
 
 
 def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
-    """A unit p (R, d) on which all values of a ray are positive, and the least of them.
+    """A unit p (R, d) such that pᵀV_k > 0 for all values of a ray, and the least cosine.
 
-    For one head it is v/|v|. Values that point apart allow none: then what counts is small z.
+    For one head it is v/|v|. If values point apart, there is no such p: then p is along Σ c_k V_k,
+    where answers change most with small z.
     """
     p = rays.v.clone()
     least = torch.ones(len(rays), dtype=torch.float64)
@@ -395,7 +398,7 @@ def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
 
 
 def read_logits(
-    behind: Behind,
+    isolated: IsolatedHeads,
     rays: Rays,
     x: Tensor,
     base: Tensor,
@@ -405,16 +408,16 @@ def read_logits(
 ) -> Tensor:
     """`g(x_j)ᵀδ_p` (J, P) for rows δ_p of the rays `owner`; NaN where no gate explains the answer.
 
-    `base` (J, R) are the answers at δ = 0. Wide logits are asked again with a quarter of δ, since
-    gᵀδ is linear in it.
+    `base` (J, R) are the answers at δ = 0. Wide logits are measured again with a quarter of δ,
+    since gᵀδ is linear in δ.
     """
-    z = _logits(rays, rows, owner, behind.grid(x, rows, owner) - base[:, owner])
+    z = _logits(rays, rows, owner, isolated.grid(x, rows, owner) - base[:, owner])
     j, p = (~(z.abs() <= _WIDEST)).nonzero().unbind(1)
     for turn in range(1, tries):
         if not len(j):
             return z
         part, whose = rows[p] / 4**turn, owner[p]
-        now = _logits(rays, part, whose, behind.pairs(x[j], part, whose) - base[j, whose])
+        now = _logits(rays, part, whose, isolated.pairs(x[j], part, whose) - base[j, whose])
         z[j, p] = 4**turn * now
         wide = ~(now.abs() <= _WIDEST)
         j, p = j[wide], p[wide]
@@ -435,9 +438,9 @@ def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_gate(c: Tensor, A: Tensor, y: Tensor, expected: Tensor) -> Tensor:
-    """The z near what is expected with `Σ_k σ(c_k z)A_k = y`; NaN where Newton finds none.
+    """Solve `Σ_k σ(c_k z)A_k = y` for z near `expected`; NaN where Newton's method fails.
 
-    Values of both signs make the gate turn back, so there may be other solutions.
+    If A_k has both signs, the sum is not monotonic in z, so there may be other solutions.
     """
     z = expected.expand_as(y)
     for _ in range(_NEWTON):

@@ -24,7 +24,14 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import equalised, lengths, random_orthogonal
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.heads.far_field import BadToken, Lines, Probe, find_hidden_lines, find_lines
-from keyhole.extract.heads.masks import Behind, Rays, Rows, mask_all, mask_others, read_logits
+from keyhole.extract.heads.masks import (
+    IsolatedHeads,
+    Rays,
+    Rows,
+    mask_all,
+    mask_others,
+    read_logits,
+)
 from keyhole.oracle.protocol import Oracle
 
 NOTHING = 1e-9  # values below this share of the largest are taken for none
@@ -100,12 +107,12 @@ class _Token:
         D = Q[:2]
         if len(g):
             D = mask_all(self.lines, (g @ Q.mT).abs().amax(1) + 5, self.stream)
-        behind = Behind(self.oracle, D.unsqueeze(0), torch.zeros_like(x))
-        seen = float(behind.at_once(x, Q[:2].sum(0)[None, None]).abs())
+        isolated = IsolatedHeads(self.oracle, D.unsqueeze(0), torch.zeros_like(x))
+        seen = float(isolated.at_once(x, Q[:2].sum(0)[None, None]).abs())
         noise = 1e-12 * self.scale * float(lengths(D).max())
         if seen <= NOTHING * self.scale * size + noise:
             return torch.zeros_like(x)
-        return 4 * behind.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
+        return 4 * isolated.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
 
     def _open_values(self, v0: Tensor, line: Tensor, sign: Tensor) -> tuple[Tensor, Tensor] | None:
         """Which of the rays have heads, and the sum of their values.
@@ -126,13 +133,13 @@ class _Token:
             reach[torch.arange(len(todo)), line[todo]] = 5.0
             D[todo] = mask_others(lines, line[todo], sign[todo], reach, self.stream).D
             probe = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
-            y[todo] = Behind(self.oracle, D[todo], v0).at_once(x, probe)
+            y[todo] = IsolatedHeads(self.oracle, D[todo], v0).at_once(x, probe)
             present = y.abs().amax(1) > NOTHING * scale * length
             closed = (y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * scale * length
             todo = (present & closed).nonzero().squeeze(1)
             if not len(todo):
                 delta = length[present, None, None] * Q[present]
-                rest = Behind(self.oracle, D[present], v0).at_once(x, delta[:, 1:])
+                rest = IsolatedHeads(self.oracle, D[present], v0).at_once(x, delta[:, 1:])
                 answers = torch.cat([y[present, 1:2], rest], 1)
                 values = (answers.unsqueeze(1) @ delta).squeeze(1)
                 return present, values / length[present].unsqueeze(1) ** 2
@@ -176,12 +183,12 @@ def _near_field(
     both = torch.cat([rows.deltas, tests], 1)
     reach = (both @ lines.g.mT).abs().amax(1) + 5
     masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
-    behind = Behind(oracle, masks.D, rays.v0)
+    isolated = IsolatedHeads(oracle, masks.D, rays.v0)
     x, owner = rays.x.unsqueeze(0), torch.arange(count)
     fixed = torch.cat([zero, tests], 1)
-    y = behind.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
+    y = isolated.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
     flat = rows.deltas.view(-1, d)
-    z = read_logits(behind, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2)
+    z = read_logits(isolated, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2)
     g = rows.solve(z.view(1, count, k)).squeeze(1)
     signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
     expected = torch.sigmoid((tests @ g.unsqueeze(2)).squeeze(2)) * signal
@@ -238,7 +245,9 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
     def ask(delta: Tensor) -> Tensor:
         reach = (delta @ lines.g.mT).abs().amax(0) + 5
         masks = mask_others(lines, part.line, part.sign, reach.unsqueeze(0), stream, values)
-        return Behind(oracle, masks.D, rays.v0).at_once(rays.x, delta.unsqueeze(0)).squeeze(0)
+        return (
+            IsolatedHeads(oracle, masks.D, rays.v0).at_once(rays.x, delta.unsqueeze(0)).squeeze(0)
+        )
 
     t, e = _profile(guess, stream)
     profile = ask(t.unsqueeze(1) * e) / t

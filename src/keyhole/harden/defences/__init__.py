@@ -1,6 +1,6 @@
-"""Every way to train against attacks on attention, under the name that people type.
+"""The ways to train against attacks on attention, by name.
 
-To add one, write the defence in its own module here and add one entry to DEFENCES.
+To add a defence, write it in its own module and add one entry to DEFENCES.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     A' = A·(1 − μ)        0 ≤ μ ≤ ε   for every unit of every layer and head
 
 The paper trains a second network that proposes a binary mask for each layer, with a reversed
-gradient and a penalty on how much it masks. Here the mask is found for each batch by gradient
-ascent from a random start, it is soft, and ε bounds it: no second network, no penalty to tune.
+gradient and a penalty on how much it masks. Here the mask of each batch is found by gradient ascent
+from a random start. It is soft and bounded by ε, so there is no second network and no penalty.
 
     μ_0 ~ U(0, σ)        μ_{t+1} = clip(μ_t + η g_t/‖g_t‖_∞, 0, ε)   for each text and head
 
-The start is random because the divergence and its gradient are zero at μ = 0. In the divergence,
-f_θ(x) is a constant: the gated answer moves to the clean one, and one graph is held at a time. All
-passes drop the same units.
+The start is random because the divergence and its gradient are zero at μ = 0. In the divergence
+f_θ(x) is a constant, so the gated answer moves towards the clean one, and only one graph is in
+memory at a time. All passes use the same dropout.
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import InputError
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    cross_entropy,
-    divergence,
-    draw,
-    local,
-    positive,
-)
+from keyhole.harden.defences.defence import Batch, answer, divergence, draw, local, nonnegative
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
@@ -46,7 +39,7 @@ class ASA:
     start: float = 0.05
 
     def __post_init__(self) -> None:
-        positive(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
+        nonnegative(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
         if not 0 <= self.radius <= 1:
             raise InputError(f"radius must be from 0 to 1, got {self.radius}")
 
@@ -57,8 +50,8 @@ class ASA:
         own = local(stream, next(model.parameters()).device)
         with rewriting(model, gates) as sites:
             clean = answer(model, batch, seed)
-            # Now, while there is no gate: gradient checkpointing runs the clean layers again, and
-            # the clean graph is gone before the gated one is made.
+            # Yielded before there is a gate, because gradient checkpointing runs the clean layers
+            # again. It also frees the clean graph before the gated one is built.
             yield cross_entropy(clean, labels)
             clean = clean.detach()
             gates.masks = [
@@ -84,7 +77,7 @@ class ASA:
 
 
 class Gates(Untouched):
-    """The factor 1 − μ at each site; nothing before there are masks."""
+    """Multiplies the probabilities at each site by 1 − μ, once there are masks μ."""
 
     def __init__(self) -> None:
         self.masks: list[Tensor] = []

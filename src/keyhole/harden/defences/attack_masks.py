@@ -1,22 +1,22 @@
-"""Training on masks that the attack finds: after HackAttend (arXiv 2402.16470).
+"""Train on masks like those of the attack: after HackAttend (arXiv 2402.16470).
 
     min_θ  E [ CE(f_θ(x), y) + λ KL(f_θ(x) ‖ f_θ(x; M)) ]
 
-M cuts, in every head of every layer, the share α of its units whose removal raises the loss of a
+In every head of every layer, M cuts the share α of the units whose removal raises the loss of a
 label `t` most, to first order and with the row renormalised:
 
     a_ij/(1 − a_ij)·(Σ_l a_il g_il − g_ij)        g = ∂CE(f_θ(x), t)/∂A
 
-The trap: with t = y the mask holds the label, the model learns to read it there, and what looks
-like robustness is a leak (measured: success of the attack from 60% to 2%, and 5 points of clean
-accuracy lost). So `t` is what the model predicts, or a random class; nothing that makes a mask is
-given the labels. On texts that the model has learnt, its prediction is nearly the label: a random
-class is the only choice that tells the model nothing, and the default.
+With t = y the mask reveals the label and the model learns to read it there, which looks like
+robustness (measured: the attack's success falls from 60% to 2%, and clean accuracy by 5 points). So
+`t` is a random class, or the predicted class; the code that makes masks never gets the labels. A
+random class is the default, because on texts that the model has learnt its prediction is nearly
+always the label.
 
-In the divergence, f_θ(x) is a constant: the masked answer moves to the clean one, not the other way
-round, which is what keeps clean accuracy. The clean pass serves both the loss and the gradient, and
-one graph is held at a time.
-Special tokens (where the batch says which they are) and padding are spared, as the attack does.
+In the divergence f_θ(x) is a constant, so the masked answer moves towards the clean one. This
+preserves clean accuracy. The clean pass serves both the loss and the gradient, and only one graph
+is in memory at a time. Padding and the special tokens that the batch marks are spared, as in the
+attack.
 """
 
 from __future__ import annotations
@@ -28,18 +28,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.disrupt.rankings import removal
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    cross_entropy,
-    divergence,
-    draw,
-    positive,
-    spared,
-)
+from keyhole.harden.defences.defence import Batch, answer, divergence, draw, nonnegative, spared
 from keyhole.models.masking import Site, Untouched, rewriting
 
 Ranked = tuple[Tensor, Tensor]  # the maps of a site, and the gradient there
@@ -47,11 +40,11 @@ Ranked = tuple[Tensor, Tensor]  # the maps of a site, and the gradient there
 
 @dataclass(frozen=True)
 class AttackMasks:
-    """`share` is α, `weight` λ; `rounds` ranks again after each part of the cut is made.
+    """`share` is α, `weight` λ; the units are cut in `rounds` parts and ranked before each.
 
-    A larger weight withstands more and costs clean accuracy: the default is the largest measured
-    that keeps it within a point (benchmarks/harden.py). With FreeLB more can be had, see
-    `Combined.strongest`.
+    A larger weight gives more robustness and less clean accuracy. The default is the largest weight
+    measured that costs at most one point of accuracy (benchmarks/harden.py). In combination with
+    FreeLB it can be larger (`Combined.strongest`).
     """
 
     share: float = 0.01
@@ -60,13 +53,11 @@ class AttackMasks:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        positive(weight=self.weight)
+        nonnegative(weight=self.weight)
         if not 0 <= self.share < 1:
             raise InputError(f"share must be at least 0 and below 1, got {self.share}")
-        if self.label not in ("random", "predicted"):
-            raise InputError(f"label must be random or predicted, got {self.label}")
-        if self.rounds < 1:
-            raise InputError(f"rounds must be 1 or more, not {self.rounds}")
+        expect_among("label", self.label, ("random", "predicted"))
+        expect_count("rounds", self.rounds)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
@@ -76,8 +67,8 @@ class AttackMasks:
             clean = cuts.look(scores)
             target = self._target(clean, stream)
             ranked = cuts.gradients(clean, target, retain=True)
-            # Now, while nothing is cut: gradient checkpointing runs the clean layers again, and
-            # the clean graph is gone before the masked one is made.
+            # Yielded before anything is cut, because gradient checkpointing runs the clean layers
+            # again. It also frees the clean graph before the masked one is built.
             yield cross_entropy(clean, labels)
             self.attack(scores, cuts, ranked, target, tokens(batch))
             yield self.weight * divergence(clean.detach(), scores())
@@ -86,7 +77,7 @@ class AttackMasks:
         self, scores: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,
         at: Tokens | None,
     ) -> None:  # fmt: skip
-        """Make the cuts from what a clean pass showed; the labels are nowhere near."""
+        """Make the cuts from the maps and gradients of a clean pass, without the labels."""
         for number in range(1, self.rounds + 1):
             if number > 1:
                 ranked = cuts.gradients(cuts.look(scores), target)
@@ -105,7 +96,7 @@ class AttackMasks:
 
 
 class Cuts(Untouched):
-    """Makes the cuts there are; keeps a pass's maps while it looks."""
+    """Cuts the units in `made`, and records the maps of a pass that `look` runs."""
 
     def __init__(self) -> None:
         self.made: list[Tensor] = []
@@ -124,8 +115,8 @@ class Cuts(Untouched):
         return scores()
 
     def gradients(self, scores: Tensor, target: Tensor, retain: bool = False) -> list[Ranked]:
-        """Each site's maps and the gradient of the target's loss at them; then it looks away."""
-        loss = nn.functional.cross_entropy(scores, target, reduction="sum")
+        """Return each recorded map with the gradient of the target's loss, and stop recording."""
+        loss = cross_entropy(scores, target, reduction="sum")
         maps = self._maps or []
         gradients = torch.autograd.grad(loss, maps, retain_graph=retain)
         self._maps = None
@@ -134,14 +125,14 @@ class Cuts(Untouched):
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Which positions of each text are real, and which of them may be cut; (rows, n)."""
+    """The real tokens of each text, and those that may be cut; (rows, n)."""
 
     real: Tensor
     free: Tensor
 
 
 def tokens(batch: Batch) -> Tokens | None:
-    """As the batch says; None for images."""
+    """Return the real and free tokens of a batch, or None for images."""
     if "input_ids" not in batch:
         return None
     ids = batch["input_ids"]
@@ -153,9 +144,9 @@ def tokens(batch: Batch) -> Tokens | None:
 def strongest(
     a: Tensor, g: Tensor, share: float, at: Tokens | None = None, before: Tensor | None = None
 ) -> Tensor:
-    """The units to cut of maps (rows, heads, q, k): in each, ⌊share·units⌋ at most, at least one.
+    """Choose the units to cut in maps (rows, heads, q, k): at most ⌊share·units⌋, or one, in each.
 
-    Only units whose removal raises the loss, and those that were cut `before`.
+    Units are chosen if they were cut `before` or if their removal raises the loss.
     """
     exists = (a > 0) if before is None else (a > 0) | before
     free = exists

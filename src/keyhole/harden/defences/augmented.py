@@ -1,33 +1,25 @@
-"""Adversarial data augmentation: each text a second time, with words replaced against the model.
+"""Adversarial data augmentation: train on each text again with tokens replaced against the model.
 
     min_θ  E ½ [ CE(f_θ(x), y) + CE(f_θ(x'), y) ]
     x' = x with the k tokens replaced whose replacement raises the loss most, to first order:
          max over i and v near x_i of  (e_v − e_{x_i}) · ∂CE/∂e_{x_i}
 
-v is near x_i if it is among the tokens whose embeddings have the largest cosines with its own. The
-texts are made anew for every batch, against the model as it is by then, where TextFooler-like
-augmentation makes them once; there is no thesaurus. Special tokens are not replaced.
+v is near x_i if it is among the tokens whose embeddings have the largest cosines with that of x_i.
+Augmentation like TextFooler makes the texts once, with a thesaurus. Here they are made for every
+batch, against the current model, without a thesaurus. Special tokens are not replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import InputError, expect_count, expect_number
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    cross_entropy,
-    draw,
-    spared,
-    table,
-    unpadded,
-)
+from keyhole.harden.defences.defence import Batch, answer, draw, spared, unpadded, vectors
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Augmented:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        width = cast("Tensor", table(model).weight).shape[1]
+        width = vectors(model).shape[1]
         delta = torch.zeros_like(unpadded(model, batch)).repeat(1, 1, width).requires_grad_(True)
         loss = cross_entropy(answer(model, batch, seed, delta), labels)
         (gradient,) = torch.autograd.grad(loss, delta, retain_graph=True)
@@ -56,7 +48,7 @@ class Augmented:
     @torch.no_grad()
     def _replaced(self, model: nn.Module, batch: Batch, gradient: Tensor) -> Tensor:
         ids = batch["input_ids"]
-        flat, words = ids.flatten(0, -2), cast("Tensor", table(model).weight).detach().float()
+        flat, words = ids.flatten(0, -2), vectors(model).detach().float()
         fixed = spared(batch)
         if fixed is None:
             raise InputError("augmented needs special_tokens_mask in the batch")

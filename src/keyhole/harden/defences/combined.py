@@ -1,10 +1,10 @@
-"""Several defences at once: the sum of their losses.
+"""Combine several defences: the sum of their losses.
 
     min_θ  Σ_k L_k(θ)
 
-What each protects is not the same: FreeLB's ascent on the embeddings also raises clean accuracy,
-and pays for what training on the attack's masks costs. Losses come one after the other, so one
-graph is held at a time, as in each alone.
+The defences complement each other: FreeLB's ascent on the embeddings also raises clean accuracy,
+which compensates for the cost of training on the attack's masks. The losses come one after the
+other, so only one graph is in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keyhole.harden.defences.freelb import FreeLB
 
 @dataclass(frozen=True)
 class Combined:
-    """`methods` in the order in which their losses come; each keeps its own weight."""
+    """The sum of the losses of `methods`; each keeps its own weight."""
 
     methods: tuple[Defence, ...]
 
@@ -33,7 +33,7 @@ class Combined:
 
     @classmethod
     def strongest(cls, share: float = 0.01, weight: float = 1.0) -> Combined:
-        """FreeLB and the attack's masks: what withstood most at no loss of clean accuracy."""
+        """FreeLB and AttackMasks: the most robust combination without a loss of clean accuracy."""
         return cls((FreeLB(), AttackMasks(share=share, weight=weight)))
 
     def losses(
@@ -47,8 +47,8 @@ class Combined:
 class PlainFirst:
     """Plain training for a share of the steps, then the defence.
 
-    A model that has learnt nothing yet learns little from masks that undo its answers: on tasks
-    that are hard for it, it never begins. The rate rises and falls once, over both.
+    An untrained model learns little from masks that undo its answers, and on hard tasks it never
+    begins to learn. The learning rate has one schedule over both parts.
     """
 
     share: float
@@ -66,12 +66,12 @@ class PlainFirst:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        """The defence's, for whoever does not say how far the training is."""
+        """Yield the defence's losses, for callers that do not use `current`."""
         return self.defence.losses(model, batch, labels, stream)
 
 
 def current(defence: Defence, share: float) -> Defence:
-    """The defence to use when that share of all steps was made."""
+    """Return the defence to use after a share of all steps."""
     if not isinstance(defence, PlainFirst):
         return defence
     return Plain() if share < defence.share else defence.defence

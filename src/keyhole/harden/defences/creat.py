@@ -4,8 +4,9 @@
     δ_0 ~ N(0, σ²)        δ_{t+1} = Π_ε(δ_t + α g_t/‖g_t‖_F)
     g_t = ∂/∂δ [ CE(f_θ(X + δ_t), y) − τ cos(h_θ(X + δ_t), h_θ(X)) ]
 
-with h_θ the last hidden state of the first token: the perturbation also turns what the encoder
-makes of the text. As in the code released with HackAttend; both passes drop the same units.
+with h_θ the last hidden state of the first token: the perturbation also turns the encoder's
+representation of the text. This follows the code released with HackAttend. Both passes use the same
+dropout.
 """
 
 from __future__ import annotations
@@ -16,16 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    ascended,
-    cross_entropy,
-    draw,
-    noise,
-    positive,
-)
+from keyhole.harden.defences.defence import Batch, answer, ascended, draw, noise, nonnegative
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class CreAT:
     start: float = 0.01
 
     def __post_init__(self) -> None:
-        positive(
+        nonnegative(
             steps=self.steps, rate=self.rate, radius=self.radius, turn=self.turn, start=self.start
         )
 
@@ -67,7 +61,7 @@ class CreAT:
 
 
 def _states(model: nn.Module, batch: Batch, seed: int, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores, and the first token's last hidden state, with `delta` on the embeddings."""
+    """Return the scores and the first token's last hidden state, for perturbed embeddings."""
     found: list[Tensor] = []
     encoder = cast("nn.Module", cast("Any", model).base_model)
     handle = encoder.register_forward_hook(

@@ -4,7 +4,7 @@
     δ_0 ~ U(−1, 1)·m/√(n·e)        δ_{t+1} = Π_ε(δ_t + α g_t/‖g_t‖_F),   g_t = ∂CE/∂δ_t
 
 with X the n×e token embeddings of one text. One backward pass gives both the weights' gradient and
-g_t. All K passes drop the same units. Padding is never perturbed.
+g_t. All K passes use the same dropout. Padding is never perturbed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.harden.defences.defence import (
     Batch,
     answer,
     ascended,
-    cross_entropy,
     draw,
     inside,
     noise,
-    positive,
+    nonnegative,
     unpadded,
 )
 
 
 @dataclass(frozen=True)
 class FreeLB:
-    """Ascent on the embeddings: `steps` of size `rate` from `start`, inside `radius`.
-
-    The defaults are of the size that is usual for BERT; they were not tuned here.
-    """
+    """`steps` is K, `rate` α, `radius` ε, `start` m; the defaults are usual for BERT, not tuned."""
 
     steps: int = 3
     rate: float = 0.1
@@ -42,9 +39,8 @@ class FreeLB:
     start: float = 0.08
 
     def __post_init__(self) -> None:
-        positive(rate=self.rate, radius=self.radius, start=self.start)
-        if self.steps < 1:
-            raise InputError(f"steps must be 1 or more, not {self.steps}")
+        nonnegative(rate=self.rate, radius=self.radius, start=self.start)
+        expect_count("steps", self.steps)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
@@ -57,10 +53,6 @@ class FreeLB:
             delta.requires_grad_(True)
             yield cross_entropy(answer(model, batch, seed, delta), labels) / self.steps
             if step + 1 < self.steps:
-                delta = self._next(delta)
-
-    def _next(self, delta: Tensor) -> Tensor:
-        gradient = delta.grad
-        if gradient is None:
-            raise InputError("each loss must be differentiated before the next is computed")
-        return ascended(delta, gradient, self.rate, self.radius)
+                if delta.grad is None:
+                    raise InputError("each loss must be differentiated before the next is computed")
+                delta = ascended(delta, delta.grad, self.rate, self.radius)

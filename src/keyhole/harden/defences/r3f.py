@@ -3,8 +3,8 @@
     min_θ  E [ CE(f_θ(X), y) + λ KL_S(f_θ(X), f_θ(X + z)) ]
     z ~ U(−σ, σ)
 
-No ascent: noise alone. Both passes drop the same units: if each dropped its own, their distance
-would be a second regularizer next to the formula's.
+There is only noise, no ascent. Both passes use the same dropout, because the difference between two
+draws of dropout would act as a second regularizer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    cross_entropy,
-    draw,
-    noise,
-    positive,
-    symmetric,
-)
+from keyhole.harden.defences.defence import Batch, answer, draw, noise, nonnegative, symmetric
 
 
 @dataclass(frozen=True)
 class R3F:
-    """`weight` is λ, `radius` σ; the defaults were not tuned here."""
+    """`weight` is λ, `radius` σ; the defaults were not tuned."""
 
     weight: float = 1.0
     radius: float = 1e-5
 
     def __post_init__(self) -> None:
-        positive(weight=self.weight, radius=self.radius)
+        nonnegative(weight=self.weight, radius=self.radius)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

@@ -2,23 +2,23 @@
 
     min_θ  E_M CE(f_θ(x; M), y)        M_u ~ Bernoulli(p)   for every unit u
 
-In training, units of attention are dropped before the softmax, anew in each forward pass; at
-inference nothing is, and the model runs as if it had never been touched, bit for bit.
+In training, units of attention are dropped before the softmax, with a new draw in each forward
+pass. At inference nothing is dropped, and the model computes exactly what it would without
+S-Attend.
 
-- `unit`, as the paper writes: independent for each (layer, head, query, key).
-- `token`, as its code does: one draw for each key of each text, the same for all layers, heads and
-  queries; special tokens ([UNK] too) and padding are spared. Where they stand is read from
-  `input_ids` with the tokenizer's special ids, and from `special_tokens_mask` among the inputs,
-  which does not mark [UNK].
-  Encoder–decoder models: the decoder's own tokens are drawn if `decoder_input_ids` are given.
+- `unit`, as in the paper: an independent draw for each (layer, head, query, key).
+- `token`, as in its code: a draw for each key of each text, the same for all layers, heads and
+  queries. Padding and special tokens are spared, [UNK] too. They are found by the tokenizer's
+  special ids, and by `special_tokens_mask` among the inputs, which does not mark [UNK]. The
+  decoder's own tokens are drawn if `decoder_input_ids` are given.
 
-A row whose every key was drawn is left as it was (see keyhole.models.masking); with `emptied` its
-query gets nothing, as smoothing over masks wants it (harden/smoothing.py), up to a rate of 1, where
-there is no attention at all. Draws depend on the seed, the process's rank, the training step and
-the site alone, so a run that is resumed draws what it would have drawn, and gradient checkpointing
-finds the same mask again.
+A row whose keys are all drawn is left unchanged (keyhole.models.masking). With `emptied` its query
+gets zero instead, which smoothing over masks needs (harden/smoothing.py); then the rate may be 1,
+which is no attention at all. Draws depend only on the seed, the process's rank, the training step
+and the site. So a resumed run repeats its draws, and gradient checkpointing recomputes the same
+mask.
 
-In anyone's script, one of
+In a training script, use one of
 
     with SAttend(0.2).apply(model): …
     Trainer(…, callbacks=[SAttend(0.2).callback()])
@@ -34,22 +34,17 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.core.errors import InputError
-from keyhole.harden.defences.defence import (
-    SPECIAL,
-    Batch,
-    answer,
-    cross_entropy,
-    draw,
-)
+from keyhole.core.errors import InputError, expect_among
+from keyhole.harden.defences.defence import SPECIAL, Batch, answer, draw
 from keyhole.models.loading import transformers
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
 @dataclass(frozen=True)
 class SAttend:
-    """Drop attention with probability `rate`, each unit alone or each key token at once."""
+    """Drop attention with probability `rate`, by unit or by key token."""
 
     rate: float = 0.2
     mode: Literal["unit", "token"] = "unit"
@@ -59,14 +54,13 @@ class SAttend:
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1 and not (self.emptied and self.rate == 1):
             raise InputError(f"rate must be at least 0 and below 1, got {self.rate}")
-        if self.mode not in ("unit", "token"):
-            raise InputError(f"mode must be unit or token, got {self.mode}")
+        expect_among("mode", self.mode, ("unit", "token"))
 
     @contextmanager
     def apply(self, model: nn.Module, tokenizer: Any = None) -> Generator[Drops]:
-        """While the context lasts, forward passes in train mode drop; others are untouched.
+        """Drop attention in forward passes in train mode, until the context ends.
 
-        The tokenizer says which ids are special; token mode needs it where the inputs do not.
+        Token mode needs the tokenizer, unless the inputs mark the special tokens.
         """
         ids = () if tokenizer is None else tuple(getattr(tokenizer, "all_special_ids", ()))
         drops = Drops(self, model, ids)
@@ -74,28 +68,28 @@ class SAttend:
             yield drops
 
     def callback(self) -> Any:
-        """A transformers `TrainerCallback`: on from the beginning of training to its end."""
+        """Return a transformers `TrainerCallback` that applies this during training."""
         return _callback(self)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        # Inside the context: gradient checkpointing runs layers again in the backward pass.
+        # The context includes the backward pass, where gradient checkpointing runs layers again.
         with replace(self, seed=draw(stream)).apply(model) as drops:
             drops.special = batch.get(SPECIAL)
             yield cross_entropy(answer(model, batch, seed), labels)
 
 
 class Drops(Untouched):
-    """The draws of one training run; `step` is its step, where a trainer sets it."""
+    """The draws of one training run; a trainer may set the current `step`."""
 
     def __init__(self, method: SAttend, model: nn.Module, ids: tuple[int, ...]) -> None:
         self.method = method
         self.empties = method.emptied
         self.model = model
         self.ids = ids
-        self.special: Tensor | None = None  # for callers that know, instead of the inputs
+        self.special: Tensor | None = None  # used if the inputs have no special_tokens_mask
         self.step = 0
         self._passes = 0
         self._dropped: dict[str, Tensor] = {}
@@ -109,7 +103,7 @@ class Drops(Untouched):
         return True
 
     def at_step(self, step: int) -> None:
-        """The optimizer's step begins; passes are counted inside it."""
+        """Begin a step of the optimizer; passes are counted within it."""
         self.step, self._passes = step, 0
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
@@ -126,13 +120,13 @@ class Drops(Untouched):
         return dropped[:, None, None, :]
 
     def _side(self, site: Site) -> str:
-        """Whose tokens the keys are."""
+        """Return which inputs the keys of a site come from."""
         pair = bool(getattr(self.model.config, "is_encoder_decoder", False))
         decoder = pair and site.kind == "self" and "encoder" not in site.name.split(".")
         return "decoder_input_ids" if decoder else "input_ids"
 
     def _tokens(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Which keys each text loses, for the tokens on either side of the model."""
+        """Draw the keys that each text loses, for the encoder and the decoder."""
         if not isinstance(inputs.get("input_ids"), Tensor):
             raise InputError(f"token mode needs input_ids: the inputs are {', '.join(inputs)}")
         dropped: dict[str, Tensor] = {}
@@ -165,7 +159,7 @@ class Drops(Untouched):
 
 
 def _rank() -> int:
-    """Processes that train together must not draw the same."""
+    """Return the rank of this process, because parallel processes must draw differently."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if several else 0
 
@@ -173,12 +167,12 @@ def _rank() -> int:
 def _callback(method: SAttend) -> Any:
     library = transformers()
 
-    # The library loads when it is needed, so its types are not known here.
+    # The library is imported on demand, so its types are unknown.
     class Callback(library.TrainerCallback):  # pyright: ignore[reportUntypedBaseClass]
-        """Enters at the beginning of training and leaves at its end.
+        """Enters the context when training begins and leaves it when training ends.
 
-        A run that an error ends is left at the beginning of the next one; till then the model is
-        untouched in evaluation.
+        After an error the context is left when the next training begins. Until then evaluation is
+        not affected.
         """
 
         def __init__(self) -> None:

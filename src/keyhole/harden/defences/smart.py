@@ -5,9 +5,9 @@ arXiv 1911.03437.
     KL_S(p, q) = KL(p ‖ q) + KL(q ‖ p)
     δ_0 ~ N(0, σ²)        δ_{t+1} = clip(δ_t + η g_t/‖g_t‖_∞, ±ε),   g_t = ∂KL_S/∂δ_t
 
-This is its smoothness-inducing regularizer. Left out: the Bregman proximal term,
-which holds each step near the last one's answers and needs a second copy of the model; it steadies
-the optimizer, whereas what is measured here is robustness. Both passes drop the same units.
+This is SMART's smoothness-inducing regularizer. The Bregman proximal term is left out. It keeps the
+answers near those of the step before and needs a second copy of the model; it stabilises the
+optimizer, and does not concern robustness. Both passes use the same dropout.
 """
 
 from __future__ import annotations
@@ -17,16 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import (
-    Batch,
-    answer,
-    cross_entropy,
-    draw,
-    noise,
-    positive,
-    symmetric,
-)
+from keyhole.harden.defences.defence import Batch, answer, draw, noise, nonnegative, symmetric
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class SMART:
     start: float = 1e-5
 
     def __post_init__(self) -> None:
-        positive(
+        nonnegative(
             weight=self.weight, radius=self.radius, steps=self.steps, rate=self.rate,
             start=self.start,
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""First and second derivatives of the loss, in closed form, and the bounds of the paper."""
+"""The derivatives of the inversion loss in closed form, and the paper's bounds on them."""

@@ -1,29 +1,30 @@
-"""The paper's bounds on the Hessian, and what is measured.
+"""The paper's bounds on the Hessian, compared with what is measured.
 
-*Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms, which
-are at most the Frobenius norms of Theorem 1.3: what holds with them holds with those):
+*Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1`:
 
     Lemma 4.4   ‖∇²L(X) − ∇²L(Y)‖ ≤ O(n³d³R¹⁰) ‖X − Y‖_F       the Hessian is Lipschitz
-    Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             and not too indefinite
+    Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             its eigenvalues are bounded below
 
-Theorem 1.3 asks for bounds on W, V and B and says nothing about X; its lemmas rest on a "bounded
-parameter" assumption of its appendix (G.1). A bound on X must be part of it: the first derivative
-of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
-well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W‖_F, ‖V‖_F and |b_ij|.
+The norms are spectral. They are at most the Frobenius norms of Theorem 1.3, so R is not larger.
 
-The lemmas give no constants. With 1 for each, both fail even with X inside: at R = 1, n = 2, d = 1
-an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant 17.5 against 8. So here are
-constants that are proved (docs/mathematics.md, "The Hessian of inversion"). With f′, f″, f‴ along a
-direction of length 1,
+Theorem 1.3 bounds W, V and B but not X; its lemmas assume a "bounded parameter" (appendix G.1). A
+bound on X is needed: the first derivative of a score grows with X, so the Hessian has no bound in
+the weights alone. R covers X too. `lowest_bound_without_input` uses the theorem's own R, which
+covers ‖W‖_F, ‖V‖_F and |b_ij|.
+
+The lemmas give no constants. With constant 1 both fail even if R covers X: at R = 1, n = 2, d = 1
+an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant is 17.5 against 8. This
+module uses proved constants (docs/mathematics.md, "The Hessian of inversion"). With f′, f″, f‴
+along a direction of length 1,
 
     ‖f − B‖_F ≤ 2√(nm) R²,   ‖f′‖_F ≤ 2√n R⁴,   ‖f″‖_F ≤ 7R⁶,   ‖f‴‖_F ≤ 38R⁸
     L″ = 2‖f′‖² + 2⟨f − B, f″⟩ ≥ −28 √(nm) R⁸
     |L‴| = |6⟨f′, f″⟩ + 2⟨f − B, f‴⟩| ≤ (84√n + 152√(nm)) R¹⁰ ≤ 236 √(nm) R¹⁰
 
-which are the lemmas, with √(nm) for nd and n³d³. H heads give H times f and its
-derivatives; a residual connection adds X to f − B and E to f′; a key bias of norm at most R adds a
-row to S′: ‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and ‖f‴‖_F ≤ 90 n^{3/2} R⁸; a mask
-changes nothing. All values are those of the loss without γ, which adds 2γ to every eigenvalue.
+which are the lemmas with √(nm) in place of nd and n³d³. H heads multiply f and its derivatives by
+H. A residual connection adds X to f − B and E to f′. A key bias of norm at most R adds a row to S′:
+‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and ‖f‴‖_F ≤ 90 n^{3/2} R⁸. A mask changes
+nothing. All values are of the loss without γ, which would add 2γ to every eigenvalue.
 """
 
 from __future__ import annotations
@@ -42,41 +43,40 @@ from keyhole.invert.derivatives.equations import prepared
 from keyhole.invert.derivatives.hessian import hessian
 from keyhole.invert.problem import Problem
 
-MOST_NEIGHBOURS = 100_000  # a Hessian and its eigenvalues for each
-_RADII = (1e-3, 1e-2, 1e-1, 1.0)  # of the neighbours, relative to ‖X‖
-_HALVINGS = 30  # of a step to a neighbour that would leave the ball ‖X‖ ≤ R
-_INPUT = "‖X‖"
+MOST_NEIGHBOURS = 100_000  # each costs a Hessian and its eigenvalues
+_RADII = (1e-3, 1e-2, 1e-1, 1.0)  # distances of the neighbours, relative to ‖X‖
+_HALVINGS = 30  # attempts to shorten a step until the neighbour is in the ball ‖X‖ ≤ R
 
 
 @dataclass(frozen=True, repr=False)
 class Bounds(Result):
-    """What the lemmas promise (`lipschitz_bound`, `lowest_bound`) and what was found."""
+    """The bounds of the lemmas (`lipschitz_bound`, `lowest_bound`) and the measured values."""
 
     R: float
-    R_without_input: float  # the least of Theorem 1.3: ‖W‖_F, ‖V‖_F, |b_ij|, nothing about X
-    norms: dict[str, float]  # of what the paper assumes to be at most R
-    beyond: tuple[str, ...]  # what the layer has that the paper's does not
+    R_without_input: float  # the least R of Theorem 1.3: over ‖W‖_F, ‖V‖_F and |b_ij|, not X
+    norms: dict[str, float]  # the norms that the paper assumes to be at most R
+    beyond: tuple[str, ...]  # what the layer has and the paper's does not
     lipschitz_bound: float  # n³d³R¹⁰
-    lipschitz_proved: float  # (84√n + 152√(nm))R¹⁰, with its constant: see above
+    lipschitz_proved: float  # (84√n + 152√(nm))R¹⁰, with a proved constant
     lowest_bound: float  # −ndR⁸
-    lowest_proved: float  # −28√(nm)R⁸, likewise
-    lowest_bound_without_input: float  # −ndR⁸ with that R
-    lowest: float  # the eigenvalues of ∇²L(X) lie between
+    lowest_proved: float  # −28√(nm)R⁸, with a proved constant
+    lowest_bound_without_input: float  # −ndR⁸ with R_without_input
+    lowest: float  # the least eigenvalue of ∇²L(X)
     highest: float
-    lipschitz: float  # the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F seen, ‖Y‖ ≤ R
+    lipschitz: float  # the largest measured ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F, where ‖Y‖ ≤ R
     neighbours: int
 
     kind: ClassVar[str] = "bounds"
 
     @property
     def assumptions(self) -> dict[str, bool]:
-        """What the lemmas ask for, and whether it holds; the last is the paper's layer."""
+        """The assumptions of the lemmas, and whether each holds."""
         held = {f"{name} ≤ R": size <= self.R for name, size in self.norms.items()}
         return {**held, "one head, without biases, mask and residual connection": not self.beyond}
 
     @property
     def proved(self) -> bool:
-        """Whether the proofs of both constants apply: everything is at most R."""
+        """Whether both proved constants apply: all norms are at most R."""
         return all(size <= self.R for size in self.norms.values())
 
     @property
@@ -90,33 +90,31 @@ class Bounds(Result):
         for words, held in self.assumptions.items():
             more = f" ({', '.join(self.beyond)})" if self.beyond and "head" in words else ""
             lines.append(f"  {'holds' if held else 'does not hold'}: {words}{more}")
-        theorem = "" if self.proved else ", not proved: R is too small"
+        unproved = "" if self.proved else ", not proved: R is too small"
+
+        def lower(name: str, bound: float) -> str:
+            return f"  {name} {bound:.3g}: {'holds' if self.lowest >= bound else 'VIOLATED'}"
+
+        def upper(name: str, bound: float) -> str:
+            return f"  {name} {bound:.3g}: {'holds' if self.lipschitz <= bound else 'VIOLATED'}"
+
         return "\n".join([
             *lines,
             f"least eigenvalue of the Hessian {self.lowest:.3g} (greatest {self.highest:.3g})",
-            f"  Lemma 4.5, -n d R^8 = {self.lowest_bound:.3g}: "
-            f"{_kept(self.lowest >= self.lowest_bound)}",
-            f"  with a proved constant: {self.lowest_proved:.3g}: "
-            f"{_kept(self.lowest >= self.lowest_proved)}{theorem}",
-            "  Theorem 1.3 as stated, ‖W‖_F, ‖V‖_F, ‖X‖ left out "
-            f"(R = {self.R_without_input:.3g}): {self.lowest_bound_without_input:.3g}: "
-            f"{_kept(self.lowest >= self.lowest_bound_without_input)}",
+            lower("Lemma 4.5, -n d R^8 =", self.lowest_bound),
+            lower("with a proved constant:", self.lowest_proved) + unproved,
+            lower("Theorem 1.3 as stated, ‖W‖_F, ‖V‖_F, ‖X‖ left out "
+                  f"(R = {self.R_without_input:.3g}):", self.lowest_bound_without_input),
             f"Lipschitz constant of the Hessian seen {self.lipschitz:.3g} "
             f"(of {self.neighbours} neighbours)",
-            f"  Lemma 4.4, n^3 d^3 R^10 = {self.lipschitz_bound:.3g}: "
-            f"{_kept(self.lipschitz <= self.lipschitz_bound)}",
-            f"  with a proved constant: {self.lipschitz_proved:.3g}: "
-            f"{_kept(self.lipschitz <= self.lipschitz_proved)}{theorem}",
+            upper("Lemma 4.4, n^3 d^3 R^10 =", self.lipschitz_bound),
+            upper("with a proved constant:", self.lipschitz_proved) + unproved,
             f"gamma that makes the Hessian positive definite while ‖X‖ ≤ R: {self.gamma:.3g}"
-            f"{theorem}",
+            f"{unproved}",
         ])  # fmt: skip
 
     def contents(self) -> dict[str, Any]:
         return {**asdict(self), "assumptions": self.assumptions, "gamma": self.gamma}
-
-
-def _kept(kept: bool) -> str:
-    return "holds" if kept else "VIOLATED"
 
 
 def bounds(
@@ -124,8 +122,8 @@ def bounds(
 ) -> Bounds:
     """Compare the lemmas with the Hessian at X (n×d) and at seeded random neighbours of X.
 
-    `R` is the least that covers the weights, the output and X unless it is given; with a smaller
-    one the result says which assumption does not hold.
+    `R` defaults to the least that covers the weights, the output and X. If it is smaller, the
+    result says which assumption does not hold.
     """
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
@@ -147,19 +145,19 @@ def bounds(
         norms=sizes,
         beyond=_beyond(problem),
         lipschitz_bound=unknowns**3 * _power(R, 10),
-        lipschitz_proved=_change(problem, R),
+        lipschitz_proved=_lipschitz_constant(problem, R),
         lowest_bound=-unknowns * _power(R, 8),
-        lowest_proved=-_curvature(problem, R),
+        lowest_proved=-paper_gamma(problem, R),
         lowest_bound_without_input=-unknowns * _power(without, 8),
         lowest=float(eigenvalues[0]),
         highest=float(eigenvalues[-1]),
-        lipschitz=_steepest(problem, X, R, H, seed, neighbours),
+        lipschitz=_measured_lipschitz(problem, X, R, H, seed, neighbours),
         neighbours=neighbours,
     )
 
 
 def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
-    """What the paper bounds by R: the largest of every head, of the output's entries, and of X."""
+    """Return the norms that the paper bounds by R, each the largest over all heads and entries."""
     sizes = {
         "‖W‖": torch.linalg.matrix_norm(problem.W, 2).max(),
         "‖V‖": torch.linalg.matrix_norm(problem.V, 2).max(),
@@ -168,32 +166,39 @@ def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
     if problem.key_bias is not None:
         sizes["‖key bias‖"] = problem.key_bias.norm(dim=-1).max()
     if X is not None:
-        sizes[_INPUT] = torch.linalg.matrix_norm(X, 2).max()
+        sizes["‖X‖"] = torch.linalg.matrix_norm(X, 2).max()
     return {name: float(size) for name, size in sizes.items()}
 
 
 def radius(problem: Problem, X: Tensor | None = None) -> float:
-    """The least R ≥ 1 over W, V, the output and, where they are given, inputs (…, n, d)."""
+    """Return the least R ≥ 1 that covers W, V, the output and, if given, inputs (…, n, d)."""
     return max(1.0, *norms(problem, X).values())
 
 
 def stated_radius(problem: Problem) -> float:
-    """The least R ≥ 1 of Theorem 1.3 as stated: Frobenius norms of W and V, and the output."""
+    """Return the least R ≥ 1 of Theorem 1.3 as stated: Frobenius norms of W and V, and |b_ij|."""
     lengths = [torch.linalg.matrix_norm(weights).max() for weights in (problem.W, problem.V)]
     return max(1.0, *map(float, lengths), norms(problem)["|b_ij|"])
 
 
 def paper_gamma(problem: Problem, R: float) -> float:
-    """Definition 4.6 with the sign turned and a constant proved above.
+    """Return γ of Definition 4.6, with the sign turned and the proved constant.
 
-    The Hessian of `L + γ‖X‖²` is positive definite wherever ‖X‖ ≤ R, if R covers the weights and
-    the output as well.
+    No eigenvalue of ∇²L is below −γ while all norms are at most R. So the Hessian of `L + γ‖X‖²` is
+    positive definite wherever ‖X‖ ≤ R, if R covers the weights and the output too.
     """
-    return _curvature(problem, R)
+    off, _, second, _ = _derivative_bounds(problem)
+    return 2 * off * second * _power(R, 8)
 
 
-def _sizes(problem: Problem) -> tuple[float, float, float, float]:
-    """‖f − B‖, ‖f′‖, ‖f″‖ and ‖f‴‖ at most, times R², R⁴, R⁶ and R⁸."""
+def _lipschitz_constant(problem: Problem, R: float) -> float:
+    """Return a Lipschitz constant of ∇²L that holds while all norms are at most R."""
+    off, first, second, third = _derivative_bounds(problem)
+    return (6 * first * second + 2 * off * third) * _power(R, 10)
+
+
+def _derivative_bounds(problem: Problem) -> tuple[float, float, float, float]:
+    """Return the factors of R², R⁴, R⁶ and R⁸ in the bounds of ‖f − B‖, ‖f′‖, ‖f″‖ and ‖f‴‖."""
     heads, n, m, residual = problem.heads, problem.length, problem.outputs, problem.residual
     first, second, third = (2.0, 7.0, 38.0)
     if problem.key_bias is not None:
@@ -206,20 +211,8 @@ def _sizes(problem: Problem) -> tuple[float, float, float, float]:
     )
 
 
-def _curvature(problem: Problem, R: float) -> float:
-    """No eigenvalue of ∇²L is below minus this while everything is at most R."""
-    off, _, second, _ = _sizes(problem)
-    return 2 * off * second * _power(R, 8)
-
-
-def _change(problem: Problem, R: float) -> float:
-    """The Lipschitz constant of ∇²L is at most this while everything is at most R."""
-    off, first, second, third = _sizes(problem)
-    return (6 * first * second + 2 * off * third) * _power(R, 10)
-
-
 def _power(R: float, exponent: int) -> float:
-    """Infinite where Python would give up."""
+    """Return a power, or infinity if it overflows."""
     try:
         return R**exponent
     except OverflowError:
@@ -237,13 +230,13 @@ def _beyond(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, present in extras.items() if present)
 
 
-def _steepest(
+def _measured_lipschitz(
     problem: Problem, X: Tensor, R: float, H: Tensor, seed: int, neighbours: int
 ) -> float:
-    """The largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F at random neighbours Y; H is ∇²L(X)."""
+    """Return the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F at random neighbours Y; H is ∇²L(X)."""
     stream = torch.Generator().manual_seed(seed)
     size = max(float(X.norm()), 1.0)
-    steepest = 0.0
+    largest = 0.0
     for number in range(neighbours):
         away = torch.randn(X.shape, generator=stream, dtype=torch.float64).to(X.device)
         if problem.known is not None:
@@ -251,10 +244,10 @@ def _steepest(
         length = float(away.norm())
         if length == 0.0:
             break
-        step = _inward(X, away * (_RADII[number % len(_RADII)] * size / length), R)
+        step = _inside_ball(X, away * (_RADII[number % len(_RADII)] * size / length), R)
         change = _eigenvalues(hessian(problem, X + step) - H).abs().max()
-        steepest = max(steepest, float(change / step.norm()))
-    return steepest
+        largest = max(largest, float(change / step.norm()))
+    return largest
 
 
 def _eigenvalues(H: Tensor) -> Tensor:
@@ -265,10 +258,10 @@ def _eigenvalues(H: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(H)
 
 
-def _inward(X: Tensor, step: Tensor, R: float) -> Tensor:
-    """The step, turned round and shortened until it ends where ‖Y‖ ≤ R: the lemma is about those.
+def _inside_ball(X: Tensor, step: Tensor, R: float) -> Tensor:
+    """Reverse or shorten a step from X until it ends where ‖Y‖ ≤ R, as the lemma assumes.
 
-    An X outside stays outside: then the assumption does not hold, and the bounds say so.
+    If X is outside the ball the step is unchanged, and `Bounds.assumptions` says so.
     """
     for _ in range(_HALVINGS):
         for signed in (step, -step):

@@ -4,13 +4,17 @@
 
     do_i = Σ_j C_ij (dx_iᵀ W x_j + x_iᵀ W dx_j) + Σ_j A_ij Vᵀ dx_j
 
-The first term moves only the query (the paper's case i₁ = i₀), the other two every token. Heads
-are one more axis over which everything is summed; a key bias `u` turns `Wᵀx_i` into `Wᵀx_i + u`.
+and with the residual `c = attention(X) − B` (Definition 1.2 and Section 4.1)
 
-One parameter is added, the temperature λ of the continuation (starts.py): with the uniform
-map `U`, `Ã = U + (softmax(λS) − U)/λ` takes the place of A. λ = 1 is attention; as λ → 0 the map
-becomes linear in the scores. Derivatives keep their form: C is made of softmax(λS), the last term
-of Ã.
+    L(X) = Σ_ij c_ij(X)² + γ‖X‖²,     ∇L = 2Jᵀc + 2γX
+
+In do_i, the first term depends on the query alone (the paper's case i₁ = i₀), and the other two on
+every token. Heads are one more axis, over which everything is summed. A key bias `u` turns `Wᵀx_i`
+into `Wᵀx_i + u`. Known entries of X are put in first; derivatives with respect to them are zero.
+
+One parameter is added, the temperature λ of continuation.py: `Ã = U + (softmax(λS) − U)/λ`, with
+the uniform map `U`, replaces A. At λ = 1, Ã is A. As λ → 0 it becomes linear in the scores. The
+derivatives keep their form, where C is computed from softmax(λS) and the last term from Ã.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from keyhole import attention
 from keyhole.core.errors import InputError
 from keyhole.invert.problem import Problem
 
-# Unknowns up to which an nd×nd matrix is factorised: 72 MB, and a second or so. Beyond, only
-# products with the Jacobian are affordable: no dense steps, no last digits by Newton's method, and
-# nobody looks whether the equations determine X.
+# The number of unknowns up to which an nd×nd matrix is factorised: 72 MB, and about a second.
+# Larger problems get only products with the Jacobian: no dense steps, no polishing by Newton's
+# method, and no check of whether the equations determine X.
 DENSE = 3000
 
 
 class Smooth(Protocol):
-    """What Newton steps need of equations: these, a token's, a stack of layers'."""
+    """Equations that Newton's method can solve: of a layer, of one token, or of a stack."""
 
     @property
     def B(self) -> Tensor: ...  # noqa: N802 - the paper's name
@@ -45,18 +49,26 @@ class Smooth(Protocol):
 
     def residuals(self, X: Tensor) -> Tensor: ...
 
-    def loss_of(self, r: Tensor, X: Tensor) -> Tensor: ...
-
     def jacobian(self, X: Tensor) -> Tensor: ...
 
-    def select(self, rows: Tensor) -> Self: ...
+    def select(self, rows: Tensor) -> Self:
+        """Return the equations of some rows of a batch of inputs."""
+        ...
+
+
+def squared_loss(equations: Smooth, r: Tensor, X: Tensor) -> Tensor:
+    """`‖r‖² + γ‖X‖²` for residuals r at X: (R,)."""
+    loss = r.square().sum((-2, -1))
+    gamma = equations.gamma
+    return loss + gamma * X.square().sum((-2, -1)) if gamma else loss
 
 
 @dataclass(frozen=True, eq=False)
 class Equations:
-    """One problem, `W` (1,H,d,d), `V` (1,H,d,m), `B` (1,n,m) less its bias; inputs X are (R,n,d).
+    """The equations of one problem, for a batch of inputs X (R,n,d).
 
-    `fixed` (1,n,d) holds the known entries, NaN for the others. `temperature` is λ.
+    `W` is (1,H,d,d), `V` (1,H,d,m), and `B` (1,n,m) without its bias. `fixed` (1,n,d) holds the
+    known entries, and NaN for the others. `temperature` is λ.
     """
 
     W: Tensor
@@ -83,7 +95,7 @@ class Equations:
             problem.causal, problem.residual, problem.gamma,
         )  # fmt: skip
 
-    def select(self, rows: Tensor) -> Equations:  # noqa: ARG002 - one problem serves every row
+    def select(self, rows: Tensor) -> Self:  # noqa: ARG002 - the same for every row
         return self
 
     @property
@@ -104,7 +116,7 @@ class Equations:
         return None if self.fixed is None else self.fixed.isnan().to(self.B.dtype)
 
     def impose(self, X: Tensor) -> Tensor:
-        """X with the known entries put in."""
+        """Return X with the known entries put in."""
         return X if self.fixed is None else torch.where(self.fixed.isnan(), X, self.fixed)
 
     def maps(self, X: Tensor) -> Tensor:
@@ -120,7 +132,7 @@ class Equations:
         return U + (A - U) / self.temperature
 
     def uniform(self) -> Tensor:
-        """The map U of scores that are all equal: (n,n)."""
+        """The attention map U of equal scores: (n,n)."""
         n = self.length
         return attention.probabilities(self.B.new_zeros(n, n), causal=self.causal)
 
@@ -136,14 +148,10 @@ class Equations:
 
     def loss(self, X: Tensor) -> Tensor:
         """`‖r(X)‖² + γ‖X‖²`: (R,)."""
-        return self.loss_of(self.residuals(X), X)
-
-    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:
-        loss = r.square().sum((-2, -1))
-        return loss + self.gamma * X.square().sum((-2, -1)) if self.gamma else loss
+        return squared_loss(self, self.residuals(X), X)
 
     def linearised(self, X: Tensor) -> Linearised:
-        """Everything that derivatives at X are made of."""
+        """Compute the terms from which derivatives at X are assembled."""
         A = self.maps(X)
         H = self.values(X)
         queries = X.unsqueeze(-3) @ self.W  # Wᵀx_i (+ u)
@@ -158,7 +166,7 @@ class Equations:
 
 @dataclass(frozen=True, eq=False)
 class Linearised:
-    """The layer near one X: products with its Jacobian, and the Jacobian itself."""
+    """The layer linearised at X: products with its Jacobian, and the Jacobian itself."""
 
     equations: Equations
     A: Tensor  # softmax(λS)
@@ -168,7 +176,7 @@ class Linearised:
     keys: Tensor
 
     def forward(self, dX: Tensor) -> Tensor:
-        """`J dX`: (R,n,d) to (R,n,m); never holds more than n×n numbers a head."""
+        """`J dX`: (R,n,d) to (R,n,m), with n×n numbers of memory for each head."""
         free = self.equations.free
         dX = dX if free is None else dX * free
         wide = dX.unsqueeze(-3)
@@ -197,7 +205,7 @@ class Linearised:
         C = self.A.unsqueeze(-1) * (self.H.unsqueeze(-3) - O.unsqueeze(-2))  # R,H,i,j,m
         J = self.H.new_zeros(R, n, m, n, d)
         for h in range(heads):
-            # C_il Q_iᵀ, then the moved query, then Ã_il Vᵀ
+            # C_il Q_iᵀ + Ã_il Vᵀ; the term of the query itself follows the loop
             J += C[:, h].transpose(-1, -2).unsqueeze(-1) * self.queries[:, h, :, None, None, :]
             V = self.equations.V[:, h].mT
             J += self.soft[:, h, :, None, :, None] * V[:, None, :, None, :]
@@ -211,16 +219,6 @@ class Linearised:
         return J.reshape(R, n * m, n * d)
 
 
-# The inversion loss and its first derivatives, for one input or many.
-#
-# *Unmasking Transformers*, Definition 1.2 and Section 4.1:
-#
-#     L(X) = Σ_ij c_ij(X)² + γ‖X‖²,   c(X) = attention(X) − B,   ∇L = 2Jᵀc + 2γX
-#
-# Known entries of a problem are put into X before anything is computed, so that derivatives with
-# respect to them are zero.
-
-
 def loss(problem: Problem, X: Tensor) -> Tensor:
     """`‖attention(X) − B‖² + γ‖X‖²`: (…) for an input (…, n, d)."""
     equations, inputs, lead = prepared(problem, X)
@@ -228,13 +226,13 @@ def loss(problem: Problem, X: Tensor) -> Tensor:
 
 
 def gradient(problem: Problem, X: Tensor) -> Tensor:
-    """`∇L(X)`, of the shape of X."""
+    """`∇L(X)`, with the shape of X."""
     equations, inputs, lead = prepared(problem, X)
     return gradient_of(equations, inputs).reshape(*lead, *inputs.shape[1:])
 
 
 def jacobian(problem: Problem, X: Tensor) -> Tensor:
-    """J of the residual `c`: (…, n·m, n·d)."""
+    """The Jacobian of the residual `c`: (…, n·m, n·d)."""
     equations, inputs, lead = prepared(problem, X)
     J = equations.jacobian(inputs)
     return J.reshape(*lead, *J.shape[1:])
@@ -250,7 +248,7 @@ def gradient_of(equations: Equations, X: Tensor) -> Tensor:
 
 
 def prepared(problem: Problem, X: Tensor) -> tuple[Equations, Tensor, torch.Size]:
-    """The problem's equations, X as a batch (R,n,d) with the known entries in it, and its shape."""
+    """Return the equations, X as a batch (R,n,d) with its known entries, and X's batch shape."""
     if X.ndim < 2 or X.shape[-2:] != (problem.length, problem.dim):
         raise InputError(
             f"expected X of shape (…, {problem.length}, {problem.dim}), got {tuple(X.shape)}"

@@ -1,7 +1,7 @@
-"""Adam, a baseline: Kingma and Ba 2015, batched by hand over the starts.
+"""Adam, a baseline: Kingma and Ba 2015, batched over the starts.
 
-The learning rate falls along half a cosine over the steps. With a constant rate Adam circles around
-a solution at a distance of about that rate.
+The learning rate decays along half a cosine over the steps, because with a constant rate Adam
+circles around a solution at about the distance of that rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-12
 
 @dataclass(frozen=True)
 class Adam(Solver):
-    """First-order descent with a rate per entry, from many starts at once."""
+    """First-order descent with a rate for each entry, from many starts at once."""
 
     starts: int = 64
     steps: int = 5000

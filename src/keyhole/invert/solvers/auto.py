@@ -1,13 +1,14 @@
-"""Chooses the method by the problem's structure; the result says which.
+"""Choose the method by the problem's structure, and say in the result which one it was.
 
-    attention maps leaked      the equations are linear            ClosedForm
-    a causal mask              they are triangular                 TokenByToken
-    a residual connection      the output is near the input        LevenbergMarquardt from there
-    none of these              few starts suffice after the mean   LevenbergMarquardt, then the
-                               field; the rest look for others     curve, then more starts
-                               (NewtonCG where matrices are too large)
+    attention maps leaked      linear equations             ClosedForm
+    a causal mask              triangular equations         TokenByToken
+    a residual connection      the output is near X         LevenbergMarquardt from the output
+    otherwise                  the mean field is near X     LevenbergMarquardt from a few starts,
+                                                            along the curve from the mean field
+                                                            (continuation.py), from all starts
 
-Bare attention usually has several exact inputs with the same output, so there the search goes on
+NewtonCG replaces LevenbergMarquardt for problems whose matrices are too large. Attention without a
+residual connection usually has several exact inputs with the same output, so the search continues
 after the first until the starts (or `solutions`, or `seconds`) are used up.
 """
 
@@ -27,18 +28,18 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.closed_form import ClosedForm
+from keyhole.invert.solvers.continuation import solutions_along_the_curve
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.reduce import reduce
-from keyhole.invert.solvers.starts import solutions_along_the_curve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
-_FIRST = 16  # starts before the curve is followed
+_FIRST_STARTS = 16  # tried before the curve is followed
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Choose by the problem's structure."""
+    """Try the methods that suit the problem's structure, the most promising first."""
 
     starts: int = 256
     steps: int = 400
@@ -56,26 +57,26 @@ class Auto:
             for name, attempt in self._attempts(problem, began, progress):
                 attempt = replace(attempt, reason=f"{attempt.reason} ({name})")
                 result = attempt if result is None else _joined(result, attempt)
-                if self._settled(result, attempt, began):
+                stopped = (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
+                if (
+                    attempt.status in stopped
+                    or len(result.solutions) >= self.solutions
+                    or self._left(began) == 0
+                ):
                     break
-        except KeyboardInterrupt:  # searches take it themselves; this one came between them
+        except KeyboardInterrupt:  # came between two searches, which handle their own
             if result is None:
                 result = Inversion(Status.INTERRUPTED, "stopped before a start")
             elif not result.solutions:
                 result = replace(result, status=Status.INTERRUPTED)
         if result is None:
-            raise AssertionError  # every problem has at least one attempt
+            raise AssertionError  # there is at least one attempt
         return replace(result, method=repr(self), seconds=time.perf_counter() - began)
-
-    def _settled(self, result: Inversion, attempt: Inversion, began: float) -> bool:
-        over = self.seconds is not None and time.perf_counter() - began > self.seconds
-        stopped = attempt.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
-        return over or stopped or len(result.solutions) >= self.solutions
 
     def _attempts(
         self, problem: Problem, began: float, progress: Progress
     ) -> Iterator[tuple[str, Inversion]]:
-        """Attempts in the order of their promise, until one settles the matter."""
+        """Yield each attempt with the name of its method."""
         if problem.maps is not None:
             finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
             solved = ClosedForm(method=finish)(problem)
@@ -90,8 +91,8 @@ class Auto:
         unknowns = problem.length * problem.dim
         solver = LevenbergMarquardt if unknowns <= DENSE else NewtonCG
         search = solver(
-            starts=min(_FIRST, self.starts), steps=self.steps, seed=self.seed, device=self.device,
-            solutions=1, seconds=self._left(began),
+            starts=min(_FIRST_STARTS, self.starts), steps=self.steps, seed=self.seed,
+            device=self.device, solutions=1, seconds=self._left(began),
         )  # fmt: skip
         name = "Levenberg–Marquardt" if unknowns <= DENSE else "Newton–CG"
         if problem.residual:  # the first start is the output
@@ -113,11 +114,12 @@ class Auto:
         yield f"{name} from {self.starts} starts", rest(problem, progress=progress)
 
     def _left(self, began: float) -> float | None:
+        """Return the remaining seconds, or None if there is no limit."""
         used = time.perf_counter() - began
         return None if self.seconds is None else max(0.0, self.seconds - used)
 
     def _along_the_curve(self, problem: Problem, began: float) -> Inversion | None:
-        """The curve's crossings, handed to the judge as starts that need no more steps."""
+        """Let a short search polish and judge the exact inputs that the curve crosses."""
         try:
             reduced = reduce(problem)
         except Unsuccessful:
@@ -125,8 +127,7 @@ class Auto:
         crossings: list[Tensor] = []
         for X in solutions_along_the_curve(reduced.problem):
             crossings.append(reduced.restore(X))
-            left = self._left(began)
-            if len(crossings) >= self.solutions or (left is not None and left <= 0):
+            if len(crossings) >= self.solutions or self._left(began) == 0:
                 break
         if not crossings:
             return None
@@ -135,7 +136,7 @@ class Auto:
 
 
 def _joined(first: Inversion, second: Inversion) -> Inversion:
-    """The results of two searches of one problem."""
+    """Combine the results of two searches of the same problem."""
     solutions = tuple(distinct([*first.solutions, *second.solutions]))
     if first.solutions:
         better = second if solutions[0] is not first.solutions[0] else first

@@ -1,7 +1,8 @@
-"""Gradient descent with a step that adapts: ours, and the fixed step of the paper.
+"""Gradient descent with an adaptive step (ours) and with the paper's fixed step.
 
-`X ← X − t ∇L(X)`, each start with a stride t of its own: a step that lowers the loss as its slope
-promises (Armijo) is taken and t grows, any other is not taken and t is halved.
+*Unmasking Transformers*, Section 3.2: `X ← X − t ∇L(X)`. Here each start has its own step size t. A
+step that decreases the loss enough (Armijo) is taken and t grows; any other is rejected and t is
+halved. `GradientDescentAsPublished` keeps t fixed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.solvers.multistart import Solver, State
 
 _ARMIJO = 1e-4
-_STUCK = 1e-14
+_STALLED = 1e-14
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GradientDescent(Solver):
         return State(
             torch.where(better[:, None, None], ahead, state.X),
             torch.where(better, loss, state.loss),
-            stride < _STUCK,
+            stride < _STALLED,
             {"stride": torch.where(better, 1.5 * stride, 0.5 * stride)},
         )
 
@@ -50,15 +51,14 @@ class GradientDescent(Solver):
 class GradientDescentAsPublished(Solver):
     """A fixed step, as published in *Unmasking Transformers*, Section 3.2.
 
-        1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and again.
+        1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and repeat.
 
-    The learning rate η (`rate`) is one number for the whole run; the paper names none, and its
-    reason for convergence, that L is convex in X, does not hold (bounds.py). So nothing sees to
-    it that a step goes down: above 2/λ, λ the greatest eigenvalue of the Hessian at a minimum, it
-    does not converge there, and where the loss overflows the start ends. L is the loss itself: V
-    is not taken out before, as for other solvers (reduce.py), and no Newton step follows for the
-    last digits. Where to start is left open by the paper: at inputs of your own, or as our
-    solvers do (starts.py).
+    The learning rate η (`rate`) is constant. The paper states no value, and its reason for
+    convergence, that L is convex in X, does not hold (bounds.py). So a step may increase the loss.
+    If η exceeds 2/λ, where λ is the largest eigenvalue of the Hessian at a minimum, the iteration
+    does not converge to that minimum. A start ends if its loss overflows. The problem is not
+    reduced first, as for other solvers (reduce.py), and the result is not polished. The paper does
+    not say where to start; this solver starts like the others (multistart.py).
     """
 
     as_given: ClassVar[bool] = True

@@ -1,8 +1,8 @@
 """L-BFGS, a baseline: Nocedal 1980 (core/numerics.py), batched over the starts.
 
-The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
-without positive curvature gets weight 0, which takes it out of both loops. The stride is halved
-until the loss falls as the slope promises (Armijo), for all starts at once.
+One tensor holds the last `memory` pairs (s, y) of every start. A pair without positive curvature
+gets weight 0, which removes it from both loops. The stride is halved until the loss decreases as
+the slope predicts (Armijo), for all starts at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LBFGS(Solver):
         uphill = promise >= 0
         p = torch.where(uphill[:, None], -slope, p)
         promise = torch.where(uphill, -slope.square().sum(1), promise)
-        # Without pairs the slope has no scale: the first step is one of length at most 1.
+        # Without pairs the slope has no scale, so the first step has length at most 1.
         fresh = (old["weight"] == 0).all(1)
         stride = torch.where(fresh, 1 / p.norm(dim=1).clamp(min=1), 1.0)
         p = p.reshape(state.X.shape)
@@ -57,13 +57,13 @@ class LBFGS(Solver):
             "y": torch.cat([old["y"][:, 1:], y[:, None]], 1),
             "weight": torch.cat([old["weight"][:, 1:], weight[:, None]], 1),
         }
-        # One failed search empties the memory (weights shift out); a second along the slope ends.
+        # A failed line search resets the memory. A second failure, along the slope, is a stall.
         memory["weight"] = torch.where(taken[:, None], memory["weight"], 0.0)
         return State(ahead, loss, ~taken & fresh, memory)
 
 
 def _scale(y: Tensor, weight: Tensor) -> Tensor:
-    """The size of the inverse Hessian along the newest pair; 1 where that was left out."""
+    """Return the size of the inverse Hessian along the newest pair, or 1 if its weight is 0."""
     square = y[:, -1].square().sum(1)
     return torch.where(
         weight[:, -1] > 0, 1 / (weight[:, -1] * square).clamp(min=1e-300), torch.ones_like(square)

@@ -1,12 +1,14 @@
 """Levenberg–Marquardt on the residual: the method for most problems.
 
-Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper adds a constant γ that keeps the
-Hessian definite and moves the minimiser away from the input (its Definition 4.6), the damping
-`μ = α·‖r‖²·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
-and the limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error bound).
-α shrinks after a step that lowers the loss and grows after one that does not.
+Minimise `‖r(X)‖²` by steps p with
 
-It works on `Y = BV⁻¹` and in the row space of Y (reduce.py).
+    (JᵀJ + μI) p = −Jᵀr,        μ = α·‖r‖²/‖B‖²·mean diag(JᵀJ)
+
+*Unmasking Transformers* adds a constant γ that keeps the Hessian definite and moves the minimiser
+away from the input (Definition 4.6). Here the damping μ vanishes with the residual: the steps
+become Gauss–Newton's, the number of correct digits doubles, and the limit is an exact input
+(Yamashita and Fukushima 2001: quadratic under a local error bound). α decreases after a step that
+lowers the loss and increases after any other. The search is on the reduced problem (reduce.py).
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.invert.derivatives.equations import Equations, Smooth, squared_loss
 from keyhole.invert.derivatives.hessian import gauss_newton_of
 from keyhole.invert.solvers.multistart import Solver, State
 
-_LARGE = 200  # unknowns
-_CONVERGED = 4 * torch.finfo(torch.float64).eps  # relative to B
+_LARGE = 200  # unknowns from which JᵀJ is computed by its structure
+_CONVERGED = 4 * torch.finfo(torch.float64).eps  # residual relative to B
 
 
 @dataclass(frozen=True)
 class LevenbergMarquardt(Solver):
-    """Damped Gauss–Newton from many starts at once; `solutions` different ones end the search."""
+    """Damped Gauss–Newton from many starts at once."""
 
     starts: int = 256
     steps: int = 400
@@ -52,7 +54,7 @@ class LevenbergMarquardt(Solver):
     def descend(
         self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
     ) -> tuple[Tensor, Tensor]:
-        """Every row of X at the end of its own search, and the losses there, not judged."""
+        """Search from every row of X. Return the ends, which are not judged, and their losses."""
         deadline = torch.inf if self.seconds is None else time.perf_counter() + self.seconds
         state = self.begin(equations, X)
         rows = torch.arange(len(X), device=X.device)
@@ -70,7 +72,7 @@ class LevenbergMarquardt(Solver):
 
 
 def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """JᵀJ and Jᵀr: by their structure where J is large, else as plain products."""
+    """Return JᵀJ and Jᵀr: by their structure if J is large, otherwise as plain products."""
     if isinstance(equations, Equations) and X[0].numel() >= _LARGE:
         slope = equations.linearised(X).backward(r).flatten(1).unsqueeze(-1)
         return gauss_newton_of(equations, X), slope
@@ -78,34 +80,31 @@ def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, 
     return J.mT @ J, J.mT @ r.flatten(1).unsqueeze(-1)
 
 
-# Damping that adapts: what Levenberg–Marquardt and Newton–CG do around a proposed step.
-#
-# A step that lowers the loss is taken and α shrinks; any other is not, and α grows up to a limit.
-# The methods differ only in how they find the step for a given α.
+# Adaptive damping, for Levenberg–Marquardt and Newton–CG, which differ in how they compute a step.
 
-LEAST = 1e-16  # α is no smaller
-_LARGEST = 1e12  # α at which a start is given up
-_NOTHING = 1e-15  # relative to X: a step below rounding
+LEAST = 1e-16  # the smallest α
+_LARGEST = 1e12  # the α at which a start has stalled
+_NEGLIGIBLE = 1e-15  # size of a step below rounding, relative to X
 
 
 def damped_start(equations: Smooth, X: Tensor, damping: float) -> State:
     r = equations.residuals(X)
-    loss = equations.loss_of(r, X)
+    loss = squared_loss(equations, r, X)
     memory = {"r": r, "alpha": torch.full_like(loss, damping)}
     return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
 
 
 def damped_step(equations: Smooth, state: State, p: Tensor, solved: Tensor | None = None) -> State:
-    """Take the step p where it lowers the loss; `solved` is False where p was not computed."""
+    """Take the step p where it lowers the loss. `solved` is False where p could not be computed."""
     X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
     ahead = X + p
     r_ahead = equations.residuals(ahead)
-    loss = equations.loss_of(r_ahead, ahead)
+    loss = squared_loss(equations, r_ahead, ahead)
     better = loss < state.loss
     better = better if solved is None else better & solved
     wide = better[:, None, None]
     alpha = torch.where(better, (alpha / 5).clamp(min=LEAST), alpha * 3)
-    tiny = p.abs().amax((-2, -1)) <= _NOTHING * X.abs().amax((-2, -1))
+    tiny = p.abs().amax((-2, -1)) <= _NEGLIGIBLE * X.abs().amax((-2, -1))
     return State(
         torch.where(wide, ahead, X),
         torch.where(better, loss, state.loss),

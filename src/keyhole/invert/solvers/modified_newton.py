@@ -1,14 +1,14 @@
 """Newton's method with the indefinite Hessian made positive definite; converges quadratically.
 
-*Unmasking Transformers*, Section 4.4, wants "a modified Newton's method" for a Hessian that is not
-positive definite, and adds a constant γ that moves the minimiser (regularized_newton.py). Here each
-Hessian is modified instead, by its eigenvalues,
+*Unmasking Transformers*, Section 4.4, calls for "a modified Newton's method" for a Hessian that is
+not positive definite, and adds a constant γ that moves the minimiser (regularized_newton.py). This
+method modifies the eigenvalues of each Hessian instead,
 
     ∇²L = U diag(λ) Uᵀ,    p = −U diag(1/max(|λ|, δ)) Uᵀ ∇L,    X ← X + t·p
 
-with t halved until the loss falls by a part of what the slope promises (Armijo). p leads downhill
-whatever the signs of λ, and away from saddles. Near an exact input λ > 0, nothing is modified,
-t = 1 is accepted and the digits double; δ is only what rounding leaves of the largest λ.
+where t is halved until the loss decreases enough (Armijo). p is a descent direction for any signs
+of λ and leads away from saddles. Near an exact input λ > 0: nothing is modified, t = 1 is accepted
+and the number of correct digits doubles. δ is the rounding error of the largest λ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.invert.derivatives.equations import Equations, gradient_of
-from keyhole.invert.derivatives.hessian import held, hessian_of
+from keyhole.invert.derivatives.hessian import hessian_of, solvable
 from keyhole.invert.solvers.multistart import Solver, State, line_search
 
 _EPS = torch.finfo(torch.float64).eps
@@ -37,8 +37,8 @@ class ModifiedNewton(Solver):
 
     def step(self, equations: Equations, state: State) -> State:
         slope = gradient_of(equations, state.X).flatten(1)
-        p = -_solved(held(equations, hessian_of(equations, state.X)), slope)
-        promise = (slope * p).sum(1)  # negative: downhill
+        p = -_solved(solvable(equations, hessian_of(equations, state.X)), slope)
+        promise = (slope * p).sum(1)
         p = p.reshape(state.X.shape)
         free = equations.free
         p = p if free is None else p * free
@@ -47,7 +47,7 @@ class ModifiedNewton(Solver):
 
 
 def _solved(H: Tensor, slope: Tensor) -> Tensor:
-    """`|H|⁻¹ · slope`; 0 where H is not finite, so that the row does not move."""
+    """`|H|⁻¹ · slope`, or 0 where H is not finite, so that the row does not move."""
     usable = H.isfinite().all(-1).all(-1)
     H = torch.where(usable[:, None, None], H, 0.0)
     values, U = torch.linalg.eigh(H)

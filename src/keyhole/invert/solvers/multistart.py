@@ -1,8 +1,14 @@
 """The search from many starts that all solvers share.
 
-Starts advance in batches, as many as memory allows. A start has finished, and leaves its batch,
-when it converged, stalled or is out of steps; the search when it has as many solutions as were
-asked for.
+Starts advance in batches, as large as memory allows. A start ends, and leaves its batch, when it
+has converged, stalled or used up its steps. The search ends when it has found as many solutions as
+were asked for, or when all starts have ended.
+
+Unless the caller gives the starts, the first ones follow from the problem's structure: the output,
+which is near the input of a residual stream or of a head that mostly attends to itself, and the
+mean field, which is exact for small scores. The others are Gaussian, and small, because
+Levenberg–Marquardt succeeds more often from small inputs than from inputs of full size. With a
+residual connection, Gaussians of the output's size around the output find more inputs.
 """
 
 from __future__ import annotations
@@ -20,19 +26,20 @@ from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
 from keyhole.invert.inversion import Inversion
-from keyhole.invert.judge import Verdict, distinct, judge
+from keyhole.invert.judge import SOLVED, Verdict, distinct, judge
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers import starts
+from keyhole.invert.solvers.continuation import warmed
+from keyhole.invert.solvers.mean_field import mean_field
 from keyhole.invert.solvers.reduce import Reduced, reduce
 
 _EPS = torch.finfo(torch.float64).eps
-_PROMISING = 1e-5  # below this relative residual a start is worth polishing
+_PROMISING = 1e-5  # a start whose relative residual is smaller is polished
 _BATCH_BYTES = {"cpu": 2**26, "cuda": 2**33}
 
 
 @dataclass(eq=False)
 class State:
-    """Where each row of a batch stands; `memory` holds what a solver carries along, row by row."""
+    """The state of a batch of starts. `memory` holds further tensors of the solver, by row."""
 
     X: Tensor
     loss: Tensor
@@ -50,63 +57,64 @@ class State:
         return State(self.X[rows], self.loss[rows], self.stalled[rows], memory)
 
 
-@dataclass(eq=False)
-class Record:
-    """What is known about the problem so far."""
-
-    problem: Problem
-    reduced: Reduced
-    polish: bool = True
-    iterations: int = 0
-    solutions: list[Tensor] = field(default_factory=list[Tensor])
-    verdict: Verdict | None = None
-    best: Tensor | None = None
-    best_loss: float = torch.inf
-    trace: tuple[tuple[int, float], ...] = ()
-
-
 class Multistart:
-    """One batch after the other: which starts run, and since when."""
+    """One search: advances batches of starts and judges each start that has ended.
+
+    `age` counts the steps that each start of the batch has taken, and `history` holds its losses.
+    """
 
     def __init__(
-        self, method: Solver, record: Record, start: Tensor | None, progress: Progress, began: float
+        self,
+        method: Solver,
+        problem: Problem,
+        start: Tensor | None,
+        progress: Progress,
+        began: float,
     ) -> None:
-        self.method, self.record, self.progress = method, record, progress
-        self.equations = Equations.of(record.reduced.problem, method.device)
+        self.method, self.problem, self.progress, self.began = method, problem, progress, began
+        self.reduced = Reduced(problem) if method.as_given else reduce(problem)
+        self.equations = Equations.of(self.reduced.problem, method.device)
         self.scale = float(self.equations.B.abs().max().clamp(min=1e-300))
-        self.deadline = None if method.seconds is None else began + method.seconds
+        self.deadline = began + (torch.inf if method.seconds is None else method.seconds)
         given = None if start is None else start.reshape(-1, *start.shape[-2:])
-        self.given = None if given is None else record.reduced.project(given)
+        self.given = None if given is None else self.reduced.project(given)
         self.total = method.starts if self.given is None else len(self.given)
         self.entered, self.age = 0, torch.empty(0, dtype=torch.long)
         unknowns = self.equations.length * self.equations.dim
         bytes_ = _BATCH_BYTES["cuda" if "cuda" in method.device else "cpu"]
         self.width = max(1, min(4096, bytes_ // (32 * unknowns**2)))
+        self.iterations = 0
+        self.solutions: list[Tensor] = []
+        self.best: Tensor | None = None
+        self.verdict: Verdict | None = None  # on the best input
+        self.trace: tuple[tuple[int, float], ...] = ()
+        self.best_loss = torch.inf
 
-    def run(self) -> bool:
-        """True if a person stopped it."""
-        stopped = False
-        while self.entered < self.total and not (stopped or self._done or self._late()):
+    def run(self) -> Inversion:
+        interrupted = False
+        while self.entered < self.total and not (interrupted or self._done or self._late):
             try:
                 self._enter(range(self.entered, min(self.total, self.entered + self.width)))
-                while len(self.age) and not self._late():
+                while len(self.age) and not self._late:
                     self._advance()
             except KeyboardInterrupt:
-                stopped = True
+                interrupted = True
             if len(self.age):
                 self._remember(torch.ones_like(self.age, dtype=torch.bool))
-        return stopped
+        return self._result(interrupted)
 
     @property
     def _done(self) -> bool:
-        return len(self.record.solutions) >= self.method.solutions
+        return len(self.solutions) >= self.method.solutions
 
+    @property
     def _late(self) -> bool:
-        return self.deadline is not None and time.perf_counter() > self.deadline
+        return time.perf_counter() > self.deadline
 
     def _enter(self, numbers: range) -> None:
+        """Begin the batch of the starts with these numbers."""
         if self.given is None:
-            X = starts.draw(self.record.reduced.problem, numbers, self.method.seed)
+            X = draw(self.reduced.problem, numbers, self.method.seed)
         else:
             X = self.given[numbers.start : numbers.stop]
         self.entered = numbers.stop
@@ -117,9 +125,10 @@ class Multistart:
         self.history[:, 0] = self.state.loss.cpu()
 
     def _advance(self) -> None:
+        """Take one step with every start of the batch."""
         self.state = self.method.step(self.equations, self.state)
         loss = self.state.loss.cpu()
-        # In this order: Ctrl-C between the two must not leave an age without its loss.
+        # In this order, so that Ctrl-C between the two lines leaves no age without its loss.
         self.history[torch.arange(len(self.age)), self.age + 1] = loss
         self.age += 1
         small = 2 * _EPS * self.scale
@@ -128,65 +137,113 @@ class Multistart:
         over |= ~loss.isfinite()
         if over.any():
             self._remember(over)
-            self._leave(torch.ones_like(over) if self._done else over)
-        self._report()
-
-    def _report(self) -> None:
-        """Starts that have ended, of how many, and the least residual norm so far."""
-        best = self.record.best_loss
+            self._drop(torch.ones_like(over) if self._done else over)
+        best = self.best_loss
         if len(self.age):
             best = min(best, float(self.state.loss.min()))
         done = self.entered - len(self.age)
         self.progress(done, self.total, f"starts, best {best**0.5:.1e}")
 
-    def _leave(self, over: Tensor) -> None:
+    def _drop(self, over: Tensor) -> None:
+        """Remove starts from the batch."""
         unfinished = ~over
         self.state = self.state.keep(unfinished.to(self.state.X.device))
         self.age, self.history = self.age[unfinished], self.history[unfinished]
 
     def _remember(self, over: Tensor) -> None:
-        """Judge what has finished; keep the best of what has not come through."""
-        loss, record = self.state.loss.cpu(), self.record
-        near = _PROMISING * self.scale
+        """Judge those of the ended starts that are promising or better than all before."""
+        loss, near = self.state.loss.cpu(), _PROMISING * self.scale
         for row in over.nonzero().flatten().tolist():
-            record.iterations += int(self.age[row])
+            self.iterations += int(self.age[row])
             value = float(loss[row])
             promising = value <= near * near * self.equations.B[0].numel()
-            if not (promising or value < record.best_loss):
+            if not (promising or value < self.best_loss):
                 continue
             X = self.state.X[row]
-            if promising and record.polish:
+            if promising and not self.method.as_given:
                 X = polished(self.equations, X)
-            X = record.reduced.restore(X).to(record.problem.B.device)
+            X = self.reduced.restore(X).to(self.problem.B.device)
             self._consider(X, value, row)
 
     def _consider(self, X: Tensor, loss: float, row: int) -> None:
-        record, verdict = self.record, judge(self.record.problem, X)
-        exact = verdict.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+        """Keep X if it is a new solution, or the best so far while there is no solution."""
+        verdict = judge(self.problem, X)
+        exact = verdict.status in SOLVED
         if exact:
-            before = len(record.solutions)
-            record.solutions = distinct([*record.solutions, X])
-            if len(record.solutions) == before:
+            before = len(self.solutions)
+            self.solutions = distinct([*self.solutions, X])
+            if len(self.solutions) == before:
                 return
-        better = loss < record.best_loss and not record.solutions
-        if (exact and record.solutions[0] is X) or (not exact and better):
-            record.best, record.verdict = X, verdict
+        better = loss < self.best_loss and not self.solutions
+        if (exact and self.solutions[0] is X) or (not exact and better):
+            self.best, self.verdict = X, verdict
             losses = self.history[row, : int(self.age[row]) + 1].sqrt().tolist()
-            record.trace = tuple(enumerate(losses))
-        record.best_loss = min(record.best_loss, loss)
+            self.trace = tuple(enumerate(losses))
+        self.best_loss = min(self.best_loss, loss)
+
+    def _result(self, interrupted: bool) -> Inversion:
+        verdict, reason = self.verdict, self._reason()
+        status = Status.UNSOLVED if verdict is None else verdict.status
+        if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
+            status, reason = Status.INTERRUPTED, f"stopped; {reason}"
+        return Inversion(
+            status=status,
+            reason=reason,
+            method=repr(self.method),
+            X=self.best,
+            residual=None if verdict is None else verdict.residual,
+            iterations=self.iterations,
+            seconds=time.perf_counter() - self.began,
+            starts=self.entered,
+            solutions=tuple(self.solutions),
+            condition=None if verdict is None else verdict.condition,
+            trace=self.trace,
+        )
+
+    def _reason(self) -> str:
+        tried = f"{self.entered} start{'s' if self.entered != 1 else ''}"
+        if self.verdict is None:
+            return f"no start gave a result ({tried})"
+        if self.solutions:
+            several = f"; {len(self.solutions)} different inputs have this output"
+            return self.verdict.reason + (several if len(self.solutions) > 1 else "")
+        return f"best {self.verdict.reason} after {tried} of at most {self.method.steps} steps"
+
+
+_SMALL = 0.2  # standard deviation of Gaussian starts without a residual connection
+
+
+def draw(problem: Problem, numbers: range, seed: int) -> Tensor:
+    """The starts with these numbers, (R,n,d). A number gives the same start in any batch."""
+    return torch.stack([_start(problem, number, seed) for number in numbers])
+
+
+def _start(problem: Problem, number: int, seed: int) -> Tensor:
+    shape = (problem.length, problem.dim)
+    if number == 0 and problem.outputs == problem.dim:
+        return problem.unbiased
+    affordable = problem.length * problem.dim <= DENSE
+    if number == 1 and affordable and (guess := mean_field(problem)) is not None:
+        return warmed(problem, guess)
+    stream = torch.Generator().manual_seed(hash((seed, 0, number)) & 0x7FFFFFFF)
+    noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(problem.B.device)
+    if problem.residual:
+        return problem.B + problem.B.square().mean().sqrt() * noise
+    return _SMALL * noise
 
 
 _ARMIJO = 1e-4
 _STRIDE_HALVINGS = 30
-_POLISHING = 4  # Newton steps
+_POLISHING_STEPS = 4
 
 
 def line_search(
     equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Halve each stride along p until the loss falls by a part of what the slope promises (Armijo).
+    """Halve each stride along p until the loss decreases enough (Armijo).
 
-    The inputs and losses then, and which rows moved; the others are as they were.
+    `promise` is the slope along p, the decrease that it predicts. Returns inputs, losses and which
+    rows moved; the other rows are unchanged.
     """
     X, loss = state.X, state.loss
     taken = torch.zeros_like(state.stalled)
@@ -204,12 +261,12 @@ def line_search(
 
 
 def polished(equations: Smooth, X: Tensor) -> Tensor:
-    """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
+    """Improve the last digits of X by Newton steps while each of them lowers the residual."""
     if X.numel() > DENSE or equations.gamma > 0:
         return X
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()
-    for _ in range(_POLISHING):
+    for _ in range(_POLISHING_STEPS):
         J = equations.jacobian(X)[0]
         r = equations.residuals(X).reshape(-1, 1)
         if J.shape[0] == J.shape[1] and equations.fixed is None:
@@ -227,7 +284,7 @@ def polished(equations: Smooth, X: Tensor) -> Tensor:
 
 
 class Solve(Protocol):
-    """Any method that inverts a problem: the registry's entries make these."""
+    """A method that inverts a problem, as the registry's entries construct it."""
 
     def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion: ...
 
@@ -236,8 +293,9 @@ class Solve(Protocol):
 class Solver(ABC):
     """A search from many starts: `begin` and `step` act on a batch of inputs.
 
-    `solutions` different inputs end the search. `as_given` is for methods that follow a paper:
-    nothing but their own steps on the loss itself, neither made simpler before nor polished after.
+    The search ends after `solutions` different inputs. With `as_given`, a method takes its own
+    steps on the original problem, as a paper says: the problem is not reduced, nor the result
+    polished.
     """
 
     as_given: ClassVar[bool] = False
@@ -258,57 +316,17 @@ class Solver(ABC):
     def __call__(
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
-        """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
+        """Search one problem; `start` (n×d or R×n×d) replaces the method's own starts."""
         began = time.perf_counter()
+        if problem.fault:
+            return Inversion(Status.NOT_APPLICABLE, problem.fault, repr(self))
+        if start is not None and start.shape[-2:] != (problem.length, problem.dim):
+            raise InputError(
+                f"expected starts of shape n×d = {problem.length}×{problem.dim}, "
+                f"got {'×'.join(map(str, start.shape))}"
+            )
         try:
-            record = _prepared(problem, start, self.as_given)
+            return Multistart(self, problem, start, progress, began).run()
         except Unsuccessful as end:
             seconds = time.perf_counter() - began
             return Inversion(end.status, end.reason, repr(self), seconds=seconds)
-        search = Multistart(self, record, start, progress, began)
-        interrupted = search.run()
-        return _inversion(self, record, search.entered, interrupted, began)
-
-
-def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
-    if problem.fault:
-        raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
-    if start is not None and start.shape[-2:] != (problem.length, problem.dim):
-        raise InputError(
-            f"expected starts of shape n×d = {problem.length}×{problem.dim}, "
-            f"got {'×'.join(map(str, start.shape))}"
-        )
-    return Record(problem, Reduced(problem) if as_given else reduce(problem), polish=not as_given)
-
-
-def _inversion(
-    method: Solver, record: Record, started: int, interrupted: bool, began: float
-) -> Inversion:
-    verdict = record.verdict
-    status = Status.UNSOLVED if verdict is None else verdict.status
-    reason = _reason(record, started, method.steps)
-    if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
-        status, reason = Status.INTERRUPTED, f"stopped; {reason}"
-    return Inversion(
-        status=status,
-        reason=reason,
-        method=repr(method),
-        X=record.best,
-        residual=None if verdict is None else verdict.residual,
-        iterations=record.iterations,
-        seconds=time.perf_counter() - began,
-        starts=started,
-        solutions=tuple(record.solutions),
-        condition=None if verdict is None else verdict.condition,
-        trace=record.trace,
-    )
-
-
-def _reason(record: Record, started: int, steps: int) -> str:
-    tried = f"{started} start{'s' if started != 1 else ''}"
-    if record.verdict is None:
-        return f"no start led anywhere ({tried})"
-    if record.solutions:
-        several = f"; {len(record.solutions)} different inputs have this output"
-        return record.verdict.reason + (several if len(record.solutions) > 1 else "")
-    return f"best {record.verdict.reason} after {tried} of at most {steps} steps"

@@ -1,13 +1,13 @@
-"""The same problem with fewer unknowns and a better condition.
+"""Reduction of a problem to an equivalent one with fewer unknowns and a better condition.
 
 Two exact steps for one head without a residual connection:
 
-    V of full row rank:  Y = B V⁺, so that  A X = Y           V leaves the problem
+    V of full row rank:  Y = B V⁺, so that  A X = Y           V is removed
     n < d:               X = A⁻¹ Y lies in the row space of Y: X = X̂ Qᵀ with Q (d×n) orthonormal,
                          softmax(X̂ QᵀWQ X̂ᵀ) X̂ = Y Q          n² unknowns instead of nd
 
-The first takes the condition of V out of every step; the second makes the steps smaller, and every
-start a point of the space in which the answer lies.
+The first removes the condition of V from every step. The second makes the steps smaller and puts
+every start into the space that contains the solution.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.invert.problem import Problem
 
-_OFF_RANGE = 1e-9  # relative distance of B from the outputs that V can make
+_OFF_RANGE = 1e-9  # tolerated relative distance of B from the range of V
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """A problem to solve in place of another; `restore` leads back, `project` there."""
+    """A reduced problem, and the basis Q if its tokens are coordinates X̂ in that basis."""
 
     problem: Problem
     basis: Tensor | None = None
 
     def restore(self, X: Tensor) -> Tensor:
+        """Return the input of the original problem: X̂ Qᵀ."""
         return X if self.basis is None else X @ self.basis.to(X.device).mT
 
     def project(self, X: Tensor) -> Tensor:
+        """Return the input of the reduced problem: X Q."""
         return X if self.basis is None else X @ self.basis.to(X.device)
 
 
 def reduce(problem: Problem) -> Reduced:
-    """Take V out, and the directions that no token can have; the problem itself if neither goes."""
+    """Apply the two steps to a problem as far as they are possible."""
     if problem.heads > 1 or problem.residual or problem.gamma > 0:
         return Reduced(problem)
     n, d = problem.length, problem.dim
@@ -57,14 +59,8 @@ def reduce(problem: Problem) -> Reduced:
         basis = torch.linalg.svd(Y, full_matrices=False).Vh.mT
         W, Y = basis.mT @ W @ basis, Y @ basis
         u = None if u is None else u @ basis
-    simpler = Problem(
-        W=W,
-        V=torch.eye(W.shape[0], dtype=W.dtype, device=W.device),
-        B=Y,
-        key_bias=u,
-        known=problem.known,
-        causal=problem.causal,
-    )
+    identity = torch.eye(W.shape[0], dtype=W.dtype, device=W.device)
+    simpler = Problem(W, identity, Y, key_bias=u, known=problem.known, causal=problem.causal)
     return Reduced(simpler, basis)
 
 

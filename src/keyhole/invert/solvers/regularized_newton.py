@@ -5,24 +5,25 @@
 
     X ← X − H̃⁻¹ ∇L(X),      (1 − ε₀) ∇²L ⪯ H̃ ⪯ (1 + ε₀) ∇²L
 
-come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. Departures: the paper's
-`γ = O(−ndR⁸)` has the wrong sign and no constant, and its R leaves X out; `gamma="paper"` has both
-(bounds.py), which is proved to make the Hessian definite while ‖X‖ ≤ R. That R is `radius`, by
-default the least over the weights, the output and the start; starts of its own are drawn inside.
-The theorem allows a Hessian that is only known within ε₀, which makes its
-rate linear; `slack` is ε₀ and takes the worst that it admits, `H̃ = (1 + ε₀)∇²L`, so that each
-step leaves ε₀/(1 + ε₀) of the error. `slack=0` is Newton's own method, and quadratic.
+come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. In this module:
 
-The theorem's δ is the probability that it fails: an H̃ that is made at random is within ε₀ of ∇²L
-only with some probability. The paper does not say how H̃ is made. With `delta`, it is drawn here:
-∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, S symmetric Gaussian of N = nd rows, off its diagonal of variance
-σ², on it 2σ². H̃ is within ε₀ exactly if ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`; so with
-`1/σ = 2√N + 2√ln(2T/δ)` all of T steps are within it with probability at least 1 − δ. A step then
-leaves at most ε₀/(1 − ε₀) of the error in the norm of ∇²L.
+- The paper's `γ = O(−ndR⁸)` has the wrong sign and no constant, and its R does not cover X.
+  `gamma="paper"` is the corrected γ (bounds.py), which is proved to make the Hessian definite while
+  ‖X‖ ≤ R. That R is `radius`, by default the least that covers the weights, the output and the
+  start; the method's own starts are drawn inside it.
+- The theorem allows a Hessian that is known only within ε₀, so its rate is linear. `slack` is ε₀,
+  and H̃ is the worst case `(1 + ε₀)∇²L`: each step leaves ε₀/(1 + ε₀) of the error. `slack=0` is
+  Newton's method, which is quadratic.
+- The theorem fails with probability δ, because a random H̃ may not be within ε₀ of ∇²L. The paper
+  does not say how H̃ is drawn. With `delta`, ∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, where S is symmetric
+  Gaussian with N = nd rows and variance σ² (2σ² on the diagonal). H̃ is within ε₀ exactly if
+  ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`. With `1/σ = 2√N + 2√ln(2T/δ)`, all T steps are
+  within ε₀ with probability at least 1 − δ. A step then leaves at most ε₀/(1 − ε₀) of the error in
+  the norm of ∇²L.
 
-The optimum that is reached is not the input: a γ that large draws X to 0. The result's reason says
-how far its output is from the one that was given. For the input itself there are
-modified_newton.py and levenberg_marquardt.py, whose damping vanishes at the solution.
+The optimum is not the input, because so large a γ draws X to 0. The result's reason says how far
+its output is from B. To find the input itself use modified_newton.py or levenberg_marquardt.py,
+whose damping vanishes at the solution.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from keyhole.core.errors import InputError, expect_number
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations, gradient_of
-from keyhole.invert.derivatives.hessian import held, hessian_of
+from keyhole.invert.derivatives.hessian import hessian_of, solvable
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import Solver, State
@@ -46,7 +47,7 @@ from keyhole.invert.solvers.multistart import Solver, State
 
 @dataclass(frozen=True)
 class RegularizedNewton(Solver):
-    """Theorem 1.3: to within `accuracy` of the optimum of the loss with γ, at a linear rate."""
+    """Theorem 1.3: reach the optimum of the loss with γ to within `accuracy`, at a linear rate."""
 
     as_given: ClassVar[bool] = True
 
@@ -76,20 +77,20 @@ class RegularizedNewton(Solver):
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
         if problem.fault:
-            return super().__call__(problem, start=start)  # which says what is wrong
+            return super().__call__(problem, start=start)  # reports the fault
         inside = replace(self, radius=self._radius(problem, start))
         regularized = inside.regularized(problem)
         result = Solver.__call__(inside, regularized, start=start, progress=progress)
         return inside._explained(regularized, result)
 
     def regularized(self, problem: Problem) -> Problem:
-        """The problem whose loss is minimised: with the γ asked for in place of its own."""
+        """Return the problem whose loss is minimised: its γ is replaced by that of the method."""
         if isinstance(self.gamma, str):
             return replace(problem, gamma=paper_gamma(problem, self._radius(problem, None)))
         return replace(problem, gamma=self.gamma)
 
     def _radius(self, problem: Problem, start: Tensor | None) -> float:
-        """R: over the weights, the output and the start, with a margin for what is known of X."""
+        """Return an R that covers the weights, the output, the start and twice the known X."""
         least = max(radius(problem), 2 * _known_norm(problem.known))
         size = 0.0 if start is None else float(torch.linalg.matrix_norm(start, 2).max())
         if self.radius is None:
@@ -114,14 +115,14 @@ class RegularizedNewton(Solver):
         return State(X, equations.loss(X), arrived | ~definite)
 
     def _newton(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The Hessian's factor, Newton's own step, and whether the Hessian is definite."""
-        factor, info = torch.linalg.cholesky_ex(held(equations, hessian_of(equations, X)))
+        """Return the Hessian's Cholesky factor, Newton's step, and whether H is definite."""
+        factor, info = torch.linalg.cholesky_ex(solvable(equations, hessian_of(equations, X)))
         slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
         p = -torch.cholesky_solve(slope, factor).reshape(X.shape)
         return factor, p, info == 0
 
     def _inexact(self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor) -> Tensor:
-        """The step with H̃ for the Hessian: the worst within the slack, or one drawn at random."""
+        """Return the step with H̃ in place of the Hessian: the worst case, or a random draw."""
         if self.delta is None:
             return p / (1 + self.slack)
         S = torch.stack([self.perturbation(row) for row in X])
@@ -135,9 +136,9 @@ class RegularizedNewton(Solver):
         return torch.where((info == 0)[:, None, None], step, p)
 
     def perturbation(self, X: Tensor) -> Tensor:
-        """S for one input: of norm at most 1 at every step, except with probability δ.
+        """Draw S for one input. Its norm is at most 1 at every step, except with probability δ.
 
-        Drawn by the seed and by where the input stands, so that a run can be repeated.
+        The draw depends on the seed and the input only, so that a run can be repeated.
         """
         if self.delta is None:
             raise InputError("a perturbation needs delta, the probability of a failure")
@@ -157,7 +158,7 @@ class RegularizedNewton(Solver):
         _, p, definite = self._newton(equations, result.X.unsqueeze(0))
         off = f"its output is off by {result.residual:.1e}, relatively"
         if not definite:
-            reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite here; {off}"
+            reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite at X; {off}"
         elif self._arrived(p):
             reason = f"the optimum with γ = {problem.gamma:.1e} is not the input: {off}"
         else:
@@ -173,7 +174,7 @@ def _known_norm(known: Tensor | None) -> float:
 
 
 def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
-    """Inputs shortened until ‖X‖ ≤ R, their known entries left as they are."""
+    """Shrink the unknown entries of each input until ‖X‖ ≤ R."""
     known = torch.zeros_like(X) if fixed is None else fixed.nan_to_num(nan=0.0).expand_as(X)
     free = X - known
     left = R - torch.linalg.matrix_norm(known, 2)

@@ -1,26 +1,27 @@
-"""A causal layer, one token after the other: the equations are triangular.
+"""Invert a causal layer one token after the other: the equations are triangular.
 
-Ours; *Unmasking Transformers* has no mask. Token i sees tokens ≤ i only, so with the earlier ones
-known its own equation has d unknowns, whatever the length:
+Ours; *Unmasking Transformers* has no mask. Token i sees only tokens ≤ i. So once the earlier tokens
+are known, its equation has d unknowns, whatever the length:
 
     Σ_h softmax(x_iᵀ W_h [x_1 … x_i]) [x_1 … x_i]ᵀ V_h (+ x_i) = b_i
 
-and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of d×d take the place of one of
-nd×nd.
+and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of size d×d replace one of nd×nd.
 
-A token may have several solutions, each the start of another sequence, and a wrong one betrays
-itself only when a later token has none. So up to `beam` prefixes are kept.
-Which are likely? If nothing is known about the tokens but that they are of one size, the inputs
-behind one output have densities `‖X‖^−kd / |det J|` (k tokens, X Gaussian of the likeliest
-size; det J from the change of variables, a product over the tokens): small first, like the
-paper's γ‖X‖², but also where the output is not sensitive.
+A token may have several solutions, and each begins another sequence. A wrong one shows only when a
+later token has no solution, so a beam of up to `beam` prefixes is kept. Prefixes are ranked by
+their density among the inputs with the same output. For k Gaussian tokens of unknown size it is
 
-Starts: with weight a on the token itself and the rest spread evenly over the earlier ones, of mean
-m, `x = (y − (1 − a) m)/a`; a = 1/i is what small scores mean. Then Gaussians of the size of the
-tokens so far.
+    ‖X‖^−kd / |det J|
 
-The condition grows with every token, since each is a difference of averages: at n = d = 16 it may
-pass 1e12, and then the output in float64 does not hold all digits of the input.
+where det J comes from the change of variables and is a product over the tokens. This prefers small
+inputs, like the paper's γ‖X‖², and inputs where the output is not sensitive.
+
+The search for a token starts from guesses and then from Gaussians of the size of the tokens so far.
+A guess assumes weight a on the token itself and equal weights on the earlier ones, whose mean is m:
+`x = (y − (1 − a) m)/a`. a = 1/i is exact for small scores.
+
+The condition grows with every token, because each is a difference of averages. At n = d = 16 it may
+exceed 1e12, and then an output in float64 does not determine all digits of the input.
 """
 
 from __future__ import annotations
@@ -36,25 +37,24 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import Inversion
-from keyhole.invert.judge import SAME, Verdict, distinct, judge
+from keyhole.invert.judge import SAME, SOLVED, Verdict, distinct, judge
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import polished
 from keyhole.invert.solvers.reduce import Reduced, reduce
 
-_ENOUGH = 1e-14  # relative residual at which a token's search ends; the whole is polished later
-_EXACT = 1e-10  # and up to which it counts as solved: the tokens before are not exact either
-_OWN_WEIGHTS = (1.0, 0.5, 0.2)  # besides 1/i
-_SPREAD = 1.5
-_SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+_ACCURACY = 1e-14  # relative residual at which a token's search ends
+_EXACT = 1e-10  # relative residual of a solution; larger, because the tokens before are inexact too
+_OWN_WEIGHTS = (1.0, 0.5, 0.2)  # further values of a, after 1/i
+_SPREAD = 1.5  # of the Gaussian starts, relative to the tokens so far
 
 
 @dataclass(frozen=True)
 class TokenByToken:
-    """Left to right through a causal layer, with up to `beam` prefixes at a time.
+    """Solve token by token, from left to right, with up to `beam` prefixes at a time.
 
-    Where no prefix can be continued, the true one was lost on the way: then again from the first
-    token with twice as many starts, `attempts` times in all.
+    If no prefix can be continued, the search has lost the true one. It then begins again with twice
+    as many starts, up to `attempts` times in all.
     """
 
     beam: int = 64
@@ -69,13 +69,13 @@ class TokenByToken:
 
 
 class _Sweep:
-    """The prefixes so far, how unlikely each is, and what it took to find them."""
+    """One run of the method on a problem."""
 
     def __init__(self, method: TokenByToken, problem: Problem, progress: Progress) -> None:
         self.method, self.problem, self.progress = method, problem, progress
         self.began = time.perf_counter()
         self.tried = self.dropped = 0
-        self.starts = method.starts  # a token, of each prefix
+        self.starts = method.starts  # for the next token of each prefix
         self.stream = torch.Generator().manual_seed(method.seed)
 
     def run(self) -> Inversion:
@@ -95,7 +95,7 @@ class _Sweep:
     def _judged(self, inputs: list[Tensor]) -> Inversion:
         verdicts = [judge(self.problem, X) for X in inputs]
         pairs = list(zip(inputs, verdicts, strict=True))
-        solutions = distinct([X for X, verdict in pairs if verdict.status in _SOLVED])
+        solutions = distinct([X for X, verdict in pairs if verdict.status in SOLVED])
         X, verdict = min(pairs, key=lambda pair: _preference(*pair))
         return Inversion(
             status=verdict.status,
@@ -112,33 +112,36 @@ class _Sweep:
         return seconds is not None and time.perf_counter() - self.began > seconds
 
     def _solve(self) -> list[Tensor]:
-        _check(self.problem)
+        _expect_triangular(self.problem)
         self.dropped = 0
         reduced = reduce(self.problem)
         equations = Equations.of(reduced.problem)
         prefixes = equations.B.new_empty(1, 0, equations.dim)
-        unlikely = equations.B.new_zeros(1)
+        log_volumes = equations.B.new_zeros(1)
         for i in range(self.problem.length):
             if self._late():
                 raise Unsuccessful(Status.UNSOLVED, f"out of time at {self._place(i)}")
             try:
-                prefixes, unlikely = self._longer(reduced, equations, prefixes, unlikely)
+                prefixes, log_volumes = self._extend(reduced, equations, prefixes, log_volumes)
                 self.progress(i + 1, self.problem.length, f"tokens, {len(prefixes)} prefixes")
             except KeyboardInterrupt:
                 raise Unsuccessful(Status.INTERRUPTED, f"stopped at {self._place(i)}") from None
         return [reduced.restore(polished(equations, X)) for X in prefixes]
 
-    def _longer(
-        self, reduced: Reduced, equations: Equations, prefixes: Tensor, unlikely: Tensor
+    def _extend(
+        self, reduced: Reduced, equations: Equations, prefixes: Tensor, log_volumes: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Every prefix with every solution found for the next token, the likeliest few."""
+        """Continue each prefix with each solution of the next token; keep the likeliest.
+
+        `log_volumes` holds Σ log|det J| of each prefix.
+        """
         token = TokenEquations.after(prefixes, equations)
         x = self._starts(token)
         count, starts = x.shape[:2]
         self.tried += count * starts
         rows = replace(token, before=prefixes.repeat_interleave(starts, 0))
         method = LevenbergMarquardt(steps=self.method.steps)
-        x, loss = method.descend(rows, x.flatten(0, 1).unsqueeze(1), _ENOUGH)
+        x, loss = method.descend(rows, x.flatten(0, 1).unsqueeze(1), _ACCURACY)
         good = loss.sqrt() <= _EXACT * token.B.norm()
         if self.problem.tolerance:
             good |= self._off(reduced, rows.residuals(x)) <= self.problem.tolerance
@@ -148,20 +151,20 @@ class _Sweep:
         parent, child = first_of_each(x, good).nonzero(as_tuple=True)
         before, x = prefixes[parent], x[parent, child].unsqueeze(1)
         longer = torch.cat([before, x], 1)
-        unlikely = unlikely[parent] + replace(token, before=before).log_volume(x)
+        log_volumes = log_volumes[parent] + replace(token, before=before).log_volume(x)
         norms = longer.flatten(1).norm(dim=1)
-        order = (longer[0].numel() * norms.log() + unlikely).argsort()
+        order = (longer[0].numel() * norms.log() + log_volumes).argsort()
         self.dropped += max(0, len(order) - self.method.beam)
         order = order[: self.method.beam]
-        return longer[order], unlikely[order]
+        return longer[order], log_volumes[order]
 
     def _starts(self, token: TokenEquations) -> Tensor:
-        """(P,R,d): for every prefix what its mean suggests, then Gaussians of its tokens' size."""
+        """The starts for the next token of each prefix, (P,R,d): guesses, then Gaussians."""
         before, k = token.before, token.before.shape[1]
         V = token.V.sum(0)
         V = V + torch.eye(len(V), dtype=V.dtype, device=V.device) if token.residual else V
         y = (token.B[0] @ torch.linalg.pinv(V)).unsqueeze(0)
-        if k == 0:  # linear: one start will do
+        if k == 0:  # linear: one start is enough
             return token.impose(y)
         mean, size = before.mean(1, keepdim=True), before.square().mean((1, 2), keepdim=True).sqrt()
         own = y.new_tensor([1 / (k + 1), *_OWN_WEIGHTS]).reshape(1, -1, 1)
@@ -171,7 +174,7 @@ class _Sweep:
         return token.impose(torch.cat([guesses, _SPREAD * size * noise], 1))
 
     def _off(self, reduced: Reduced, r: Tensor) -> Tensor:
-        """The largest entry of a token's residual, as an error in B."""
+        """Return the largest entry of a token's residual, as an error in the original B."""
         if reduced.problem is not self.problem:
             r = reduced.restore(r) @ self.problem.V.reshape(self.problem.dim, -1)
         return r.abs().amax((-2, -1))
@@ -197,25 +200,24 @@ class _Sweep:
 
 
 def _preference(X: Tensor, verdict: Verdict) -> tuple[int, float]:
-    """A determined input before one of a family, exact before inexact; then the least norm."""
-    if verdict.status in _SOLVED:
-        return _SOLVED.index(verdict.status), float(X.norm())
-    return len(_SOLVED), verdict.residual
+    """Sort key: unique inputs, then inputs of a family, then inexact ones; the least norm first."""
+    if verdict.status in SOLVED:
+        return SOLVED.index(verdict.status), float(X.norm())
+    return len(SOLVED), verdict.residual
 
 
-def _check(problem: Problem) -> None:
-    reasons = {
-        problem.fault: problem.fault is not None,
-        "without a causal mask every token depends on all others": not problem.causal,
-        "γ > 0 ties the tokens together": problem.gamma > 0,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise Unsuccessful(Status.NOT_APPLICABLE, str(reason))
+def _expect_triangular(problem: Problem) -> None:
+    reason = problem.fault
+    if reason is None and not problem.causal:
+        reason = "without a causal mask every token depends on all others"
+    elif reason is None and problem.gamma > 0:
+        reason = "γ > 0 couples the tokens"
+    if reason is not None:
+        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
 
 
 def first_of_each(x: Tensor, good: Tensor) -> Tensor:
-    """Which of the solutions x (P,R,d) are good and none of the earlier ones again: (P,R)."""
+    """Return which of the solutions x (P,R,d) are good and do not repeat an earlier one: (P,R)."""
     same = torch.cdist(x, x) <= SAME * x.norm(dim=-1, keepdim=True)
     same &= good.unsqueeze(-1) & good.unsqueeze(-2)
     return good & ~same.tril(-1).any(-1)
@@ -223,14 +225,12 @@ def first_of_each(x: Tensor, good: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenEquations:
-    """The equations of one token of a causal layer, everything before it known: d unknowns.
+    """The equations of the next token x of a causal layer, after known tokens `before` (R,k,d).
 
         Σ_h softmax(xᵀ W_h [x_1 … x_k x]) [x_1 … x_k x]ᵀ V_h (+ x) = b
 
-    Weights are those of the layer, `B` is (1,1,m), `before` (R,k,d), `fixed` (1,1,d). The unknown
-    is X (R,1,d).
-
-    The derivative is that of equations.py with all tokens but the last held still.
+    `W` and `V` are those of the layer, `B` is (1,1,m) and `fixed` (1,1,d). The unknown is X
+    (R,1,d). The derivative is that of equations.py where all tokens but the last are constant.
     """
 
     W: Tensor
@@ -244,7 +244,7 @@ class TokenEquations:
 
     @classmethod
     def after(cls, prefixes: Tensor, equations: Equations) -> TokenEquations:
-        """Those of the token that follows prefixes (P,k,d), in one layer's equations."""
+        """The equations of the token that follows prefixes (P,k,d) of a layer's input."""
         k = prefixes.shape[1]
         return cls(
             W=equations.W[0],
@@ -268,9 +268,6 @@ class TokenEquations:
         out = out.unsqueeze(-2) - self.B
         return out + X if self.residual else out
 
-    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - γ is not for this method
-        return r.square().sum((-2, -1))
-
     def jacobian(self, X: Tensor) -> Tensor:
         """(R, m, d); columns of known entries are zero."""
         tokens = torch.cat([self.before, X], -2)
@@ -288,7 +285,7 @@ class TokenEquations:
         return J if self.fixed is None else J * self.fixed.isnan().to(J.dtype)
 
     def log_volume(self, X: Tensor) -> Tensor:
-        """log|det J| of each row; of the unknown columns only, and √det JᵀJ if J is not square."""
+        """Return log|det J| for each row, or log √det JᵀJ if J of the unknowns is not square."""
         J = self.jacobian(X)
         if self.fixed is not None:
             J = J[..., self.fixed[0, 0].isnan()]

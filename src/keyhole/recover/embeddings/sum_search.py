@@ -65,6 +65,7 @@ _HALF = 1e-4  # of 1 − cos: half precision tells no more
 _BACK = 0.2  # of a score: texts of the same tokens step back by it
 _BETTER = 0.03  # of a score: less is standing still
 _NOISE = 3e-3  # of a cosine in half precision
+_CLOSE = 0.97  # the cosine from which on a text is run exactly
 _OVERLAP = 0.1  # of changes, before it is measured
 _RUINED = 0.6  # of a text, at most, is left out to begin again
 
@@ -102,6 +103,7 @@ class SumSearch:
         """Texts of at most `max_length` tokens for vectors (v, d) as the encoder compares them."""
         with sdpa_kernel(_KERNELS), torch.no_grad():
             found = self._search(encoder, goals, counted, max_length, notify, may_be)
+            found.look_at_all()
         return [
             Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
             for row in range(len(goals))
@@ -260,7 +262,7 @@ class Populations:
     cosines: Tensor = field(init=False)  # (r, k), -2 where there is no text yet
     likelihoods: Tensor = field(init=False)  # (r, k), log p
     vectors: Tensor = field(init=False)  # (r, k, d)
-    best: Tensor = field(init=False)  # (v,) the largest cosine, run exactly …
+    best: Tensor = field(init=False)  # (v,) the largest cosine, exact from `_CLOSE` on …
     best_ids: Tensor = field(init=False)  # … and its text
     best_lengths: Tensor = field(init=False)
     passes: Tensor = field(init=False)  # (v,)
@@ -342,19 +344,33 @@ class Populations:
         return vectors.float(), self.ngrams.log_p(texts, own)
 
     def _look_again(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
-        """Run the nearest new text of each vector exactly, if it may be the nearest of all."""
+        """Keep the nearest new text of each vector, if it is the nearest of all.
+
+        It is run again exactly if it is near: half precision does for texts that are far off.
+        """
         vectors, places = best_of_each(self.vector[rows], cosines, 1)
         places = places[:, 0]
         near = cosines[places] > self.best[vectors] - _NOISE
         vectors, places = vectors[near], places[near]
         if not len(vectors):
             return
-        exact = (self.encoder.vectors(texts[places]) * self.goals[vectors]).sum(-1)
-        better = exact > self.best[vectors]
+        found = cosines[places]
+        close = (found > _CLOSE).nonzero().flatten()
+        if len(close):
+            found[close] = self._exact(texts[places[close]], vectors[close])
+        better = found > self.best[vectors]
         vectors, places = vectors[better], places[better]
-        self.best[vectors] = exact[better]
+        self.best[vectors] = found[better]
         self.best_ids[vectors] = texts.ids[places]
         self.best_lengths[vectors] = texts.lengths[places]
+
+    def _exact(self, texts: Texts, vectors: Tensor) -> Tensor:
+        """Cosines (b,) of texts with the vectors of these numbers, in full precision."""
+        return (self.encoder.vectors(texts) * self.goals[vectors]).sum(-1)
+
+    def look_at_all(self) -> None:
+        """Run the best text of every vector exactly."""
+        self.best = self._exact(self.best_texts, torch.arange(len(self.goals)))
 
     @property
     def nearest(self) -> Tensor:

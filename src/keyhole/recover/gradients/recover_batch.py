@@ -461,15 +461,9 @@ def capture_update(
 
 
 def recovering_updates(
-    model: str | Loaded,
-    files: Sequence[str | Path],
-    *,
-    device: str = "cpu",
-    allow_pickle: bool = False,
-    track: Track = untracked,
+    loaded: Loaded, files: Sequence[str | Path], track: Track = untracked
 ) -> Iterator[tuple[Path, BatchRecovery]]:
     """The batch behind each file of gradients, one by one."""
-    loaded = opened(model, device, allow_pickle)
     overall = track("recover", len(files))
     for number, file in enumerate(files, 1):
         update = load_update(file)

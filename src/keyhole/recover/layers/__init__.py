@@ -1,1 +1,1 @@
-"""Text from hidden states, caches, attention maps and outputs, and the searches they share."""
+"""Attacks on hidden states, caches, attention maps and attention outputs, and their searches."""

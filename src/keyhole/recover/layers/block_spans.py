@@ -1,20 +1,21 @@
-"""The blocks of a mixed cache: what they span, the secret map from known tokens, what fits.
+"""The blocks of a mixed cache: their spans, the secret map from known tokens, and what fits.
 
-The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W what is
-outside of the span of its stored rows.
+The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W the
+projection on what is outside of the span of its stored rows. A side is the keys, or the values, of
+one head: each has its own secret M, and its own place in every block that the secret row A hides.
 
-**By squares.** Where the rounding of a block hides some of its directions (Qwen's keys in bfloat16:
-a bias a hundred times as large as what tokens add, and A ten times as large as that), its span is
-no longer known and x M W = 0 says little of one token. The rows of all its tokens together still
-have to give its numbers,
+**By squares.** Rounding may hide some directions of a block (Qwen's keys in bfloat16: a bias a
+hundred times as large as what tokens add, and A ten times as large as that). Then its span is no
+longer known, and x M W = 0 says little about a single token. But the rows of all its tokens must
+still give its numbers,
 
     Y_ij = Σ_r C_ir (x_r M)_j + Σ_k C_ik z_kj + ε_ij,
 
-with C (b, n + k) free and z the few directions that are not the tokens': the row under A, and those
-that fill the block up. Every number's own deviation s_ij is known, from its exponent, and what was
-rounded before the mix adds to it: so the squares of ε / s sum to a chi-square of (b − k)(d − n − k)
-dimensions for the right tokens in the right order. M is solved for by the same squares, alternating
-between C, z and M, each of which the others give by a linear equation.
+with C (b, n + k) free. The few directions z are not the tokens': the row under A, and the rows that
+fill the block. The standard deviation s_ij of every number is known from its exponent, and what was
+rounded before the mix adds to it. So for the right tokens in the right order the squares of ε / s
+sum to a chi-square of (b − k)(d − n − k) dimensions. The same squares determine M, by alternating
+between C, z and M, each of which follows from the others by a linear equation.
 """
 
 from __future__ import annotations
@@ -29,52 +30,61 @@ from torch import Tensor
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
-NOWHERE = -1  # the place that A hides, where that is none or not known
-DEVIATIONS = 6.0  # of a chi-square, that the right token is granted
-HIDDEN = 4.0  # q from which on a head may be thought to hide a token
-CAP = 30.0  # q that one head may add: it may hide the token
-_VECTORS = 16  # random ones: their products are as long as what is outside, to a third
-_STRETCH = 2.0  # ‖c‖ of a token, at most: S is orthogonal but for scales
-_ENOUGH = 1.25  # equations for each unknown
-_HIDES = 0.9  # of the level: what is left of it without the place that A hides
-LEFT = 4.0  # times what rounding makes: larger directions of a block are tokens that are missing
-_COARSE = 1.5  # level from which on spans are not enough, if …
-_SEEN = 0.8  # … fewer of a block's directions are above rounding
-_TURNS = (2, 6)  # rounds for each place that A may hide, and for the best of them
-_TWICE = 1e-5  # of the largest direction: what is smaller, arithmetic made
+NOWHERE = -1  # the place that A hides, if there is none or it is not known
+DEVIATIONS = 6.0  # standard deviations of a chi-square that the right token is granted
+HIDDEN = 4.0  # the q above which a head may hide a token
+CAP = 30.0  # the most that the q of a head adds to a score, because the head may hide the token
+LEFT = 4.0  # directions above this multiple of rounding belong to tokens that are missing
+_VECTORS = 16  # random vectors whose products estimate a length to a third
+_STRETCH = 2.0  # the largest ‖c‖ of a token: S is orthogonal but for scales
+_ENOUGH = 1.25  # equations that are needed for each unknown
+_HIDES = 0.9  # A hides a place if the level without it falls to this share
+_COARSE = 1.5  # the level above which spans may not be enough …
+_SEEN = 0.8  # … if fewer than this share of a block's directions are above rounding
+_TURNS = (2, 6)  # rounds of solving for M: for each place that A may hide, and for the best place
+_REPEATED = 1e-5  # a direction below this share of the largest is a repeated row
 _RIDGE = 1e-12  # of the diagonal: rows may be zero
-_AT_ONCE = 64  # arrangements of a block, for memory's sake
-_ROUNDS = 40  # of solving for C and z, at most …
-_STILL = 0.1  # … until the squares fall by less
+_CHUNK = 64  # arrangements of a block in memory at a time
+_ROUNDS = 40  # of solving for C and z, at most
+_STILL = 0.1  # the fall of the squares that ends these rounds
+
+
+def accepted(free: Tensor | float, level: float = 1.0) -> Tensor | float:
+    """Return the largest q that a chi-square of `free` dimensions accepts for the right token.
+
+    `level` is the q of known tokens, if it is above 1.
+    """
+    return max(1.0, level) * (1 + DEVIATIONS * (2 / free) ** 0.5)
 
 
 def planes(rows: Tensor) -> Tensor:
-    """Rows (…, d) as complex numbers (…, d/2), one for each plane that M turns."""
+    """Return rows (…, d) as complex numbers (…, d/2), one for each plane that M rotates."""
     return torch.complex(*rows.unflatten(-1, (2, -1)).unbind(-2))
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The keys, or the values, of one head: its blocks (b, d), each row divided by its σ.
+    """The keys, or the values, of one head: its `blocks` (b, d), each row divided by its σ.
 
-    `spread` (b, d) is the deviation of each number after that; `fine` that of the tokens' own rows
-    as a share of them, which were rounded before they were mixed, in the units of `rows`.
+    `rows` are the σ (b, 1) of each block, and `spread` (b, d) the standard deviation of each number
+    after the division. The tokens' own rows were rounded before they were mixed; `fine` is that
+    error as a share of them.
     """
 
     keys: bool
     head: int
     blocks: tuple[Tensor, ...]
-    rows: tuple[Tensor, ...]  # σ (b, 1) of each block's
+    rows: tuple[Tensor, ...]
     spread: tuple[Tensor, ...]
     fine: float
 
     @cached_property
     def sigma(self) -> list[float]:
-        """σ of each block, as a root mean square."""
+        """The root mean square of σ in each block."""
         return [float(each.square().mean().sqrt()) for each in self.rows]
 
     def spreads(self, number: int, rows: Tensor) -> Tensor:
-        """The deviation (b, d) of a block's numbers, with what tokens' rows were rounded by."""
+        """Return the deviation (b, d) of a block's numbers, with the rounding of tokens' rows."""
         before = self.fine * planes(rows.double()).abs().square().mean(0).sqrt().repeat(2)
         return (self.spread[number].square() + (before / self.rows[number]).square()).sqrt()
 
@@ -85,7 +95,7 @@ class Side:
 
     @cached_property
     def bases(self) -> list[Tensor]:
-        """Orthonormal rows (r, d) that span each block, but for what rounding may have made."""
+        """Orthonormal rows (r, d) that span each block, without directions that rounding makes."""
         noise = sum(size**0.5 for size in self.blocks[0].shape)
         return [v[sizes > noise] for sizes, v in self.parts]
 
@@ -100,42 +110,23 @@ class Side:
         return made
 
     @cached_property
-    def forms(self) -> tuple[Tensor, Tensor]:
-        """W and C (blocks, d, d)."""
-        outside, errors = (torch.stack([each @ each.mT for each in roots])
-                           for roots in zip(*self.roots, strict=True))  # fmt: skip
-        return outside, errors
+    def forms(self) -> list[Tensor]:
+        """W and C, each (blocks, d, d)."""
+        sides = zip(*self.roots, strict=True)
+        return [torch.stack([each @ each.mT for each in roots]) for roots in sides]
 
     @cached_property
     def free(self) -> Tensor:
-        """tr W (blocks,): how many dimensions are outside."""
+        """tr W (blocks,): the number of dimensions outside of each block."""
         return self.forms[0].diagonal(dim1=1, dim2=2).sum(-1)
-
-
-def sides_of(leak: MixedCache, block: int, errors: Sequence[Tensor]) -> list[Side]:
-    """All keys and values of a leak, head by head, cut into blocks; `errors` are their σ."""
-    made: list[Side] = []
-    for (name, tensor), each in zip(leak.tensors.items(), errors, strict=True):
-        for head, (rows, error) in enumerate(zip(tensor.double(), each, strict=True)):
-            sigma = error.square().mean(-1, keepdim=True).sqrt()
-            fine = float((error / rows.abs().clamp(min=1e-30)).median())
-            blocks, spread = ((part / sigma).split(block) for part in (rows, error))
-            made.append(Side(name == "keys", head, blocks, sigma.split(block), spread, fine))
-    return made
-
-
-def _errors(leak: MixedCache, tensor: Tensor) -> Tensor:
-    """σ (heads, n, d) of keys or values by themselves: those may be a thousand times as large."""
-    alone = precision_of(replace(leak, keys=tensor, values=tensor)).sigma
-    return alone.view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0].transpose(0, 1).double()
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """What is solved of one side: M (d, d), and the place of a block that A hides, or NOWHERE.
+    """The solution of one side: M (d, d), and the place of every block that A hides, or NOWHERE.
 
-    `level` is the mean q of the tokens that it was solved from. It is `coarse` if their q are too
-    large for spans and it was solved for by squares.
+    `level` is the mean q of the tokens that it was solved from. The map is `coarse` if their q are
+    too large for spans, so that it was solved for by squares.
     """
 
     matrix: Tensor
@@ -145,27 +136,30 @@ class Map:
 
     @property
     def hides(self) -> bool:
-        """Is it known which place A hides?"""
+        """Whether the place that A hides is known."""
         return self.hidden != NOWHERE
 
     @property
     def start(self) -> tuple[int, Tensor]:
-        """The place and M, as complex numbers (d/2,), to solve for it again from."""
+        """The place and M as complex numbers (d/2,), from which it can be solved for again."""
         half = len(self.matrix) // 2
         return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
 
     def free(self, count: int, fill: int, added: bool) -> int:
-        """How many directions of a block are of no token: of `count` and `fill` other rows."""
+        """Return how many directions of a block with `count` tokens and `fill` rows are no token's.
+
+        `added` says that a row A is added to the blocks of this leak.
+        """
         if not fill:
             return int(self.hides)
-        # A is on a token, or on a row that fills the block up: is it the only one?
+        # A is on a token, or on a row that fills the block. Is it the only such row?
         return 1 + (added and (NOWHERE < self.hidden < count or fill > 1))
 
     def misfits(self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
-        """q (c,) of rows (c, d) in block `number`.
+        """Return q (c,) of rows (c, d) in block `number`.
 
-        With a `turn` (d, d) of all rows by a position it is of many rows, and what is outside is
-        estimated from its products with a few random vectors.
+        A `turn` (d, d) rotates all rows to a position. It is used for many rows, so what is outside
+        is then estimated from products with a few random vectors.
         """
         matrix, (root, errors) = self.matrix, side.roots[number]
         if turn is not None:
@@ -181,7 +175,7 @@ class Map:
 
 
 def products(rows: Tensor) -> Tensor:
-    """J (n, d, d) with x M = θ J(x), θ = (α, β)."""
+    """Return J (n, d, d) with x M = θ J(x), θ = (α, β)."""
     x, y = torch.diag_embed(rows.double().unflatten(-1, (2, -1))).unbind(1)
     return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
 
@@ -190,11 +184,11 @@ Turn = tuple[float, int, Tensor]  # the mean square that is left, the place that
 
 
 def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
-    """M from rows (n, d) of tokens known to stand at `places` (n,).
+    """Return M from rows (n, d) of tokens known at `places` (n,).
 
-    None if they are too few, or if rounding leaves fewer directions of their blocks than half of
-    them have: where M is not seen in Y (a large A, in few bits), it fits whatever it is given.
-    Where spans do not do, it is solved for by squares if blocks are known whole.
+    None if there are too few tokens, or if rounding leaves fewer directions of their blocks than
+    half of their number: where M is not seen in Y (a large A, few bits), it fits any tokens. If
+    spans do not do, M is solved for by squares, provided that whole blocks are known.
     """
     numbers, size, classes = places // block, rows.shape[1], places % block
     if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
@@ -221,9 +215,12 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     theta = whole[2]
     misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
     means = {int(each): -float(misfits[classes == each].mean()) for each in classes.unique()}
-    worst = sorted(means, key=means.__getitem__)[:2]
-    without = [found for each in worst if (found := fit(each)) is not None]
-    best = min(without, key=lambda found: found[0], default=whole)
+    worst, best = sorted(means, key=means.__getitem__), whole
+    for tried in (worst[:2], worst[2:]):
+        without = [found for each in tried if (found := fit(each)) is not None]
+        best = min([best, *without], key=lambda found: found[0])
+        if best[0] <= _COARSE:
+            break
     level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
     found = Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
     ranks = [len(side.bases[n]) for n in whole_blocks(places, block)]
@@ -235,19 +232,15 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
 
 
 def whole_blocks(places: Tensor, block: int) -> list[int]:
-    """The blocks all of whose places are among `places`."""
+    """Return the blocks whose places are all among `places`."""
     numbers = places // block
     return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
 
 
 def by_squares(
-    side: Side,
-    rows: Tensor,
-    places: Tensor,
-    block: int,
-    starts: Sequence[tuple[int, Tensor]],
+    side: Side, rows: Tensor, places: Tensor, block: int, starts: Sequence[tuple[int, Tensor]]
 ) -> Map | None:
-    """The map by all squares of blocks that are known whole, from places that A may hide and M."""
+    """Return the map by the squares of all whole blocks, from places that A may hide with an M."""
     numbers, inside = whole_blocks(places, block), places % block
     given = {n: rows[places // block == n].double() for n in numbers}
     spreads = {n: side.spreads(n, each) for n, each in given.items()}
@@ -255,7 +248,7 @@ def by_squares(
     def turn(hidden: int, start: Tensor, rounds: int, where: list[int]) -> Turn:
         kept = inside != hidden
         shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
-        # A may hide a token that is there twice, so that values do not tell its place.
+        # A may hide a repeated token, whose place the values do not show.
         free = int(hidden != NOWHERE or len(starts) == 1)
         blocks, each = [side.blocks[n] for n in where], [spreads[n] for n in where]
         found, left = turned(blocks, each, shown, free, start, rounds)
@@ -270,7 +263,7 @@ def by_squares(
     left, hidden, found = turn(hidden, start, _TURNS[1], numbers)
     if not left < _COARSE:
         return None
-    made = Map(products(torch.cat([found.real, found.imag])[None])[0], hidden, 1.0, True)
+    made = Map(products(_real(found)[None])[0], hidden, 1.0, True)
     kept = inside != hidden
     misfits = torch.cat([
         made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
@@ -280,10 +273,10 @@ def by_squares(
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """How well tokens (p, c) lie in their blocks: q by keys alone, and by all that shows them.
+    """How well tokens (p, c) lie in their blocks: q by `keys` alone, and by all sides (`whole`).
 
-    `score` is what tokens are compared by, minus twice a log-likelihood. The numbers of dimensions
-    (p, c) that speak are `keys_free` (0 where every head hides the position) and `free`.
+    `score` compares tokens: minus twice a log-likelihood. `keys_free` and `free` (p, c) count the
+    dimensions of the two, 0 if every head hides the position.
     """
 
     keys: Tensor
@@ -292,34 +285,10 @@ class Fit:
     keys_free: Tensor
     free: Tensor
 
-    @classmethod
-    def of(cls, misfits: Tensor, free: Tensor, keys: Tensor, sure: Tensor) -> Fit:
-        """From q (s, p, c) of each side, of `free` (s, p) dimensions, which are of `keys` (s,).
-
-        Of sides of which nobody knows which place they hide (not `sure`), one of keys may hide this
-        one, and any of values: keys, which count twice, say where a token stands.
-        """
-        free = free[..., None].expand_as(misfits)
-        weights = (1 + keys.to(free))[:, None, None]
-        score = (weights * free * misfits.clamp(max=CAP)).sum(0)
-        hides = (misfits > HIDDEN) & ~sure[:, None, None] & (free > 0)
-        if int(keys.sum()) > 1:
-            worst = torch.where(keys[:, None, None], misfits, 0.0).argmax(0, keepdim=True)
-            one = torch.zeros_like(hides).scatter(0, worst, value=True)
-            free = free.masked_fill(hides & (one | ~keys[:, None, None]), 0.0)
-        own = free * keys[:, None, None]
-        keys_free, whole_free = own.sum(0), free.sum(0)
-        return cls(
-            (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free,
-            score, keys_free, whole_free,
-        )  # fmt: skip
-
     def fits(self, level: float) -> Tensor:
-        """Which tokens (p, c) a chi-square accepts, rounding being `level` times as expected."""
-        most = max(1.0, level)
-        keys = self.keys <= most * (1 + DEVIATIONS * (2 / self.keys_free).sqrt())
-        whole = self.whole <= most * (1 + DEVIATIONS * (2 / self.free).sqrt())
-        return whole & (keys | (self.keys_free == 0))
+        """Return which tokens (p, c) a chi-square accepts, with known tokens at q = `level`."""
+        keys = self.keys <= accepted(self.keys_free, level)
+        return (self.whole <= accepted(self.free, level)) & (keys | (self.keys_free == 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,13 +302,18 @@ class Blocks:
 
     @classmethod
     def cut(cls, leak: MixedCache, sizes: Sequence[int]) -> list[Blocks]:
-        """The leak in blocks of each of the sizes that they may have."""
-        errors = [_errors(leak, tensor) for tensor in leak.tensors.values()]
-        return [cls(leak, size, sides_of(leak, size, errors)) for size in sizes]
+        """Return the leak in blocks of each of these sizes."""
+        # Keys and values by themselves: either may be a thousand times as large as the other.
+        sigmas = [
+            precision_of(replace(leak, keys=tensor, values=tensor)).sigma
+            .view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0].transpose(0, 1).double()
+            for tensor in leak.tensors.values()
+        ]  # fmt: skip
+        return [cls(leak, size, _sides(leak, size, sigmas)) for size in sizes]
 
     @property
     def length(self) -> int:
-        """Positions, with those that fill up the last block."""
+        """The number of positions, with the rows that fill the last block."""
         return self.leak.keys.shape[1]
 
     @property
@@ -355,11 +329,26 @@ class Blocks:
 
     @property
     def silent(self) -> bool:
-        """Does no head's keys say anything, so that no order can be found?"""
+        """Whether no head's keys have a map, so that no order can be found."""
         return not any(side.keys for side, _ in self.pairs)
 
+    @property
+    def coarse(self) -> bool:
+        """Whether rounding hides directions of keys but not of values.
+
+        Then values identify the tokens, and squares have to order them.
+        """
+        coarse = {(side.keys, found.coarse) for side, found in self.pairs}
+        return {(True, True), (False, False)} <= coarse
+
+    def fine(self) -> Blocks:
+        """Return the blocks without the sides that are coarse."""
+        pairs = zip(self.sides, self.maps, strict=True)
+        kept = [(side, each) for side, each in pairs if each is None or not each.coarse]
+        return replace(self, sides=[side for side, _ in kept], maps=[each for _, each in kept])
+
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
-        """With maps from each side's rows (n, d) at `places` (n,)."""
+        """Return the blocks with maps from each side's rows (n, d) at `places` (n,)."""
         before = self.maps or [None] * len(self.sides)
 
         def again(side: Side, given: Tensor, found: Map | None, coarse: bool) -> Map | None:
@@ -380,63 +369,75 @@ class Blocks:
         return replace(self, maps=maps)
 
     def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:
-        """How well rows (p, c, d) of each side fit at places (p,) of one block; (c, d): at all."""
+        """Return how well each side's rows (p, c, d) fit at `places` (p,) of one block.
+
+        Rows (c, d) are the same at all places. Keys count twice in the score, because they depend
+        on the place of a token. If the hidden places of sides are not known, one side of keys may
+        hide a place, and any of values.
+        """
         number, inside = places[0] // self.size, torch.tensor([p % self.size for p in places])
-        misfits, free, keys, sure = list[Tensor](), list[Tensor](), list[bool](), list[bool]()
-        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
-            if each is None:
-                continue
-            # Rounding that is coarser than thought in one side says nothing about the others.
-            q = each.misfits(side, given, number) * max(1.0, self.level) / max(1.0, each.level)
-            misfits.append(q.expand(len(places), -1) if q.ndim == 1 else q)
-            free.append((inside != each.hidden) * float(side.free[number]))
-            keys.append(side.keys)
-            sure.append(each.hides)
-        return Fit.of(
-            torch.stack(misfits), torch.stack(free), torch.tensor(keys), torch.tensor(sure)
-        )
+        each: list[Tensor] = []
+        for side, found, given in zip(self.sides, self.maps, rows, strict=True):
+            if found is not None:  # coarse rounding of one side says nothing about the others
+                q = found.misfits(side, given, number)
+                q = q * max(1.0, self.level) / max(1.0, found.level)
+                each.append(q.expand(len(places), -1))
+        misfits = torch.stack(each)  # (s, p, c)
+        free = [(inside != found.hidden) * float(side.free[number]) for side, found in self.pairs]
+        free = torch.stack(free)[..., None].expand_as(misfits)
+        keys = torch.tensor([side.keys for side, _ in self.pairs])[:, None, None]
+        sure = torch.tensor([found.hides for _, found in self.pairs])[:, None, None]
+        score = ((1 + keys.to(free)) * free * misfits.clamp(max=CAP)).sum(0)
+        hides = (misfits > HIDDEN) & ~sure & (free > 0)
+        if int(keys.sum()) > 1:
+            worst = torch.where(keys, misfits, 0.0).argmax(0, keepdim=True)
+            is_worst = torch.zeros_like(hides).scatter(0, worst, value=True)
+            free = free.masked_fill(hides & (is_worst | ~keys), 0.0)
+        own = free * keys
+        keys_free, whole_free = own.sum(0), free.sum(0)
+        by_keys, by_all = (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free
+        return Fit(by_keys, by_all, score, keys_free, whole_free)
 
     def explained(self, rows: Sequence[Tensor], number: int) -> bool:
-        """Do each side's tokens (n, d), the first ones of a block, span it?"""
+        """Return whether each side's tokens (n, d), the first of a block, span it."""
         spans = self.spans(rows, number)
         return all(each is not None and each.left <= LEFT for each in spans)
 
-    @property
-    def coarse(self) -> bool:
-        """Does rounding hide directions of keys, so that squares have to order what values tell?"""
-        coarse = {(side.keys, found.coarse) for side, found in self.pairs}
-        return {(True, True), (False, False)} <= coarse
-
-    def fine(self) -> Blocks:
-        """Without the sides that are coarse."""
-        pairs = zip(self.sides, self.maps, strict=True)
-        kept = [(side, each) for side, each in pairs if each is None or not each.coarse]
-        return replace(self, sides=[side for side, _ in kept], maps=[each for _, each in kept])
-
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
-        """What each side's tokens (n, d), the first ones of a block, explain of it."""
+        """Return what each side's tokens (n, d), the first of a block, explain of it."""
         start, added = number * self.size, any(found.hides for _, found in self.pairs)
-        made: list[Spans | None] = []
-        for side, each, given in zip(self.sides, self.maps, rows, strict=True):
-            inside = torch.arange(start, start + len(given)) % self.size
-            made.append(
-                None if each is None else Spans.of(side.blocks[number], each, given, inside, added)
-            )
-        return made
+        inside = torch.arange(start, start + len(rows[0])) % self.size
+        return [
+            None if found is None else Spans.of(side.blocks[number], found, given, inside, added)
+            for side, found, given in zip(self.sides, self.maps, rows, strict=True)
+        ]
+
+
+def _sides(leak: MixedCache, block: int, sigmas: Sequence[Tensor]) -> list[Side]:
+    """Return the sides of all heads in blocks; `sigmas` (heads, n, d) are their errors."""
+    made: list[Side] = []
+    for (name, tensor), each in zip(leak.tensors.items(), sigmas, strict=True):
+        for head, (rows, error) in enumerate(zip(tensor.double(), each, strict=True)):
+            sigma = error.square().mean(-1, keepdim=True).sqrt()
+            fine = float((error / rows.abs().clamp(min=1e-30)).median())
+            blocks, spread = ((part / sigma).split(block) for part in (rows, error))
+            made.append(Side(name == "keys", head, blocks, sigma.split(block), spread, fine))
+    return made
 
 
 def _spanned(rows: Tensor) -> Tensor:
-    """Orthonormal columns (d, r) that span rows (n, d); a token's values may be there twice."""
+    """Return orthonormal columns (d, r) that span rows (n, d), some of which may be repeated."""
     _, sizes, v = torch.linalg.svd(rows, full_matrices=False)
-    return v[sizes > _TWICE * sizes.amax()].mT if len(rows) else v.mT
+    return v[sizes > _REPEATED * sizes.amax()].mT if len(rows) else v.mT
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """A block (b, d) and its tokens' rows x M (n, d): do they span it?
+    """A block (b, d) and its tokens' rows x M (n, d), which may span it.
 
-    `shown` (n,) are those that A leaves as they are. `more` (k, d) are the largest directions that
-    are left: the row under A has one, and rows that fill a block up, all of them the same, another.
+    `shown` (n,) are the tokens that A does not hide. `more` (k, d) are the largest directions that
+    they leave: the row under A has one, and rows that fill a block, which are all equal, another.
+    `left` is the largest direction that nothing spans, as a multiple of rounding.
     """
 
     block: Tensor
@@ -444,7 +445,7 @@ class Spans:
     shown: Tensor
     more: Tensor
     matrix: Tensor
-    left: float  # the largest direction that nothing spans, in what rounding makes
+    left: float
 
     @classmethod
     def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
@@ -458,7 +459,7 @@ class Spans:
         return cls(block, made, shown, v[:free], found.matrix, left)
 
     def losses(self, place: int, others: Tensor) -> Tensor:
-        """What the block loses in likelihood (c,) with rows of others (c, d) at a place instead."""
+        """Return the loss of likelihood (c,) of the block with other rows (c, d) at a place."""
         if not bool(self.shown[place]):
             return torch.zeros(len(others), dtype=self.block.dtype)
         kept = self.shown.clone()
@@ -474,7 +475,7 @@ class Spans:
 
 
 def lost_with(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
-    """What all sides lose in likelihood (c,) with other rows (c, d) at a place of a block."""
+    """Return the loss of likelihood (c,) of all sides with other rows (c, d) at a block's place."""
     pairs = zip(spans, given, strict=True)
     lost = [each.losses(inside, rows) for each, rows in pairs if each is not None]
     return torch.stack(lost).sum(0)
@@ -488,7 +489,7 @@ def _real(numbers: Tensor) -> Tensor:
 
 
 def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """C (h, b, n): a block (b, d) by rows (h, n, d), each number of it with its own weight."""
+    """Return C (h, b, n): a block (b, d) by rows (h, n, d), with a weight for each number."""
     weighted = rows[:, None] * weights[:, None]
     gram = weighted @ rows[:, None].mT
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
@@ -497,7 +498,7 @@ def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The largest directions (k, d) of a block that rows (n, d) do not span."""
+    """Return the largest directions (k, d) of a block that rows (n, d) do not span."""
     base = torch.linalg.qr(rows.mT)[0]
     return torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)[2][:count]
 
@@ -505,10 +506,10 @@ def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
 def fitted(
     block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, rounds: int = _ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums of squares (h,) of a block (b, d) by tokens' rows x M (h, n, d); C and z as well.
+    """Return the sums of squares (h,) of a block (b, d) by tokens' rows x M (h, n, d), C and z.
 
-    It starts from directions z (k, d). What z has of the tokens' rows is up to C: it is returned
-    as it is if the columns of C are orthogonal, as S has them, so that it is good for other tokens.
+    `free` are directions z (k, d) to start from. C determines z only up to the tokens' rows. The
+    returned z makes the columns of C orthogonal, as S has them, so that it suits other tokens too.
     """
     weights = spread.square().reciprocal()
     free, cost = free.expand(len(rows), -1, -1), torch.inf
@@ -531,13 +532,13 @@ def fitted(
 
 
 def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor:
-    """The sums of squares (h,) for many arrangements' rows (h, n, d), near one that gave z."""
-    each = [fitted(block, spread, part, free, 1)[0] for part in rows.split(_AT_ONCE)]
+    """Return the sums of squares (h,) for rows (h, n, d) of arrangements near the one of z."""
+    each = [fitted(block, spread, part, free, 1)[0] for part in rows.split(_CHUNK)]
     return torch.cat(each)
 
 
 def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor) -> Tensor:
-    """Sums of squares (n, c), each of rows (n, d) exchanged for each of its others (n, c, d)."""
+    """Return sums of squares (n, c), each of rows (n, d) replaced by each of others (n, c, d)."""
     weights, every = spread.square().reciprocal(), torch.cat([rows, free])
     found = _coefficients(block, weights, every[None])[0]
     left = block - found @ every
@@ -546,7 +547,7 @@ def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others:
     gram, made = weighted @ every.mT, list[Tensor]()
     for place, given in enumerate(others):
         kept = torch.arange(len(every)) != place
-        aim = left + found[:, place, None] * rows[place]  # what the others do not explain
+        aim = left + found[:, place, None] * rows[place]  # what the other rows do not explain
         right, inside = weighted[:, kept] @ aim[..., None], weighted[:, kept] @ given.mT
         solution = torch.linalg.solve(gram[:, kept][:, :, kept], torch.cat([right, inside], -1))
         mine, theirs = solution.split([1, len(given)], -1)  # (b, n + k - 1, c)
@@ -561,10 +562,9 @@ def turned(
     blocks: Sequence[Tensor], spreads: Sequence[Tensor], rows: Sequence[Tensor], free: int,
     start: Tensor, rounds: int,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """M as complex numbers (d/2,), all of length 1, from `start`, and the mean square it leaves.
+    """Return M as complex numbers (d/2,) of length 1, from `start`, and the mean square it leaves.
 
-    Of each block (b, d) all tokens that show are given by their rows (n, d), and how many
-    directions are free.
+    Each block (b, d) has the rows (n, d) of all tokens that show, and `free` other directions.
     """
     found, left, count = torch.sgn(start), 0.0, 0
     for _ in range(rounds):
@@ -583,8 +583,8 @@ def turned(
                 weighted = (numbers * weights.sqrt()).mT[..., None]
                 return (weighted - base @ (base.mH @ weighted))[..., 0]
 
-            one, whole = apart(own @ planes(given)), apart(planes(block))
-            over = over + (one.conj() * whole).sum(-1)
-            under = under + one.abs().square().sum(-1)
+            tokens, whole = apart(own @ planes(given)), apart(planes(block))
+            over = over + (tokens.conj() * whole).sum(-1)
+            under = under + tokens.abs().square().sum(-1)
         found = torch.sgn(over / under)
     return found, left / count

@@ -1,24 +1,25 @@
-"""Text from hidden states of a bidirectional encoder, at any layer.
+"""Read text from hidden states of a bidirectional encoder, at any layer.
 
-The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e from scratch by L-BFGS,
-take the nearest tokens ("snap"), and verify. This attack starts with what is cheaper:
+The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e by L-BFGS, to take the
+nearest tokens ("snap") and to verify them. This attack starts with cheaper steps:
 
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
-   off by cosine (TokenTable). One forward pass says whether they are right.
-2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
-   e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
+   off by cosine (TokenTable). One forward pass shows whether they are right.
+2. Error feedback: run the model on the snapped tokens and move the estimate by the residual,
+   e ← e + (h − f_ℓ(snap(e))) M. These are forward passes only. At the lower layers this ends the
+   search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
-   a snap and one step of feedback after every few steps. Deeper layers need it. It goes in stages.
-   All tokens of a long text converge slowly, though most are clear early; so after each
-   stage candidates are tried at the positions that fit worst, each judged by its own row
-   (trials.py), tokens that are clear are fixed, and the next stage moves only the rest.
-4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
-   nearest to the estimates are tried at each position, one at a time; then every token at the
-   positions that fit worst or on which the loss depends most.
+   with a snap and a step of feedback after every few steps. Deeper layers need it. In long texts
+   most tokens are clear early, but the search for all of them converges slowly. So the search goes
+   in stages. After each stage, candidates are tried at the positions that fit worst, each judged by
+   its own row (trials.py). Tokens that are clear are fixed, and the next stage moves the others.
+4. Substitution: if the search stops near the text, a few tokens of many are wrong. The tokens
+   nearest to the estimates are tried at each position, one at a time. Then every token is tried at
+   the positions that fit worst, or on which the loss depends most.
 
-The special tokens that the tokenizer puts around a text (its frame) are fixed at first; a text that
-is not found so is tried again without. Texts run in batches of similar length; each leaves its
-batch when it fits.
+The special tokens that the tokenizer puts around a text (its frame) are fixed first. A text that is
+not found with them is tried again without. Texts run in batches of similar length, and each leaves
+its batch when it fits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from keyhole.core.numerics import BatchedLBFGS
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
-from keyhole.recover.layers.precision import Precision, compare, precision_of, rounding_error
+from keyhole.recover.layers.precision import compare, precision_of, rounding_error
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.trials import (
     Comparison,
@@ -47,18 +48,36 @@ from keyhole.recover.layers.trials import (
 from keyhole.recover.leaks import Leak
 
 _FIRST_STEP, _LATER_STEP = 0.3, 0.1  # of L-BFGS, per token, in units of the inverse map's error
+_STAGE = 4  # rounds of a stage after the first
+_HISTORY = 60  # steps that L-BFGS remembers
+_FLIPS = 3  # times that the worst positions get another token after a round that helped
+_TRIED = 12  # candidates at each of the worst positions, after a stage
+_CANDIDATES = 8  # candidates at every position, at the end
+_WORTH = 0.9  # a pass is progress if the loss falls to this share of the best
+_PATIENCE = 2  # passes without progress that end feedback
+_DOUBT = 0.94  # a token is clear if its squared distance is below this share of the second's
+_MISFIT = 4.0  # a clear token stays open if its squared residual exceeds this many medians …
+_PART = 0.02  # … and this share of the largest
+_WORST = (0.8, 0.4, 0.2)  # shares of the largest squared residual above which tokens are changed
+_ROUGHLY = 0.5  # unexplained share of the leak's variance below which rows identify their tokens
+_NEAR = 0.1  # unexplained share of the leak's variance below which only a few tokens are wrong
+_SWEEPS = 12  # sweeps of trials after a stage, at most
+_PLACES = 40  # positions tried in a sweep
+_IN_A_PASS = 8  # positions of a sweep tried in one pass
+_ALONE = 8  # positions tried one by one, once sweeps of many no longer help
+_MORE = 3  # the factor of candidates if several tokens are changed at once
 
 
 @dataclass(frozen=True)
 class EncoderStates:
-    """Text from an encoder's hidden states.
+    """Feedback, search and trials for the hidden states of an encoder.
 
-    `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes: a stage of `opening` rounds, then shorter ones. In the end a
-    few tokens are tried at each position, in at most `sweeps` sweeps, and then all tokens at some,
-    in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU).
-    `samples` random tokens fit the map (None: 48 for each number in a hidden state). `batch` is how
-    many tokens go through the model at once.
+    At most `feedback` forward passes come before the search. It takes `rounds` rounds of `steps`
+    forward–backward passes: a stage of `opening` rounds, then shorter ones. At the end a few tokens
+    are tried at each position, in at most `sweeps` sweeps, and then all tokens at some positions,
+    in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU). `samples` random
+    tokens fit the map (None: 48 for each number in a hidden state). `batch` tokens are searched at
+    once.
     """
 
     feedback: int = 8
@@ -83,14 +102,13 @@ class EncoderStates:
         table = TokenTable.of(target.parts.table, without=target.pads())
         for numbers in _batches(leaks, self.batch):
             batch = {number: leaks[number] for number in numbers}
-            texts = EncoderBatch.of(target, batch, back, table)
-            yield from self._recover(texts, back)
+            yield from self._recover(EncoderBatch(target, batch, back, table))
 
-    def _recover(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
+    def _recover(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
         for framed in (True, False):
             texts.begin(framed)
             yield from self._by_feedback(texts)
-            yield from self._by_search(texts, back)
+            yield from self._by_search(texts)
             if self.sweeps:
                 yield from texts.leave(try_everywhere(texts, self.sweeps))
             most = 2**11 if texts.ids.device.type == "cpu" else 2**18
@@ -98,41 +116,39 @@ class EncoderStates:
             yield from texts.leave(texts.frame_fits())
 
     def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
-        """Forward passes only, while they help."""
+        """Run forward passes as long as they help."""
         texts.snap()
         for spent in range(self.feedback):
             if not len(texts):
                 return
             yield from texts.leave(texts.check())
-            if spent + 1 < self.feedback and texts.improving():
-                texts.push()
-                texts.snap()
-            else:
+            if spent + 1 == self.feedback or not texts.improving():
                 break
-        if self.feedback:  # else nothing was tried yet
+            texts.push()
+            texts.snap()
+        if self.feedback:  # without feedback nothing was tried yet
             texts.return_to_best()
 
-    def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
-        """Gradients and trials in turn: what is clear after one stage is fixed in the next."""
+    def _by_search(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
+        """Alternate gradients and trials; tokens that are clear after a stage are fixed."""
         rounds_left, stage, first_step = self.rounds, self.opening, _FIRST_STEP
         while rounds_left > 0 and len(texts):
-            yield from self._by_gradients(texts, back, min(stage, rounds_left), first_step)
+            yield from self._by_gradients(texts, min(stage, rounds_left), first_step)
             rounds_left, stage, first_step = rounds_left - stage, _STAGE, _LATER_STEP
             yield from texts.leave(try_worst(texts))
             texts.fix_clear()
 
     def _by_gradients(
-        self, texts: EncoderBatch, back: InverseMap, rounds: int, first_step: float
+        self, texts: EncoderBatch, rounds: int, first_step: float
     ) -> Iterator[tuple[int, Proposal]]:
-        """L-BFGS, with a snap and a step of feedback after every few steps."""
-        start = texts.anchored()
-        search = BatchedLBFGS(
-            torch.zeros_like(start).flatten(1), first_step * texts.unknowns**0.5, history=60
-        )
+        """Run L-BFGS, with a snap and a few flips of the worst tokens after every few steps."""
+        start, root = texts.anchored(), texts.back.root
+        first = first_step * texts.unknowns**0.5
+        search = BatchedLBFGS(torch.zeros_like(start).flatten(1), first, history=_HISTORY)
         for _ in range(rounds):
             for _ in range(self.steps):
-                search.step(texts.objective(start, back.root))
-            texts.estimates = start + (search.z.view_as(start) @ back.root)
+                search.step(texts.objective(start))
+            texts.estimates = start + (search.z.view_as(start) @ root)
             texts.snap()
             done = texts.check()
             for flips in range(_FLIPS + 1):
@@ -149,7 +165,7 @@ class EncoderStates:
 
 
 def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
-    """The numbers of the leaks in batches of similar length, about `tokens` positions each."""
+    """Yield the numbers of the leaks in batches of similar length, of about `tokens` positions."""
     order = sorted(range(len(leaks)), key=lambda number: leaks[number].length or 0)
     batch: list[int] = []
     for number in order:
@@ -164,14 +180,15 @@ def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class SubLayerOutput:
-    """Text from the attention sub-layer's output, before the residual, of one layer of an encoder.
+    """Read the output of an encoder's attention sub-layer, before the residual.
 
-    The inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At layer 1
-    that is `B = Σ_h softmax(X W_h Xᵀ) X V_h`: as many numbers as the embeddings have, but each
-    position's output is a mixture of all tokens and holds little of its own. Levenberg–Marquardt
-    alone would not know which of the solutions is a text. So first `states`, as for hidden states:
-    a linear map learnt from the weights is a start from which gradients find the text (on MiniLM
-    that reads layer 1). `search`, from the vocabulary's mean, takes what is left.
+    This is the inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At
+    layer 1 the output is `B = Σ_h softmax(X W_h Xᵀ) X V_h`. It has as many numbers as the
+    embeddings, but at each position it is a mixture of all tokens and holds little of its own.
+    Levenberg–Marquardt alone would not know which of the solutions is a text. So `states` come
+    first, as for hidden states: a linear map learnt from the weights is a start from which
+    gradients find the text (on MiniLM that reads layer 1). `search`, from the vocabulary's mean,
+    takes the texts that are left.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
@@ -190,94 +207,45 @@ class SubLayerOutput:
             yield left[place], proposal
 
 
-_STAGE = 4  # rounds of a stage after the first
-_FLIPS = 3  # times that the worst positions get another token after a round that helped
-_TRIED = 12  # tokens at each of the positions that fit worst, after a stage, …
-_CANDIDATES = 8  # … and at every position in the end
-_WORTH = 0.9  # the loss must fall to this share of the best for a pass to count as progress
-_PATIENCE = 2  # passes without progress after which feedback ends
-_DOUBT = 0.94  # a token is clear if its squared distance is below this share of the second's
-_MISFIT = 4.0  # a clear token stays open if its squared residual is so many times the median …
-_PART = 0.02  # … and so large a share of the largest
-_WORST = (0.8, 0.4, 0.2)  # shares of the largest squared residual: tokens above it are changed
-_ROUGHLY = 0.5  # of the leak's variance unexplained: below, rows say something of their own tokens
-_NEAR = 0.1  # of the leak's variance unexplained: below, only a few tokens are wrong
-_SWEEPS = 12  # sweeps of trials after a stage, at most
-_PLACES = 40  # positions tried in a sweep …
-_IN_A_PASS = 8  # … and how many of them in one pass
-_ALONE = 8  # positions tried one by one, once sweeps of many no longer help
-_MORE = 3  # times as many candidates where several tokens are changed at once
-
-
-@dataclass(eq=False)
 class EncoderBatch:
-    """The state of the search for b texts of at most n positions; tensors have the batch first.
+    """The state of the search for b texts of at most n positions; every tensor has b rows.
 
-    Texts of different lengths are padded and masked; each leaves as soon as it fits its leak.
-    Positions are free unless the frame fixes their token. A free position is sure while the search
-    holds its token fixed, and open otherwise. It is good where the model reproduces the leaked row.
+    Texts of different lengths are padded and masked; each leaves as soon as it fits its leak. A
+    position is free unless the frame fixes its token. A free position is sure while the search
+    keeps its token fixed, and open otherwise. It is good if the model reproduces the leaked row.
     """
 
-    target: Target
-    back: InverseMap
-    table: TokenTable
-    numbers: list[int]
-    leaks: list[Leak]
-    precisions: list[Precision]
-    leaked: Tensor  # (b, n, d), 0 where nothing leaked
-    seen: Tensor  # (b, n), true where a row leaked
-    mask: Tensor  # (b, n), true on text
-    free: Tensor  # (b, n), true where the frame does not fix the token
-    sure: Tensor  # (b, n), true where the search holds the token fixed, for now
-    estimates: Tensor  # (b, n, e)
-    ids: Tensor  # (b, n)
-    missing: Tensor  # (b, n, d), leak minus what the model gave for `ids`
-    good: Tensor  # (b, n), true where `missing` is within the leak's own error
-    best: Tensor  # (b,), the least loss of any ids so far
-    best_ids: Tensor
-    best_estimates: Tensor
-    stale: Tensor  # (b,), passes since the last progress
-    passes: Tensor  # (b,), forward–backward and forward
-    forwards: Tensor  # (b,)
-    framed: bool = False
-
-    _ROWS = (
-        "leaked", "seen", "mask", "free", "sure", "estimates", "ids", "missing", "good", "best",
-        "best_ids", "best_estimates", "stale", "passes", "forwards",
-    )  # fmt: skip
-
-    @classmethod
-    def of(
-        cls, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
-    ) -> EncoderBatch:
+    def __init__(
+        self, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
+    ) -> None:
+        self.target, self.back, self.table = target, back, table
+        self.numbers, self.leaks = list(leaks), list(leaks.values())
         device = target.parts.device
-        rows = [leak.rows(leak.tensors).to(device) for leak in leaks.values()]
+        rows = [leak.rows(leak.tensors).to(device) for leak in self.leaks]
         leaked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
         shape = leaked.shape[:2]
         lengths = torch.tensor([len(row) for row in rows], device=device)
-        mask = torch.arange(shape[1], device=device) < lengths[:, None]
-        for index, leak in enumerate(leaks.values()):
+        self.mask = torch.arange(shape[1], device=device) < lengths[:, None]  # true on text
+        for row, leak in enumerate(self.leaks):
             if leak.mask is not None:
-                mask[index, : len(leak.mask)] &= leak.mask.to(device).bool()
-        seen = leaked.isfinite().all(-1) & mask
-        leaked = leaked.nan_to_num().where(seen[..., None], torch.zeros_like(leaked))
-        ids = torch.full(shape, target.pads()[0], device=device)
-        estimates = table.centre.expand(*shape, -1)
-        zeros = torch.zeros(shape[0], dtype=torch.long, device=device)
-        rounding = rounding_error(target, next(iter(leaks.values())).exposure)
-        precisions = [precision_of(leak, rounding) for leak in leaks.values()]
-        return cls(
-            target, back, table, list(leaks), list(leaks.values()), precisions, leaked, seen, mask,
-            mask, ~mask,
-            estimates, ids, torch.zeros_like(leaked), ~mask, zeros.float(), ids.clone(),
-            estimates.clone(), zeros, zeros.clone(), zeros.clone(),
-        )  # fmt: skip
+                self.mask[row, : len(leak.mask)] &= leak.mask.to(device).bool()
+        rounding = rounding_error(target, self.leaks[0].exposure)
+        self.precisions = [precision_of(leak, rounding) for leak in self.leaks]
+        self.seen = leaked.isfinite().all(-1) & self.mask  # true if a row leaked
+        self.leaked = leaked.nan_to_num().where(self.seen[..., None], torch.zeros_like(leaked))
+        self.missing = torch.zeros_like(leaked)  # leak minus what the model gave for `ids`
+        self.ids = torch.full(shape, target.pads()[0], device=device)
+        self.best_ids = self.ids.clone()
+        self.best_estimates = table.centre.expand(*shape, -1).clone()
+        self.passes = torch.zeros(shape[0], dtype=torch.long, device=device)
+        self.forwards = torch.zeros_like(self.passes)
+        self.begin(framed=False)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def length(self, row: int) -> int:
-        """How many positions a text has."""
+        """Return how many positions a text has."""
         return len(self.precisions[row].rounding)
 
     @property
@@ -291,29 +259,26 @@ class EncoderBatch:
         return self.free & ~self.sure
 
     def begin(self, framed: bool) -> None:
-        """Start over from estimates by the inverse map, with or without the frame fixed."""
+        """Start again from estimates by the inverse map, with or without the frame fixed."""
         before, after = self.target.frame()
         self.framed = framed and bool(before or after)
-        self.free, self.sure = self.mask.clone(), ~self.mask
-        self.ids = self.ids.clone()
-        self.best = torch.full_like(self.best, torch.inf)
-        self.stale = torch.zeros_like(self.stale)
-        self.good = ~self.mask
+        self.free, self.sure, self.good = self.mask.clone(), ~self.mask, ~self.mask
+        self.best = torch.full(self.passes.shape, torch.inf, device=self.ids.device)  # least loss
+        self.stale = torch.zeros_like(self.passes)  # passes since the last progress
         guess = self.back.estimate(self.leaked)
         self.estimates = torch.where(self.seen[..., None], guess, self.table.centre)
         if not self.framed:
             return
         for row in range(len(self)):
-            places = self.mask[row].nonzero().flatten()
+            places = self.mask[row].nonzero().flatten().tolist()
             if len(places) < len(before) + len(after):
                 continue
-            for place, token in zip(places.tolist(), before, strict=False):
-                self.ids[row, place], self.free[row, place] = token, False
-            for place, token in zip(reversed(places.tolist()), reversed(after), strict=False):
-                self.ids[row, place], self.free[row, place] = token, False
+            fixed = [*places[: len(before)], *places[len(places) - len(after) :]]
+            self.ids[row, fixed] = torch.tensor([*before, *after], device=self.ids.device)
+            self.free[row, fixed] = False
 
     def frame_fits(self) -> list[int]:
-        """The texts whose fixed special tokens fit no worse than their other tokens."""
+        """Return the texts whose fixed special tokens fit no worse than their other tokens."""
         if not self.framed:
             return list(range(len(self)))
         fixed = self.seen & ~self.free
@@ -324,23 +289,23 @@ class EncoderBatch:
 
     def snap(self) -> None:
         """Take the token nearest to each estimate, except where the present one is good."""
-        open_ = self.free & ~self.good
+        snapped = self.free & ~self.good
         ids = self.ids.clone()
-        ids[open_] = self.table.nearest(self.estimates[open_])[:, 0]
+        ids[snapped] = self.table.nearest(self.estimates[snapped])[:, 0]
         self.ids = ids
 
     def check(self) -> list[int]:
-        """Run the model on the snapped tokens; which texts fit their leaks?"""
+        """Run the model on the snapped tokens, and return the texts that fit their leaks."""
         rows = torch.arange(len(self), device=self.ids.device)
         ids = self.ids.clone()
         return self.record(rows, ids, self.run(rows, ids), 1)
 
     def run(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """What the model gives for `ids` (…, n or fewer) as the texts of these rows."""
+        """Return what the model gives for `ids` (…, n or fewer) as the texts of these rows."""
         return self.target.rows(self.leaks[0], ids, self.mask[rows, : ids.shape[1]])
 
     def record(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
-        """Record what the model gave for the texts of some rows; which of them fit their leaks?"""
+        """Record what the model gave for the texts of some rows; return those that fit."""
         self.passes[rows] += forwards
         self.forwards[rows] += forwards
         missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
@@ -364,12 +329,12 @@ class EncoderBatch:
         return done
 
     def unexplained(self, row: int, ids: Tensor) -> Tensor:
-        """What texts (b, n) that are tried for a row leave unexplained (b, n, d)."""
+        """Return what texts (b, n) that are tried for a row leave unexplained (b, n, d)."""
         n, rows = ids.shape[1], torch.full(ids.shape[:1], row, device=ids.device)
         return (self.leaked[row, :n] - self.run(rows, ids)) * self.seen[row, :n, None]
 
     def pull(self, row: int, ids: Tensor) -> Tensor:
-        """How steeply (n,) a row's loss changes with the embedding at each position of `ids`."""
+        """Return how steeply (n,) a row's loss changes with the embedding at each position."""
         n = len(ids)
         with torch.enable_grad():
             words = self.table.vectors[ids][None].requires_grad_()
@@ -382,27 +347,27 @@ class EncoderBatch:
         return gradient[0].norm(dim=-1)
 
     def take(self, row: int, tried: Tried) -> list[int]:
-        """Run and record the text that trials gave a row: [row] if it fits its leak, or []."""
+        """Run and record the text that trials gave a row; return [row] if it fits, or []."""
         rows = torch.tensor([row], device=self.ids.device)
         ids = self.ids[rows].clone()
         ids[0, : len(tried.ids)] = tried.ids
         return self.record(rows, ids, self.run(rows, ids), tried.forwards + 1)
 
     def improving(self, patience: int = _PATIENCE) -> bool:
-        """Has any text made progress in its last `patience` passes?"""
+        """Return whether any text made progress in its last `patience` passes."""
         return len(self) > 0 and bool((self.stale < patience).any())
 
     def push(self) -> None:
-        """Error feedback: move the estimates by what the snapped tokens leave unexplained."""
+        """Move the estimates by what the snapped tokens leave unexplained (error feedback)."""
         self.estimates = self.estimates + self.missing @ self.back.M
 
     def return_to_best(self) -> None:
-        """Go back to the ids and estimates with the least loss."""
+        """Return to the ids and estimates with the least loss."""
         self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
         self.good = ~self.mask
 
     def clear(self, row: int) -> Tensor:
-        """Where (n,) a text's estimates are much nearer to its present tokens than to any other."""
+        """Return where (n,) a text's estimates are much nearer to its tokens than to others."""
         meant, doubt = self.table.meant(self.estimates[row])
         return (meant == self.ids[row]) & (doubt <= _DOUBT)
 
@@ -420,26 +385,25 @@ class EncoderBatch:
         clear = ~tried & (doubt <= _DOUBT).view_as(self.ids)
         fits = (clear & (sizes <= least)) | (tried & (sizes <= typical)) | self.good
         self.sure = self.free & self.seen & fits
-        # An estimate that points clearly at a wrong token would stay there: it starts anew.
+        # An estimate that points clearly at a wrong token would not move, so it is reset.
         stuck = (self.open & self.seen & clear)[..., None]
         self.estimates = torch.where(stuck, self.back.estimate(self.leaked), self.estimates)
 
     def anchored(self) -> Tensor:
-        """The estimates, with the token's own embedding wherever the token is known."""
+        """Return the estimates, with the token's own embedding where the token is known."""
         known = ~self.open[..., None]
         return torch.where(known, self.table.vectors[self.ids], self.estimates)
 
-    def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """The loss at embeddings start + z·root, and its gradient in z; what is known is fixed."""
-        moves = self.open[..., None]
+    def objective(self, start: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return the loss at embeddings start + z·root, and its gradient in z, as a function."""
+        moves, leak = self.open[..., None], self.leaks[0]
         sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
 
         def at(z: Tensor) -> tuple[Tensor, Tensor]:
             self.passes = self.passes + 1
             with torch.enable_grad():
                 z = z.detach().requires_grad_()
-                words = start + torch.where(moves, z.view_as(start) @ root, 0.0)
-                leak = self.leaks[0]
+                words = start + torch.where(moves, z.view_as(start) @ self.back.root, 0.0)
                 given = capture(
                     self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()
                 )
@@ -453,31 +417,36 @@ class EncoderBatch:
     def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
-            n = self.length(row)
             yield (
                 self.numbers[row],
                 Proposal(
-                    ids=self.best_ids[row, :n].tolist(),
+                    ids=self.best_ids[row, : self.length(row)].tolist(),
                     passes=int(self.passes[row]),
                     forwards=int(self.forwards[row]),
                     fitting=self.back.passes,
                 ),
             )
-        gone = set(rows)
-        kept = [row for row in range(len(self)) if row not in gone]
-        for name in self._ROWS:
-            setattr(self, name, getattr(self, name)[kept])
+        kept = sorted(set(range(len(self))) - set(rows))
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value[kept])
         self.numbers = [self.numbers[row] for row in kept]
         self.leaks = [self.leaks[row] for row in kept]
         self.precisions = [self.precisions[row] for row in kept]
+
+    def explained_to(self, share: float) -> list[int]:
+        """Return the texts that leave less than a share of their leak's variance unexplained."""
+        sizes = torch.tensor([p.scale for p in self.precisions], device=self.best.device).square()
+        numbers = self.seen.sum(-1) * self.leaked.shape[-1]
+        return (self.best < share * sizes * numbers).nonzero().flatten().tolist()
 
 
 def change_worst(texts: EncoderBatch) -> list[int]:
     """Give another token to the positions that fit worst, in texts that have just made progress.
 
     Once most tokens are right, the wrong ones have the largest residuals, and the estimate moved by
-    its residual points at the right token. Three numbers of positions are tried: those above 80%,
-    40% and 20% of the largest squared residual.
+    its residual points at the right token. Three sets of positions are tried: those above 80%, 40%
+    and 20% of the largest squared residual.
     """
     rows = (texts.stale == 0).nonzero().flatten()
     if not len(rows):
@@ -506,12 +475,12 @@ def change_worst(texts: EncoderBatch) -> list[int]:
 def try_worst(texts: EncoderBatch) -> list[int]:
     """Try candidates at the positions that fit worst, as long as that helps.
 
-    First many positions in one pass. Their effects on each other hide the last few wrong tokens, so
-    then the worst positions one by one, with twice the candidates. Where no single token helps any
-    more, several are changed at once.
+    Many positions are tried in one pass first. Their effects on each other hide the last few wrong
+    tokens, so then the worst positions are tried one by one, with twice the candidates. If no
+    single token helps any more, several are changed at once.
     """
     done: list[int] = []
-    for row in _within(texts, _ROUGHLY):
+    for row in texts.explained_to(_ROUGHLY):
         ids = texts.ids[row, : texts.length(row)].clone()
         fits: list[int] = []
         alone = False
@@ -537,29 +506,30 @@ def try_worst(texts: EncoderBatch) -> list[int]:
 
 
 def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
-    """Several tokens at the worst positions of a text that is nearly right."""
+    """Change several tokens at the worst positions of a text that is nearly right."""
     places = _worst_places(texts, row, alone=True)
-    if row not in _within(texts, _NEAR) or len(places) < 2:
+    if row not in texts.explained_to(_NEAR) or len(places) < 2:
         return Tried(ids, 0.0, 0)
     proposed = _proposed(texts, row, places, _MORE * _TRIED)
     return try_sums(lambda ids: texts.unexplained(row, ids).flatten(1), ids, places, proposed)
 
 
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
-    """The positions that fit worst; unless each is tried alone, only those that are not clear."""
-    open_ = texts.free[row] & texts.seen[row] & ~texts.good[row]
+    """Return the positions that fit worst; if tried in groups, only those that are not clear."""
+    bad = texts.free[row] & texts.seen[row] & ~texts.good[row]
     if not alone:
-        open_ &= ~texts.clear(row)
-    size = texts.missing[row].square().sum(-1).where(open_, 0.0)
-    return size.topk(min(_ALONE if alone else _PLACES, int(open_.sum()))).indices
+        bad &= ~texts.clear(row)
+    size = texts.missing[row].square().sum(-1).where(bad, 0.0)
+    return size.topk(min(_ALONE if alone else _PLACES, int(bad.sum()))).indices
 
 
 def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
-    """The candidates (m, count) for some positions, from five lists in turn.
+    """Return the candidates (m, count) for some positions, in turn from five lists.
 
-    The tokens nearest to the estimate, and to the estimate moved by its row's residual; each among
-    all tokens, and among those that the text already has, as long texts repeat words. And those
-    nearest to the present token, moved likewise: a wrong choice is often similar to the right one.
+    These are the tokens nearest to the estimate, and to the estimate moved by its row's residual;
+    each among all tokens, and among those that the text already has, since long texts repeat words.
+    The fifth list is nearest to the present token, moved likewise: a wrong choice is often similar
+    to the right one.
     """
     estimates, nearest = texts.estimates[row, places], texts.table.nearest
     push = texts.missing[row, places] @ texts.back.M
@@ -575,7 +545,7 @@ def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tens
 
 
 def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
-    """The first `count` tokens of each list (m, k), with repeats and the present token last."""
+    """Return the first `count` tokens of lists (m, k), with repeats and the present token last."""
     same = lists[:, :, None] == lists[:, None, :]
     repeated = same.tril(-1).any(-1) | (lists == present[:, None])
     order = repeated.long().argsort(dim=1, stable=True)
@@ -585,10 +555,10 @@ def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
 def try_everywhere(texts: EncoderBatch, sweeps: int) -> list[int]:
     """Try the tokens nearest to the estimates at each position of texts that are nearly right.
 
-    That is a few hundred forward passes for a text, so it comes last.
+    This takes a few hundred forward passes for a text, so it comes late.
     """
     done: list[int] = []
-    for row in _within(texts, _NEAR):
+    for row in texts.explained_to(_NEAR):
         n = texts.length(row)
         estimates = texts.best_estimates[row, :n]
         tried = substitute(
@@ -603,13 +573,13 @@ def try_everywhere(texts: EncoderBatch, sweeps: int) -> list[int]:
 
 
 def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
-    """Try all tokens, in at most `most` texts for each, where texts are nearly right.
+    """Try all tokens, in at most `most` texts for each row, if texts are roughly right.
 
-    Those that the text already has come first, then the others as tokenizers number them: marks and
-    frequent words before the rest.
+    The tokens of the text itself come first. The others follow as tokenizers number them, with
+    punctuation and frequent words before the rest.
     """
     done: list[int] = []
-    for row in _within(texts, _ROUGHLY):
+    for row in texts.explained_to(_ROUGHLY):
         ids, left = texts.best_ids[row, : texts.length(row)].clone(), most
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
@@ -628,15 +598,8 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
 
 
 def _causes(texts: EncoderBatch, row: int, ids: Tensor) -> Tensor:
-    """The positions that fit worst, and in turn with them those on which the loss depends most."""
+    """Return the positions that fit worst, alternating with those of the steepest loss."""
     worst = _worst_places(texts, row, alone=True)
     steep = texts.pull(row, ids).where(texts.free[row, : len(ids)], 0.0).topk(len(worst)).indices
     both = torch.stack([worst, steep], 1).flatten().tolist()
     return torch.tensor(list(dict.fromkeys(both))[:_ALONE], device=ids.device)
-
-
-def _within(texts: EncoderBatch, share: float) -> list[int]:
-    """The texts whose residual is less than a share of their leak's variance."""
-    sizes = torch.tensor([p.scale for p in texts.precisions], device=texts.best.device).square()
-    numbers = texts.seen.sum(-1) * texts.leaked.shape[-1]
-    return (texts.best < share * sizes * numbers).nonzero().flatten().tolist()

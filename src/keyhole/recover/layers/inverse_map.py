@@ -1,17 +1,18 @@
-"""A linear map back from hidden states to token embeddings, learnt from the weights alone.
+"""Learn a linear map from hidden states back to token embeddings, from the weights alone.
 
-A search over the input embeddings need not start cold. The attacker holds the weights, so texts can
-be run through the very model, and ridge regression over their positions gives
+The attacker holds the weights, and so can run texts through the model. Ridge regression over their
+positions gives
 
     e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
 
 Half of the texts are random: half of their tokens are uniform over the vocabulary, half log-uniform
 over the ids, because tokenizers number frequent tokens first. The other half are sentences of the
-corpus that ships: in them the states on which most heads rest belong to full stops and commas, as
-they do in any text, while in random tokens anything may take that part. Read by cosine (TokenTable)
-the estimates name most tokens before any pass over the text itself, the more the lower the layer.
-The covariance of the regression's error says in which directions an estimate may still be wrong:
-its root is the preconditioner of the search.
+corpus that ships. In a text most heads attend mainly to full stops and commas; in random tokens any
+token may take that part.
+
+Read by cosine (TokenTable), the estimates name most tokens before any pass over the text itself;
+the lower the layer, the more. The covariance of the regression's error shows in which directions an
+estimate may still be wrong. Its root is the preconditioner of the search (encoder.py).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.leaks import Leak
 
-LENGTHS = (12, 20, 28, 36)
+_LENGTHS = (12, 20, 28, 36)
 _RIDGE = 1e-5
-_BATCH = 2048  # tokens run at once
-_SIMILAR = 4  # others of each token by its embedding,
-_CHUNK = 2**25  # similarities held at once
+_BATCH = 2048  # tokens in one pass
+_SIMILAR = 4  # similar tokens that `most_similar` returns
+_CHUNK = 2**25  # similarities in memory at a time
 _ROUNDING = 1e-7  # of a cosine in float32
-_KNOWN = 4096  # tokens of the corpus that a tokenizer must know for its sentences to be text
+_KNOWN = 4096  # corpus tokens that a tokenizer must know for sentences to be used
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +53,13 @@ class InverseMap:
 
 
 def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
-    """The map for a leak's exposure, from about `tokens` random tokens; remembered."""
+    """Return the map for a leak's exposure, fitted on about `tokens` random tokens; remembered."""
     key = (leak.exposure, tokens, seed)
     return target.remembered("inverse map", key, lambda: _fit(target, leak, tokens, seed))
 
 
 def random_texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
-    """Random token sequences in the tokenizer's frame, (count, length)."""
+    """Return random token ids (count, length) inside the tokenizer's special tokens."""
     special = set(getattr(target.tokenizer, "all_special_ids", []))
     plain = torch.tensor([i for i in range(target.vocabulary) if i not in special])
     shape = (count, length)
@@ -74,14 +75,14 @@ def random_texts(target: Target, count: int, length: int, stream: torch.Generato
 
 
 def _sentences(target: Target) -> Tensor:
-    """The tokens of the corpus that ships, one sentence behind the other; unknown ones left out."""
+    """Return the tokens of the corpus that ships, without special and unknown tokens."""
     special = set(getattr(target.tokenizer, "all_special_ids", []))
     lines = target.tokenizer(corpus_texts(SHIPPED), add_special_tokens=False)["input_ids"]
     return torch.tensor([token for line in lines for token in line if token not in special])
 
 
 def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
-    """Random texts and sentences (count, length), half of each, where the tokenizer knows words."""
+    """Return texts (count, length), half of them sentences if the tokenizer knows the words."""
     ids = random_texts(target, count, length, stream)
     tokens = target.remembered("sentences", "", lambda: _sentences(target))
     before, after = (len(side) for side in target.frame())
@@ -101,9 +102,9 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
     energy = torch.zeros(size, size, dtype=torch.float64, device=device)
     passes = samples = 0
-    lengths = sorted({min(length, parts.max_length) for length in LENGTHS})
+    lengths = sorted({min(length, parts.max_length) for length in _LENGTHS})
     before, after = (len(side) for side in target.frame())
-    at_once = tokens // (2 * len(lengths))  # every length has its turn twice
+    at_once = tokens // (2 * len(lengths))  # so that every length is run twice
     at_once = min(_BATCH, parts.at_once(lengths[-1]), at_once)
     for length in itertools.cycle(lengths):
         if samples >= tokens:
@@ -132,11 +133,11 @@ def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: in
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
-    """Which token is meant by a vector that is near its embedding: the largest cosine.
+    """Finds the token that a vector means: the one whose embedding has the largest cosine with it.
 
-    Encoders normalise their embeddings (LayerNorm) before anything else sees them, so what comes
-    back from a hidden state is a token's direction; its length is hardly determined, and a distance
-    would let it decide. `directions` are the table's with its mean removed, of length one.
+    Encoders normalise their embeddings (LayerNorm) first. So a hidden state determines the
+    direction of an embedding but hardly its length, and a distance would depend on the length.
+    `directions` are the table's vectors less their mean, with length one.
     """
 
     vectors: Tensor
@@ -145,26 +146,26 @@ class TokenTable:
 
     @classmethod
     def of(cls, table: Tensor, without: list[int]) -> TokenTable:
-        """`without` names the ids that are never meant: padding."""
+        """Return the table; ids in `without` (padding) are never the nearest."""
         vectors = table.float()
         centre = vectors.mean(0)
         directions = torch.nn.functional.normalize(vectors - centre, dim=-1)
-        directions[without] = 0.0  # no cosine worth having
+        directions[without] = 0.0
         return cls(vectors, centre, directions)
 
     def nearest(self, estimates: Tensor, count: int = 1, among: Tensor | None = None) -> Tensor:
-        """For estimates (m, e) the `count` ids of largest cosine, best first: (m, count).
+        """Return the `count` ids of largest cosine (m, count) for estimates (m, e), best first.
 
-        `among` names the only ids that count.
+        If `among` is given, only its ids count.
         """
         indices = self._best(estimates, count, among)[1]
         return indices if among is None else among[indices]
 
     def meant(self, estimates: Tensor) -> tuple[Tensor, Tensor]:
-        """The nearest ids (m,) for estimates (m, e), and how doubtful each is.
+        """Return the nearest ids (m,) for estimates (m, e), and the doubt about each (m,).
 
-        That is the ratio of the distances (on the unit sphere, squared) to the nearest and to the
-        second: 1 if both are as near.
+        The doubt is the ratio of squared distances on the unit sphere to the nearest and to the
+        second token: 1 if both are equally near.
         """
         cosines, ids = self._best(estimates, 2, None)
         away = (1 - cosines).clamp(min=_ROUNDING)
@@ -179,11 +180,11 @@ class TokenTable:
 
 
 def most_similar(table: Tensor, text: Tensor) -> Tensor:
-    """For each token the others (k, n) whose embeddings point most nearly the same way."""
+    """Return for each token of a text the tokens (k, n) with the most similar embeddings."""
     directions = torch.nn.functional.normalize(table.float(), dim=-1)
     count = min(_SIMILAR, len(table) - 1)
     others: list[Tensor] = []
     for part in text.split(64):
-        likeness = directions[part] @ directions.T
-        others.append(likeness.scatter_(1, part[:, None], -2.0).topk(count).indices)
+        cosines = directions[part] @ directions.T
+        others.append(cosines.scatter_(1, part[:, None], -2.0).topk(count).indices)
     return torch.cat(others).T

@@ -1,35 +1,35 @@
-"""The judge of texts that were read from rows of positions: run the model, compare with the leak.
+"""Judge texts that were read from rows of positions: run the model and compare with the leak.
 
-A recovered text counts only if running the model on it reproduces the leak within the leak's own
-precision (precision.py): each position is tested. A wrong token fails at its own position; another
+A recovered text counts only if the model, run on it, reproduces the leak within the leak's own
+precision (precision.py). Each position is tested: a wrong token fails at its own position, another
 model or layer at all of them.
 
-**Alternatives.** A fit is not enough where the leak is coarse or a position did not leak: another
-token might fit as well. So others are put in its place, one at a time. With E(text) the misfit of a
-text in units of the leak's error, an alternative's margin is how much larger E becomes with it:
-twice the logarithm of the odds against it. The margin of a token is the least of its alternatives'.
+**Alternatives.** A fit is not enough if the leak is coarse or a position did not leak, because
+another token might fit as well. So others are put in its place, one at a time. With E(text) the
+misfit of a text in units of the leak's error, an alternative's margin is the increase of E: twice
+the logarithm of the odds against it. The margin of a token is the least of its alternatives'.
 
-**Verified** is a token if the text fits as a whole and the odds against each alternative are at
-least V·e¹⁰ : 1 for a vocabulary of V tokens. Of a coarse leak, where several wrong tokens may make
-up for each other, no token is verified whose own position did not leak, and none at all where more
-than one in twenty is open.
+A token is **verified** if the text fits as a whole and the odds against each alternative are at
+least V·e¹⁰ : 1 for a vocabulary of V tokens. In a coarse leak several wrong tokens may make up for
+each other. There no token is verified whose own position did not leak, and none at all if more than
+one in twenty is open.
 
-**Likely** is a token if its position leaked and the odds against each alternative are e¹⁰ : 1,
-whether or not the rest of the text is right: what the text leaves unexplained counts as noise then,
-and has to be less than half of the leak's spread. Of an encoder whose rows are no linear map of its
-tokens (large random weights) the right one is not among those tried, and no token is likely.
+A token is **likely** if its position leaked and the odds against each alternative are e¹⁰ : 1, even
+if the rest of the text is wrong. What the text leaves unexplained then counts as noise, and must be
+less than half of the leak's spread. If an encoder's rows are no linear map of its tokens (large
+random weights), the right token is not among the alternatives, and no token is likely.
 
-Rows that leaked in no order are compared as a set, and the text's own order has alternatives too.
-Logits are one vector for a whole text: no token is verified where a text one edit away may be
-meant. benchmarks/text_judge.py measures how often all that is right.
+Rows that leaked in no order are compared as a set, and other orders of the text are alternatives
+too. Logits are one vector for a whole text: no token is verified if a text one edit away fits.
+benchmarks/text_judge.py measures how often all this is right.
 
-**Which alternatives are tried.** Not all of a vocabulary can be, at each position. Those that might
-pass are the tokens of most similar embedding e, and those whose row would be what leaked: with A a
-linear map from embeddings to rows and r what the text leaves unexplained at its own position, those
-of least ‖(e_v − e) A − r‖. Ten of these held one that fits as well in all of 112 tokens that were
-wrong within the noise; where the leak's error is above 5% of its spread, r says less, and 32 are
-tried. Where a position did not leak there is no r, and where rows are no position's own there is no
-A: then tokens are tried that the gradient of E asks for.
+**Which alternatives are tried.** Not every token can be tried at each position. Those that might
+pass are the tokens with the most similar embedding e, and those whose row would be what leaked.
+With A a linear map from embeddings to rows, and r what the text leaves unexplained at its position,
+these have the least ‖(e_v − e) A − r‖. Among ten of these was a token that fits as well, for all of
+112 tokens that were wrong within the noise. If the leak's error is above 5% of its spread, r says
+less, and 32 are tried. If a position did not leak there is no r, and if rows are not a position's
+own there is no A. Then tokens are tried that the gradient of E asks for.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ from keyhole.recover.layers.precision import (
 )
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
-from keyhole.recover.recovery import ODDS, Mark, Verdict
+from keyhole.recover.recovery import ODDS, Mark, Verdict, verifying_margin
 
-_NOISY = 0.05  # of the leak's spread: an error above it needs more alternatives
-_FINE = 5e-3  # of the leak's spread: below it any other token shows
-_OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
-_ALIKE = 1e-2  # embeddings nearer than this (relative) may pass for each other
-_ALONE = 64  # alternatives tried one by one; more only several in a pass
-_BY_ROW = 6  # alternatives of a token by what leaked at its position,
-_BY_ROW_NOISY = 32  # … where noise blurs it,
-_BY_GRADIENT = 3  # … and by the gradient
+_NOISY = 0.05  # an error above this share of the leak's spread needs more alternatives
+_FINE = 5e-3  # an error below this share of the leak's spread lets every other token show
+_OPEN = 0.05  # the share of open tokens of a coarse leak above which none is verified
+_ALIKE = 1e-2  # the relative distance of embeddings below which tokens may pass for each other
+_ALONE = 64  # alternatives tried one by one; more are tried several in a pass
+_BY_ROW = 6  # alternatives of a token by what leaked at its position
+_BY_ROW_NOISY = 32  # the same if noise blurs the row
+_BY_GRADIENT = 3  # alternatives of a token by the gradient
 _EXPLAINED = 0.5  # of the rows' variance: a map that explains less does not find the right token
-_AS_GOOD = 4  # tokens that give the same attention output,
+_AS_GOOD = 4  # tokens that give the same attention output
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
-_CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
+_CONTEXT = 4  # random tokens before the fitted one: the first position of a text is special
 _RIDGE = 1e-5
 _SHORT_TEXTS = 512  # in one pass
-_SHORT = 64  # tokens: of a longer text only neighbours are exchanged
+_SHORT = 64  # tokens of a text up to which more than neighbours are exchanged
 
 Misfits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """A text (n,) compared with a leak: what leaked (m, f), and what the model gives for the text.
+    """A text (n,) compared with a leak: the leaked rows (m, f), and those that the model gives.
 
-    `hidden` (n,) are the positions whose rows did not leak; `misfits` are the sums of squares of
-    rows (…, m, f) in units of the leak's error.
+    `hidden` (n,) are the positions whose rows did not leak. `misfits` maps rows (…, m, f) to their
+    sums of squares (…, m) in units of the leak's error.
     """
 
     target: Target
@@ -97,12 +97,12 @@ class Compared:
     misfits: Misfits
 
     @property
-    def odds(self) -> float:
+    def verifying(self) -> float:
         """The margin that verifies a token."""
-        return 2 * (math.log(self.target.vocabulary) + ODDS)
+        return verifying_margin(self.target.vocabulary)
 
     def rows(self, ids: Tensor, each: Misfits = lambda rows: rows) -> Tensor:
-        """What the model gives for other texts (b, n); `each` pass is reduced by itself."""
+        """Return what the model gives for texts (b, n); `each` is applied to every pass."""
         return self.target.rows(self.leak, ids, self.leak.mask, each)
 
 
@@ -111,21 +111,23 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     device = target.parts.device
     text = torch.tensor(ids, device=device)
     leaked = leak.rows(leak.tensors).to(device)
-    own = len(leaked) == len(ids)  # a row for each token
+    own = len(leaked) == len(ids)  # each token has a row
     padding = torch.zeros_like(text, dtype=torch.bool)
     if own and leak.mask is not None:
         padding = leak.mask.to(device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
     numbers = leaked[leaked.isfinite()]
     if bool((numbers == numbers[:1]).all()):
-        reason = "every number of the leak is the same: it tells no tokens apart"
+        reason = "every number of the leak is the same, so it distinguishes no tokens"
         return Verdict.without_fit(Status.NOT_IDENTIFIABLE, reason, len(ids))
     given = target.rows(leak, text[None], leak.mask)[0]
-    matched = _in_best_order(leak, given)
-    if matched is not None:
-        leak, leaked = matched, matched.values.to(device)
+    unordered = leak.in_no_order
+    if isinstance(leak, HiddenStates) and unordered:
+        misfits = _set_misfits(given, leak.values.to(given), torch.ones(()).to(given))
+        leak = leak.ordered(assigned(misfits))
+        leaked = leak.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
-    if not fit.whole:  # another machine, or texts side by side, may have rounded otherwise
+    if not fit.whole:  # another machine, or a batch of texts, may have rounded differently
         rounding = rounding_error(target, leak.exposure)
         other = compare(precision_of(leak, rounding), leaked, given)
         fit = other if other.whole else fit
@@ -133,12 +135,13 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
-    misfits = _misfits(fit, leaked, given)
-    compared = Compared(target, leak, text, leaked, given, hidden, misfits)
-    margin, forwards, doubt = _margin(compared, fit, padding, matched is not None)
-    if not fit.settled and not _right_token_is_tried(compared):
-        margin = torch.zeros_like(margin)
-    marks = _marks(fit, margin, hidden, compared.odds)
+    compared = Compared(target, leak, text, leaked, given, hidden, _misfits(fit, leaked, given))
+    margin, forwards, doubt = _margin(compared, fit, padding, unordered)
+    if not fit.settled and not target.parts.causal:  # a causal model is read token by token
+        rows = _row_map(compared)
+        if rows is not None and rows.explained < _EXPLAINED:  # the right token was not tried
+            margin = torch.zeros_like(margin)
+    marks = _marks(fit, margin, hidden, compared.verifying)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
@@ -151,11 +154,11 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
 def _margin(
     compared: Compared, fit: Fit, padding: Tensor, unordered: bool
 ) -> tuple[Tensor, int, str]:
-    """The margin (n,) of each token, the passes that took, and in words what is in doubt."""
+    """Return the margin (n,) of each token, the passes that took, and doubts in words."""
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
     coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
-    # Where attention is saturated, a token may show in no attention output, not even its own.
+    # With saturated attention, a token may show in no attention output, not even its own.
     blind = leak.kind == "attention" and target.parts.causal and fit.whole
     table = target.parts.table
     duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
@@ -166,11 +169,11 @@ def _margin(
         margin, more = _over_alternatives(compared, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     if unordered:
-        unsettled, more = _open_places(compared, fit.sigma)
+        unsettled, more = _unsettled_places(compared, fit.sigma)
         margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
         count = int(unsettled.sum())
         doubt = f"; the order of {count} tokens is unknown" if count else ""
-    if isinstance(leak, Logits) and fit.whole and bool((margin > compared.odds).all()):
+    if isinstance(leak, Logits) and fit.whole and bool((margin > compared.verifying).all()):
         other, more = _other_text(compared, leak)
         forwards += more
         if other is not None:
@@ -179,11 +182,10 @@ def _margin(
     return margin, forwards, doubt
 
 
-def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:
-    """The mark of each token, as the head of this file and Mark define them."""
+def _marks(fit: Fit, margin: Tensor, hidden: Tensor, verifying: float) -> tuple[Mark, ...]:
+    """Return the mark of each token, as defined at the top of this file and in Mark."""
     shown = ~hidden | (fit.whole and fit.level <= _FINE)
-    apart = margin > odds
-    certain = apart & shown & fit.whole
+    certain = (margin > verifying) & shown & fit.whole
     if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
         certain = torch.zeros_like(certain)
     likely = shown & (margin > 2 * ODDS) & (fit.residual <= NOISE)
@@ -193,15 +195,15 @@ def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark,
     )
 
 
-def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, str]:
-    """Read, partly read or not: `given` (n,) are tokens that are no part of the text."""
+def _status(fit: Fit, marks: tuple[Mark, ...], special: Tensor) -> tuple[Status, str]:
+    """Return the status by the marks, and a reason; `special` (n,) are no part of the text."""
     certain = sum(mark is Mark.VERIFIED for mark in marks)
     if certain == len(marks):
         return Status.RECOVERED, ""
     likely = sum(mark is Mark.LIKELY for mark in marks)
     known = any(
-        mark is not Mark.UNKNOWN and not free
-        for mark, free in zip(marks, given.tolist(), strict=True)
+        mark is not Mark.UNKNOWN and not outside
+        for mark, outside in zip(marks, special.tolist(), strict=True)
     )
     partly = Status.INEXACT if known else Status.UNSOLVED
     words = f"; of {len(marks)} tokens {certain} verified, {likely} likely"
@@ -217,9 +219,10 @@ def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, s
 
 
 def _duplicates(table: Tensor) -> Tensor:
-    """Which tokens (v,) share their embedding, nearly, with another?
+    """Return which tokens (v,) nearly share their embedding with another.
 
-    Duplicates have nearly the same product with any vector: only neighbours in that order are met.
+    Duplicates have nearly the same product with any vector, so only neighbours in the order of
+    these products are compared.
     """
     probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
     order = (table @ probe).argsort()
@@ -232,9 +235,10 @@ def _duplicates(table: Tensor) -> Tensor:
 
 
 def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
-    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked.
+    """Return a function from rows (…, n, f) to sums of squares in units of the leak's error.
 
-    Where the text does not fit as a whole, what it leaves unexplained is an error too.
+    Numbers that did not leak add 0. If the text does not fit as a whole, what it leaves unexplained
+    counts as an error too.
     """
     seen = leaked.isfinite()
     sigma = fit.sigma
@@ -246,26 +250,26 @@ def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
 
 
 def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]:
-    """The margin (n,) of each token over the nearest of others (k, n); the passes that took.
+    """Return the margin (n,) of each token over `others` (k, n), and the passes that took.
 
-    The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
-    lower layers of MiniLM), while all others do. So an alternative is tried alone. In a
-    long text a pass has one at every 64th position, each judged by its own row; the first 64 whose
-    margin does not verify them so are tried alone, and so are the first 64 positions that did not
-    leak (`hidden`).
+    The whole leak speaks for a token, because its own row may say next to nothing about it ([CLS]
+    in the lower layers of MiniLM), while the other rows do. So an alternative is tried alone. In a
+    text of more than 64 tokens a pass has an alternative at every 64th position, each judged by its
+    own row. The first 64 tokens that this does not verify are tried alone, and so are the first 64
+    positions that did not leak.
     """
     text, hidden, misfits = compared.text, compared.hidden, compared.misfits
     places = torch.arange(len(text), device=text.device)
     before = misfits(compared.given)
 
     def gains(tokens: Tensor, groups: Tensor) -> Tensor:
-        """How much worse each row (g, n) fits with the tokens of a group (g, n) in their places.
+        """Return how much worse each row (g, n) fits with other tokens at the places of a group.
 
-        `tokens` are those of all groups (n,), or each group has its own (g, n).
+        `groups` (g, n) are masks of places, `tokens` those of all groups (n,) or of each (g, n).
         """
         return compared.rows(torch.where(groups, tokens, text), misfits) - before
 
-    if len(text) <= _ALONE:  # each alone, in as few passes as hold them
+    if len(text) <= _ALONE:
         alone = (places == places[:, None]).repeat(len(others), 1)
         each = others.repeat_interleave(len(text), 0)
         return gains(each, alone).sum(-1).view_as(others).amin(0), 2 + len(alone)
@@ -274,7 +278,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
         groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
         margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
         spent += len(groups)
-        for part in (hidden, ~hidden & ~(margin > compared.odds)):
+        for part in (hidden, ~hidden & ~(margin > compared.verifying)):
             tried = part.nonzero().flatten()[:_ALONE]
             if len(tried):
                 margin[tried] = gains(tokens, places == tried[:, None]).sum(-1)
@@ -284,7 +288,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
-    """The tokens (k, n) to be tried at each position."""
+    """Return the tokens (k, n) to be tried at each position."""
     table, text = compared.target.parts.table.float(), compared.text
     tokens = [most_similar(table, text)]
     rows = _row_map(compared)
@@ -298,27 +302,18 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
 
 
 def _row_map(compared: Compared) -> RowMap | None:
-    """The map from embeddings to rows of positions; None where rows are none of a position's."""
+    """Return the map from embeddings to rows; None if rows are not a position's own."""
     target, exposure = compared.target, compared.leak.exposure
     if exposure.kind not in ("hidden", "kv", "attention"):
         return None
     return target.remembered("row map", exposure, lambda: _fitted_map(target, exposure))
 
 
-def _right_token_is_tried(compared: Compared) -> bool:
-    """Would the right token be among the alternatives to a wrong one?
-
-    Left to right that is no question: a causal model's tokens were found one by one.
-    """
-    rows = None if compared.target.parts.causal else _row_map(compared)
-    return rows is None or rows.explained >= _EXPLAINED
-
-
 @torch.no_grad()
 def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
-    """Of the whole vocabulary the tokens (k, n) that fit as well behind the text before them.
+    """Return the tokens (k, n) of the vocabulary that fit as well after the text before them.
 
-    `none` (n,) stands where there are fewer.
+    If there are fewer than k, `none` (n,) takes their place.
     """
     target, text, exposure = compared.target, compared.text, compared.leak.exposure
     start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
@@ -340,7 +335,7 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
 
 
 def _by_gradient(compared: Compared) -> Tensor:
-    """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
+    """Return the tokens (k, n) that would lower the misfit most, to first order."""
     target, leak, text = compared.target, compared.leak, compared.text
     table = target.parts.table.float()
     with torch.enable_grad():
@@ -356,10 +351,10 @@ def _by_gradient(compared: Compared) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """`map` (e, f) from embeddings to rows, and the squared length (v,) of each token's answer.
+    """A linear `map` (e, f) from embeddings to rows, and its squared length (v,) for each token.
 
-    Of keys and values only the values count: keys may be rotated by their position. `heads` is
-    their number, or 1; `explained` the share of the rows' variance that is linear.
+    Of keys and values only the values count, since keys may be rotated by their position. `heads`
+    is their number, or 1. `explained` is the share of the rows' variance that is linear.
     """
 
     map: Tensor
@@ -368,12 +363,12 @@ class RowMap:
     explained: float
 
     def own(self, rows: Tensor) -> Tensor:
-        """The part (n, f) of a leak's rows that is compared."""
+        """Return the part (n, f) of a leak's rows that is compared."""
         each = rows.unflatten(-1, (self.heads, -1))
         return each[..., -self.map.shape[1] // self.heads :].flatten(-2)
 
     def nearest(self, table: Tensor, text: Tensor, unexplained: Tensor, count: int) -> Tensor:
-        """For each token the others (k, n) whose answers differ most nearly by `unexplained`."""
+        """Return for each token those (k, n) whose rows differ most nearly by `unexplained`."""
         wanted = table[text] @ self.map + unexplained.to(self.map)
         far = self.sizes - 2 * (wanted @ self.map.T) @ table.T
         far = far.scatter(1, text[:, None], torch.inf)
@@ -399,7 +394,7 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     answers = answers - answers.mean(0)
     linear = torch.linalg.solve(square, words.T @ answers)
     left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(min=1e-30)
-    explained = 1 - float(left) * count / max(1, count - table.shape[1])  # as of other tokens
+    explained = 1 - float(left) * count / max(1, count - table.shape[1])  # of tokens not fitted
     linear, heads = linear.to(table), target.parts.key_heads if exposure.kind == "kv" else 1
     return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
 
@@ -407,7 +402,7 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
 def _answers(
     target: Target, exposure: Exposure, tokens: Tensor, opening: Tensor, ending: Tensor
 ) -> Iterator[Tensor]:
-    """The rows (t, f) of tokens, each in the same context; a causal model runs that once."""
+    """Yield the rows (t, f) of tokens in the same context; a causal model runs that once."""
     parts = tokens.split(_SHORT_TEXTS)
     if not target.parts.causal:
         for part in parts:
@@ -422,30 +417,21 @@ def _answers(
         yield given.movedim(-2, 0).flatten(1)
 
 
-def _in_best_order(leak: Leak, given: Tensor) -> HiddenStates | None:
-    """The leak with its rows where they fit what the model gives, (n, f), best.
-
-    None where the rows have an order of their own.
-    """
-    if not isinstance(leak, HiddenStates) or not leak.permuted:
-        return None
-    sigma = torch.ones(()).to(given)
-    return leak.ordered(assigned(_set_misfits(given, leak.values.to(given), sigma)))
+# Rows in no order.
 
 
-def _open_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
-    """The positions (n,) whose tokens might stand in another order, and the passes that took.
+def _unsettled_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
+    """Return the positions (n,) whose tokens might be in another order, and the passes that took.
 
-    The leak is in the text's order, `sigma` (n, f) the error of its numbers. Neighbours change
-    places, or next but one, all in between is reversed, or shuffled; the model runs on that, and
-    the leak is assigned anew. Two rows that are alike leave open which is which; that is no doubt
-    about the text if their tokens are the same.
+    The leak is in the text's order, `sigma` (n, f) is the error of its numbers. The model runs on
+    other orders of the text, and the leak is assigned anew. Two equal rows leave open which is
+    which; that is no doubt about the text if their tokens are the same.
     """
     text, leaked = compared.text, compared.leaked
     orders = _other_orders(len(text)).to(text.device)
     orders = orders[(text[orders] != text).any(-1)]
     unsettled = torch.zeros_like(text, dtype=torch.bool)
-    if not len(orders):  # a single token, or the same one throughout
+    if not len(orders):  # the text is a single token, or the same token repeated
         return unsettled, 0
     own = _least(_set_misfits(compared.given, leaked, sigma))
 
@@ -453,13 +439,17 @@ def _open_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
         return torch.tensor([_least(_set_misfits(given, leaked, sigma)) for given in rows])
 
     for order, misfit in zip(orders, compared.rows(text[orders], least).tolist(), strict=True):
-        if not misfit - own > compared.odds:
+        if not misfit - own > compared.verifying:
             unsettled |= text[order] != text
     return unsettled, len(orders)
 
 
 def _other_orders(length: int) -> Tensor:
-    """Other orders (k, n) of n tokens; the first and the last one stay where they are in some."""
+    """Return other orders (k, n) of n tokens.
+
+    All tokens are reversed, all but the ends are reversed, all are shuffled, or two are exchanged:
+    neighbours, and in short texts next but one.
+    """
     same = torch.arange(length)
     orders = [same.flip(0), torch.cat([same[:1], same[1:-1].flip(0), same[1:][-1:]])]
     orders.append(torch.randperm(length, generator=torch.Generator().manual_seed(0)))
@@ -472,23 +462,24 @@ def _other_orders(length: int) -> Tensor:
 
 
 def _set_misfits(given: Tensor, leaked: Tensor, sigma: Tensor) -> Tensor:
-    """Sums of squares (rows, positions) in units of the leak's error; NaN for what did not leak."""
+    """Return sums of squares (rows, positions) in units of the leak's error; NaN without a row."""
     weights = sigma.expand_as(leaked).square().reciprocal()
     far = (weights * leaked.square()).sum(-1, keepdim=True)
     return far - 2 * (weights * leaked) @ given.T + weights @ given.square().T
 
 
 def _least(misfits: Tensor) -> float:
+    """Return the total misfit of the best assignment."""
     order = assigned(misfits).to(misfits.device)
     return float(misfits[order, torch.arange(len(order), device=order.device)].nansum())
 
 
 def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
-    """The text one edit away that fits best, if the odds do not exclude it; and the passes.
+    """Return the best text one edit away, if the odds do not exclude it, and the passes.
 
-    A token more or less counts too where the length is not known. One such text always fits: a
-    model with rotary positions and no token that begins every text gives the same for a token alone
-    and for that token repeated, because attention over equal values is that value.
+    A token more or less is an edit too if the length is not known. Such a text always fits in a
+    model with rotary positions and no token that begins every text: it gives the same for a token
+    alone and for that token repeated, because attention over equal values is that value.
     """
     exposure = Exposure("pooled", pooling="last")
     target, ids = compared.target, compared.text.tolist()
@@ -502,7 +493,7 @@ def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
         return compared.rows(rows, lambda given: compared.misfits(given).sum(-1))
 
     own = float(misfit([text]))
-    best: tuple[float, Tokens | None] = (compared.odds, None)
+    best: tuple[float, Tokens | None] = (compared.verifying, None)
     for _, alike in groupby(sorted(others, key=len), key=len):
         texts = list(alike)
         worse, place = (misfit(texts) - own).min(0)

@@ -1,8 +1,8 @@
-"""Text from leaked keys and values, of a decoder's KV cache or of an encoder.
+"""Read text from keys and values, of a decoder's KV cache or of an encoder.
 
-Keys and values are rows of their positions, as hidden states are, and rounding and noise are even
-in them: so they are read as they are. A decoder's are read left to right, their rotation undone
-(decoder.py), an encoder's from a linear map back to its embeddings (encoder.py).
+Keys and values are rows of their positions, as hidden states are. A decoder's are read left to
+right, with their rotary positions undone (decoder.py). An encoder's are read from a linear map back
+to its embeddings (encoder.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keyhole.recover.leaks import KeyValues, Leak
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """Keys and values as the rows that they are: by `decoder` left to right, or by `encoder`."""
+    """Read caches with `decoder` if the model is causal, and with `encoder` otherwise."""
 
     decoder: Attack = field(default_factory=DecoderStates)
     encoder: Attack = field(default_factory=EncoderStates)

@@ -1,19 +1,18 @@
-"""Text from the attention maps of one layer of an encoder.
+"""Read text from the attention maps of one layer of an encoder.
 
 Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1 the
-special tokens are known, so each unknown token appears in three linear measurements per head (as
-key to [CLS], as key to [SEP], as query over both), and the 3H numbers are looked up in the
-vocabulary.
+special tokens are known, so each unknown token has three linear measurements per head (as key to
+[CLS], as key to [SEP], as query over both). The 3H numbers are looked up in the vocabulary.
 
-Layer 1 is closed form: the hidden states below it are the embeddings, which depend on the token and
-its position only, so the whole vocabulary is measured at every position in a few matrix products,
-for all texts of one length together. Beyond the plain look-up, each number is weighed by what
-rounding left of it (map_scores.py), and further rounds use the tokens found so far as
-anchors too, which measures each position 2nH times instead of 3H and settles what rounding left
+Layer 1 has a closed form. The hidden states below it are the embeddings, which depend only on the
+token and its position. So the whole vocabulary is measured at every position in a few matrix
+products, for all texts of a length at once. Beyond the plain look-up, each number is weighted by
+the error that rounding left in it (map_scores.py). Further rounds use the tokens found so far as
+anchors too. They measure each position 2nH times instead of 3H, which settles what rounding left
 open.
 
-Deeper layers have no closed form: the states below them depend on the whole text. They go through
-token_search.py, on the scores `q·k` that the maps give away. So do the first maps of models that
+Deeper layers have no closed form: the states below them depend on the whole text. They are searched
+(token_search.py), on the scores `q·k` that the maps give away. So are the first maps of models that
 add relative positions to their scores.
 """
 
@@ -35,18 +34,18 @@ from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.leaks import AttentionMaps, Leak
 
 _EMBEDDINGS = Exposure("hidden", 0)
-_SHORTLIST = 64  # candidates at a position that stay in the later rounds, …
-_ANCHORS = 48  # … and known tokens that measure it then, at most
+_SHORTLIST = 64  # candidates at a position in the rounds after the first
+_ANCHORS = 48  # known tokens that measure a candidate in these rounds, at most
 _AGREES = 1e-3  # of a probability
-_NUMBERS = 2**24  # of hidden states held at a time
+_NUMBERS = 2**24  # of hidden states in memory at a time
 
 
 @dataclass(frozen=True)
 class EncoderMaps:
-    """Layer 1: look every position up in the vocabulary, then ask again with what was found.
+    """Layer 1: look every position up in the vocabulary, then measure with the tokens found.
 
-    There are at most `rounds` of that. `deeper` searches the text where the maps are those of a
-    deeper layer.
+    There are at most `rounds` of these measurements. `deeper` searches for the text if the maps are
+    of a deeper layer.
     """
 
     rounds: int = 4
@@ -57,8 +56,7 @@ class EncoderMaps:
         if maps[0].layer > 1 or not _is_plain(target):
             yield from self.deeper.each(target, leaks)
             return
-        before, after = target.frame()
-        if not before and not after:
+        if not any(target.frame()):
             raise Unsuccessful(
                 Status.NOT_APPLICABLE, "no special tokens are known: the maps have no anchor"
             )
@@ -74,7 +72,7 @@ class EncoderMaps:
 
     @torch.no_grad()
     def _look_up(self, target: Target, logs: list[LogMaps], frame: Tensor) -> list[Tensor]:
-        """The best tokens of the vocabulary (shortlist, n) at each position of each text."""
+        """Return the best tokens of the vocabulary (shortlist, n) at each position of each text."""
         parts, n = target.parts, len(frame)
         known = (frame >= 0).nonzero().flatten().tolist()
         states = _embedded(target, frame.clamp(min=0)[None])[0]
@@ -91,18 +89,18 @@ class EncoderMaps:
 
     @torch.no_grad()
     def _settle(self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor) -> Proposal:
-        """Ask again with the tokens found so far as anchors, until nothing changes."""
+        """Measure again with the tokens found so far as anchors, until nothing changes."""
         ids = shortlist[0]
         candidates = _embedded(target, shortlist)
         trusted = torch.ones_like(ids, dtype=torch.bool)
         for _ in range(self.rounds):
             states = _embedded(target, ids[None])[0]
-            places = _spread(trusted.nonzero().flatten().tolist(), _ANCHORS, frame)
-            anchors = Anchors.of(target.parts, 1, states, places)
+            anchors = Anchors.of(target.parts, 1, states, _anchor_places(trusted, frame))
             questions = Questions.of(log, anchors)
+            numbers = 2 * anchors.key_offset.numel() * len(ids)  # that measure one candidate text
             misfit = torch.cat([
                 questions.misfit(*anchors.measure(chunk))
-                for chunk in candidates.split(max(1, _NUMBERS // _asked(anchors, len(ids))))
+                for chunk in candidates.split(max(1, _NUMBERS // numbers))
             ])  # fmt: skip
             best = misfit.min(0)
             nearest = shortlist.gather(0, best.indices[None])[0]
@@ -117,7 +115,7 @@ class EncoderMaps:
 
 @torch.no_grad()
 def _is_plain(target: Target) -> bool:
-    """Are the first maps softmax(QKᵀ/√k) of the embeddings, and nothing else?"""
+    """Return whether the first maps are softmax(QKᵀ/√k) of the embeddings and nothing else."""
     projections, size = target.parts.attention(1).projections, target.parts.head_dim
     if projections is None or target.parts.key_heads != target.parts.heads:
         return False
@@ -133,22 +131,16 @@ def _is_plain(target: Target) -> bool:
     return bool(torch.allclose(given["values"], expected, atol=max(_AGREES, 2 * rounding)))
 
 
-def _asked(anchors: Anchors, length: int) -> int:
-    """The numbers one candidate text is measured by."""
-    return 2 * anchors.key_offset.numel() * length
-
-
 def _embedded(target: Target, ids: Tensor) -> Tensor:
-    """The hidden states (b, n, d) below block 1."""
-    # By embeddings, because RoBERTa counts its positions by the ids.
+    """Return the hidden states (b, n, d) below block 1."""
+    # By embeddings, because RoBERTa derives positions from the ids.
     words = target.parts.tokens(ids)
     return capture(target.model, _EMBEDDINGS, embeddings=words)["values"]
 
 
-def _spread(places: list[int], most: int, frame: Tensor) -> list[int]:
-    """At most `most` anchors, the special tokens always among them, the others evenly taken."""
+def _anchor_places(trusted: Tensor, frame: Tensor) -> list[int]:
+    """Return the special tokens' positions, and trusted ones evenly chosen up to _ANCHORS."""
     fixed = (frame >= 0).nonzero().flatten().tolist()
-    others = [place for place in places if place not in fixed]
-    left = max(1, most - len(fixed))
-    step = -(-len(others) // left) if others else 1
+    others = (trusted & (frame < 0)).nonzero().flatten().tolist()
+    step = -(-len(others) // max(1, _ANCHORS - len(fixed))) if others else 1
     return sorted(fixed + others[::step])

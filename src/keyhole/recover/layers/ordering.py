@@ -1,4 +1,4 @@
-"""The order in which tokens are tried at a position, from what leaked there.
+"""Order the vocabulary by how likely each token is at a position, from what leaked there.
 
 The attacker has the weights. Running each token alone through the first block gives a table `z_v`,
 and running random texts through the model gives rows `h` as they would leak. With these the
@@ -6,28 +6,27 @@ attacker fits
 
     h = μ + A z_v + e,      e ~ N(0, C),
 
-by ridge regression towards a diagonal matrix (the residual stream carries a token's first state
-upwards, so `A` is nearly diagonal), its strength chosen by generalised cross-validation. Tokens are
+by ridge regression towards a diagonal matrix: the residual stream carries a token's first state
+upwards, so `A` is nearly diagonal. Generalised cross-validation chooses its strength. Tokens are
 tried in the order of their likelihood. Predicting the row from the token needs far fewer random
 tokens than predicting the token from the row, because the table holds the whole vocabulary.
 
-- Keys and values are fitted in two steps, `z → x` and from the layer's input `x` to the row, which
-  is nearly linear: the diagonal helps in the first.
-- The first position has its own fit: no token comes before it, and most decoders use it as an
+- Keys and values are fitted in two steps, from `z` to the layer's input `x`, where the diagonal
+  helps, and from `x` to the row, which is nearly linear.
+- The first position has its own fit. No token comes before it, and most decoders use it as an
   attention sink, with states hundreds of times as large as at other positions.
-- Where rows leak before tokens attend to each other (embeddings, the cache of layer 0), the table
+- If rows leak before tokens attend to each other (embeddings, the cache of layer 0), the table
   holds these rows themselves, and `A = 1`.
-- The last hidden state is what the model predicts the next token from. Where it leaks, the row
-  before a position gives that prediction, and `log p(v | h_{t−1})` is added to the likelihood.
+- The model predicts the next token from the last hidden state. If that leaks, the row before a
+  position gives this prediction, and `log p(v | h_{t−1})` is added to the likelihood.
+- If the order misses, most of `e` is often what the prefix adds to the rows of all tokens: the mean
+  of what is left of the rows tried at that position. It is then subtracted (`Orderings.context`).
 
-- Where the order misses, most of `e` is often what the prefix adds to all tokens' rows behind it:
-  the mean of what is left of the rows that were tried there. It is subtracted from then on.
+Of rows with very many numbers (a large model's cache) only some numbers, evenly chosen, decide on
+the order. The table and what it predicts are kept in the model's own precision.
 
-Of rows with very many numbers (a large model's cache) some decide on the order, evenly chosen; the
-table and what it predicts are held in the model's own precision.
-
-The fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is
-kept for the next leak of the same exposure, which may be the same text in another precision.
+A fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is kept
+for the next leak of the same exposure, which may be the same text in another precision.
 """
 
 from __future__ import annotations
@@ -45,27 +44,28 @@ from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import rows_of
 
+MANY = 4096  # numbers of a row that decide on the order, at most; of longer rows half as many do
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
 _SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
-_LEAST_ERROR = 1e-3  # of a number's spread: no prediction is taken to be better
+_LEAST_ERROR = 1e-3  # of a prediction, as a share of a number's spread
 _LENGTH = 32  # tokens of a random text
-MANY = 4096  # numbers of a row that decide on the order at most: of longer rows, half as many do
-_CHUNK = 4096  # tokens of the table, or of random texts, in one pass
-_ROWS = 128  # rows ranked at a time: their distances to the whole table are held at once
-# Errors are not quite Gaussian, and their covariance is an estimate: as it stands the likelihood is
-# too sure of itself. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
+_CHUNK = 4096  # rows of an array in memory at a time
+_RANKED = 128  # rows ranked at a time: their distances to the whole table are in memory
+# Errors are not quite Gaussian, and their covariance is an estimate, so the likelihood is
+# overconfident. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
 _TRUST = 0.2
-_SEEN = 128  # random rows by which the order is put to the test
-_UNPREDICTED = 0.1  # share of tokens that the model's own prediction does not cover
+_SEEN = 128  # random rows that the order is tested on
+_SINK = 25.0  # squared length of an attention sink, in medians
+_UNPREDICTED = 0.1  # the share of tokens that the model's own prediction does not cover
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`μ` (f,), the predicted rows `w_v = A z_v` (v, c), the mean products of errors (c, c).
+    """The regression at a position: μ (f,), predicted rows `A z_v` (v, c), error products (c, c).
 
-    `numbers` (c,) of a row are predicted. `spread` (f,) is how much each number varies over random
-    tokens: the unit of differences. `seen` (m, f) are some of the random rows, `meant` (m,) their
-    tokens.
+    Only the `numbers` (c,) of a row are predicted. `spread` (f,) is how much each number varies
+    over random tokens, the unit of differences. `seen` (m, f) are some of the random rows, and
+    `meant` (m,) their tokens.
     """
 
     centre: Tensor
@@ -77,7 +77,7 @@ class Fit:
     meant: Tensor
 
     def ordering(self, error: Tensor | float) -> Ordering:
-        """The ordering for a leak whose own errors (f,) have this standard deviation."""
+        """Return the ordering for a leak whose own errors (f,) have this standard deviation."""
         if isinstance(error, Tensor):
             error = error[self.numbers]
         precision = _precision(self.errors, self.spread[self.numbers], error).to(self.centre)
@@ -90,21 +90,21 @@ class Fit:
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
-    """A fit with `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,), by a leak's own error."""
+    """A fit with `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,) for predicted rows w, by a leak's own error."""
 
     fit: Fit
     precision: Tensor
     half_norms: Tensor
 
     def likelihood(self, rows: Tensor) -> Tensor:
-        """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
+        """Return every token's log-likelihood (n, v) for rows (n, f), up to a constant per row."""
         centred = (rows - self.fit.centre)[..., self.fit.numbers]
-        weighed = centred.nan_to_num(0.0) @ self.precision  # what did not leak says nothing
+        weighed = centred.nan_to_num(0.0) @ self.precision  # numbers that did not leak say nothing
         scores = [weighed @ part.to(weighed).mT for part in self.fit.predicted.split(_CHUNK)]
         return torch.cat(scores, -1) - self.half_norms
 
     def reach(self, count: int) -> float:
-        """The share of random rows whose tokens are among the first `count`."""
+        """Return the share of random rows whose tokens are among the first `count`."""
         scores = self.likelihood(self.fit.seen)
         before = scores > scores.gather(1, self.fit.meant[:, None])
         return float((before.sum(-1) < count).float().mean())
@@ -112,9 +112,9 @@ class Ordering:
 
 @dataclass(frozen=True, eq=False)
 class Orderings:
-    """The orderings of the first position and of the others; `head` (v, f) predicts from a row.
+    """The orderings of the first position and of the others.
 
-    `spent` counts the tokens that were run for the fit.
+    `head` (v, f) predicts the next token from a row. `spent` counts the tokens run for the fit.
     """
 
     opening: Ordering
@@ -130,7 +130,7 @@ class Orderings:
         return fit.spread.to(fit.centre)
 
     def context(self, position: int, tokens: Tensor, given: Tensor) -> Tensor:
-        """What a prefix adds to every row behind it (f,), by what tokens (k,) gave there (k, f)."""
+        """Return what a prefix adds (f,) to rows at a position, by rows (k, f) of tokens (k,)."""
         order = self.at(position).fit
         context = (given - order.centre).mean(0)
         context[order.numbers] -= order.predicted[tokens].to(context).mean(0)
@@ -139,10 +139,11 @@ class Orderings:
     def first(
         self, rows: Tensor, positions: Tensor, count: int, context: Tensor | float = 0.0
     ) -> Tensor:
-        """The `count` tokens (m, count) to try first at `positions` (m,) of a text's rows."""
+        """Return the `count` tokens (m, count) to try first at `positions` (m,) of some rows."""
         count = min(count, len(self.rest.fit.predicted))
         return torch.cat([
-            self._scores(rows, part, context).topk(count).indices for part in positions.split(_ROWS)
+            self._scores(rows, part, context).topk(count).indices
+            for part in positions.split(_RANKED)
         ])  # fmt: skip
 
     def _scores(self, rows: Tensor, positions: Tensor, context: Tensor | float) -> Tensor:
@@ -161,7 +162,7 @@ class Orderings:
 def contents(
     target: Target, exposure: Exposure, tensors: dict[str, Tensor], positions: Tensor
 ) -> Tensor:
-    """What leaked as rows (b, n, f) for tokens at `positions` (b, n), rotary positions undone."""
+    """Return leaked tensors as rows (b, n, f), with the rotation by `positions` (b, n) undone."""
     if exposure.kind == "kv":
         keys = target.parts.unrotated(exposure.layer, tensors["keys"], positions)
         tensors = {**tensors, "keys": keys}
@@ -172,9 +173,9 @@ def contents(
 def fit(
     target: Target, exposure: Exposure, samples: int, seed: int, error: Tensor | float = 0.0
 ) -> Orderings:
-    """The orderings for a leak, from about `samples` random tokens and the vocabulary.
+    """Return the orderings for a leak, from about `samples` random tokens and the vocabulary.
 
-    `error` (f,) is the standard deviation of the leak's own error where it is known.
+    `error` (f,) is the standard deviation of the leak's own error.
     """
     key = (exposure, samples, seed)
     *fits, spent = target.remembered("token order", key, lambda: _fits(target, *key))
@@ -183,7 +184,7 @@ def fit(
 
 
 def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[Fit, Fit, int]:
-    """Of the first position and of all others, and how many tokens were run for them."""
+    """Return the fits of the first position and of the others, and the tokens run for them."""
     stream = torch.Generator().manual_seed(seed)
     alone = exposure.layer == 0  # embeddings or the first cache: no attention yet
     table = _table(target, exposure if alone else Exposure("hidden", 1))
@@ -202,7 +203,7 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
-    """The matrix that turns a last hidden state into scores of the next token; else None.
+    """Return the matrix from a last hidden state to scores of the next token, if that leaked.
 
     Rows of length one are taken to have been as long as those of random tokens usually are.
     """
@@ -221,22 +222,23 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
-    """`z_v` (v, e) of each token alone; kept for fits of other layers too."""
-    tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
-    dtype = target.parts.tokens.weight.dtype
-    run = lambda: _run(target, exposure, tokens)[:, 0].to(dtype)  # noqa: E731
+    """Return `z_v` (v, e) of each token alone; remembered for the fits of other layers."""
+
+    def run() -> Tensor:
+        tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
+        return _run(target, exposure, tokens)[:, 0].to(target.parts.tokens.weight.dtype)
+
     return target.remembered("tokens alone", exposure, run)
 
 
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
-    """Rows (b, n, f) of texts ids (b, n)."""
+    """Return the rows (b, n, f) of texts (b, n)."""
     places = torch.arange(ids.shape[1], device=ids.device)
-    size = max(1, min(_CHUNK, target.parts.at_once(ids.shape[1])) // ids.shape[1])
     return torch.cat([
         contents(
             target, exposure, capture(target.model, exposure, ids=part), places.expand(part.shape)
         )
-        for part in ids.split(size)
+        for part in ids.split(target.batch_size(ids.shape[1]))
     ])  # fmt: skip
 
 
@@ -244,7 +246,7 @@ def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
 class _Rows:
     """The rows `chosen` (n,) of an array, less their mean, in float64.
 
-    A large model's are as large as a part of itself: they are held some at a time.
+    They are computed in chunks: the arrays are as large as a part of the model.
     """
 
     array: Tensor
@@ -256,32 +258,32 @@ class _Rows:
         total = sum(array[some].double().sum(0) for some in chosen.split(_CHUNK))
         return cls(array, chosen, cast("Tensor", total) / len(chosen))
 
-    def parts(self) -> Iterator[Tensor]:
+    def chunks(self) -> Iterator[Tensor]:
         return (self.array[some].double() - self.mean for some in self.chosen.split(_CHUNK))
 
     def times(self, other: _Rows) -> Tensor:
-        """The sum of the products of both rows' numbers, (f, g)."""
-        pairs = zip(self.parts(), other.parts(), strict=True)
+        """Return the sum of the outer products of both rows, (f, g)."""
+        pairs = zip(self.chunks(), other.chunks(), strict=True)
         return cast("Tensor", sum(mine.mT @ others for mine, others in pairs))
 
 
 def _regress(
     table: Tensor, tokens: Tensor, inputs: Tensor | None, rows: Tensor, alone: bool
 ) -> Fit:
-    """Fit `A`, `μ` and the errors to rows (n, f) of tokens (n,), whose entries are in the table.
+    """Fit `A`, `μ` and the errors to rows (n, f) of tokens (n,) of the table.
 
-    `inputs` of the layer: fit in two steps by way of them. `alone`: `A = 1`.
+    With `inputs` of the layer, the fit takes two steps. With `alone`, `A = 1`.
     """
     size = rows.square().mean(-1)
-    # A few random tokens become attention sinks of their own.
-    kept = (size <= 25 * size.median()).nonzero().flatten()
+    # A few random tokens become attention sinks too.
+    kept = (size <= _SINK * size.median()).nonzero().flatten()
     if not len(kept):
         raise LinAlgError("the model's answers to random texts are not finite")
     width = rows.shape[-1]
     chosen = width if alone or width <= MANY else MANY // 2
     numbers = torch.arange(chosen, device=rows.device) * width // chosen
     whole, count = _Rows.of(rows, kept), len(kept)
-    squares = cast("Tensor", sum(part.square().sum(0) for part in whole.parts()))
+    squares = cast("Tensor", sum(part.square().sum(0) for part in whole.chunks()))
     spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
     x, y, squares = _Rows.of(table, tokens[kept]), whole, squares[numbers]
     if chosen < width:
@@ -295,29 +297,30 @@ def _regress(
         own = layer_input.times(layer_input)
         matrix, freedom = ridge(x.times(x), x.times(layer_input), own.diagonal(), count)
         matrix = matrix @ ridge(own, layer_input.times(y), squares, count)[0]
-    off = (b - a @ matrix for a, b in zip(x.parts(), y.parts(), strict=True))
+    off = (b - a @ matrix for a, b in zip(x.chunks(), y.chunks(), strict=True))
     errors = cast("Tensor", sum(part.mT @ part for part in off)) / count
     errors = errors / max(1 - freedom / count, 0.1) ** 2
     every = torch.arange(len(table), device=table.device)
     predicted = table.new_empty(len(table), chosen)
-    for some, part in zip(every.split(_CHUNK), _Rows(table, every, x.mean).parts(), strict=True):
+    for some, part in zip(every.split(_CHUNK), _Rows(table, every, x.mean).chunks(), strict=True):
         predicted[some] = (part @ matrix).to(table)
     seen, meant = rows[kept[:_SEEN]], tokens[kept[:_SEEN]]
     return Fit(whole.mean.to(rows), numbers, predicted, errors, spread, seen, meant)
 
 
 def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:
-    """`A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom.
+    """Return `A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom.
 
-    Of `count` centred rows x and y come `xx = xᵀx`, `xy = xᵀy` and the sums of squares `yy` (g,).
-    The strength, relative to the number of rows and to the variance of each column of x, is the one
-    of 15 from 1e-5 to 100 that generalised cross-validation prefers.
+    The sums over `count` centred rows x and y are `xx = xᵀx`, `xy = xᵀy` and the squares `yy` (g,).
+    Generalised cross-validation chooses among 15 strengths from 1e-5 to 100, relative to the number
+    of rows and to the variance of each column of x.
     """
     own = xx.diagonal()
     scale = (own / max(count - 1, 1)).sqrt().clamp(min=1e-12)
     diagonal = torch.zeros_like(yy)
     rest, left = xy, yy  # of y − x D: the products with x, and the sums of squares
-    if len(xx) == len(yy):
+    square = len(xx) == len(yy)
+    if square:
         diagonal = xy.diagonal() / own.clamp(min=1e-12)
         rest = xy - xx * diagonal
         left = (yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own).clamp(min=0)
@@ -336,12 +339,13 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
         loss = max(loss, 0.0) / max(1 - freedom / count, 0.05) ** 2
         if loss < best[0]:
             best = (loss, strength, freedom)
-    correction = vectors @ (weights / (values + best[1])[:, None]) / scale[:, None]
-    return (correction + diagonal.diag() if len(xx) == len(yy) else correction), best[2]
+    _, strength, freedom = best
+    correction = vectors @ (weights / (values + strength)[:, None]) / scale[:, None]
+    return (correction + diagonal.diag() if square else correction), freedom
 
 
 def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
-    """The inverse covariance of errors, by their mean products (f, f).
+    """Return the inverse covariance of errors with mean products (f, f).
 
     Correlations are shrunk, and the leak's own error is added.
     """

@@ -1,15 +1,15 @@
-"""Relax, snap, try: text from a leak that no closed form reads.
+"""Search a text by relaxing it to embeddings, for leaks that no closed form reads.
 
-A leak such as the maps of one layer holds fewer numbers than the embeddings have, so what decides
-is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
-every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
-whole vocabulary. Tables of tokens are sorted by frequency in every tokenizer that is in use, so a
-token counts `1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made of.
+A leak such as the maps of one layer holds fewer numbers than the embeddings, so the prior decides.
+The search minimises over `a` in `e = mean + a·factor`, with a standard normal prior on `a` (L-BFGS,
+one forward and one backward pass a step), from `a = 0`. At first mean and factor are those of the
+whole vocabulary. Every tokenizer in use sorts its tokens by frequency, so a token is weighted by
+`1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made of.
 
-The result is short of the truth (the prior pulls), so tokens are compared by direction, in the
-prior's own coordinates; those that agree best are tried (trials.py). Where the text so found does
-not explain the leak, the prior narrows to mean and covariance of the candidates at each position,
-weighed by how well they agree, and it begins again. Bounded: `rounds` times at most `passes` passes
+The prior pulls the result away from the truth. So tokens are compared by direction, in the prior's
+own coordinates, and those that agree best are tried (trials.py). If the best text does not explain
+the leak, the prior narrows to the mean and covariance of the candidates at each position, weighted
+by their agreement, and the search starts again. It takes at most `rounds` times `passes` passes
 and `sweeps` sweeps.
 """
 
@@ -27,20 +27,20 @@ from keyhole.recover.layers.trials import Comparison, Tried, substitute
 from keyhole.recover.leaks import Leak
 
 _FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
-_THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
-_DOUBT = 0.2  # of the vocabulary's spread, left to tokens that are no candidates
-_NARROWED = 384  # tokens at each position that make the next round's prior, …
-_SHARPNESS = 30.0  # … weighed by so many times their agreement, …
-_GROWTH = 1.3  # … and more with each round
+_LEAST_VARIANCE = 1e-6  # of the largest: directions in which tokens do not differ
+_DOUBT = 0.2  # the share of the vocabulary's spread that a narrowed prior keeps
+_NARROWED = 384  # tokens at each position that make the next round's prior
+_SHARPNESS = 30.0  # the weight of a token's agreement in the first round
+_GROWTH = 1.3  # the factor by which that weight grows with each round
 _PULL = 1e-4  # the prior's weight in the loss
 
 
 @dataclass(frozen=True)
 class TokenSearch:
-    """How long to search: `rounds` of at most `passes` passes, each followed by trials.
+    """Limits of the search: `rounds` of at most `passes` passes, each followed by trials.
 
-    `candidates` tokens are tried at each position, at most `sweeps` times. The search ends when a
-    round gives the text of the last.
+    In at most `sweeps` sweeps, `candidates` tokens are tried at each position. The search ends when
+    a round gives the same text as the one before.
     """
 
     rounds: int = 8
@@ -49,14 +49,14 @@ class TokenSearch:
     sweeps: int = 4
 
     def each(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        """Every leak by itself, with the special tokens where the tokenizer puts them."""
+        """Search each leak alone, with the special tokens where the tokenizer puts them."""
         vocabulary = Vocabulary.of(target)
         for number, leak in enumerate(leaks):
             known = target.framed(leak.length or 0)
             yield number, self(Comparison.of(target, leak), vocabulary, known)
 
     def __call__(self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor) -> Proposal:
-        """The text of `known.shape` tokens (-1: unknown) that explains the leak best."""
+        """Return the text that explains the leak best; `known` (n,) has its known ids, or -1."""
         prior = Prior.whole(vocabulary, len(known))
         best = Tried(known.clamp(min=0), float("inf"), 0)
         before = best.ids
@@ -66,7 +66,7 @@ class TokenSearch:
             agreement = vocabulary.agreement(relaxed, _SHARPNESS * _GROWTH**number)
             wide = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1).indices.T
             ids = torch.where(known >= 0, known, wide[0])
-            # Once directions say nothing new, the best text is repaired with all candidates.
+            # Once the relaxation gives nothing new, the best text is tried with all candidates.
             stuck = torch.equal(ids, before)
             start, candidates = (best.ids, wide) if stuck else (ids, wide[: self.candidates])
             tried = substitute(comparison, start, candidates, known, self.sweeps)
@@ -86,14 +86,17 @@ class TokenSearch:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The token table as a distribution: mean (e,), factor (e, e), tokens in its coordinates."""
+    """The token table as a distribution: mean (e,), factor (e, e), directions of tokens (V, e).
+
+    The directions have length one, in the coordinates in which the prior is isotropic.
+    """
 
     table: Tensor
     log_frequency: Tensor
     mean: Tensor
     factor: Tensor
     whiten: Tensor
-    directions: Tensor  # (V, e), unit length, in the coordinates where the prior is round
+    directions: Tensor
 
     @classmethod
     def of(cls, target: Target) -> Vocabulary:
@@ -106,20 +109,20 @@ class Vocabulary:
         mean = weight @ table
         off = (table - mean) * weight.sqrt()[:, None]
         variance, axes = torch.linalg.eigh((off.T @ off).double())
-        variance = variance.clamp(min=_THINNEST * float(variance.max()))
+        variance = variance.clamp(min=_LEAST_VARIANCE * float(variance.max()))
         whiten = (axes / variance.sqrt()).to(table)
         directions = torch.nn.functional.normalize((table - mean) @ whiten, dim=-1)
         frequency = weight.clamp(min=1e-30).log()
         return cls(table, frequency, mean, (axes * variance.sqrt()).T.to(table), whiten, directions)
 
     def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
-        """Log-weights (n, V) of the tokens at each position, given relaxed embeddings (n, e)."""
+        """Return log-weights (n, V) of the tokens at each position, for embeddings (n, e)."""
         directions = torch.nn.functional.normalize((embeddings - self.mean) @ self.whiten, dim=-1)
         return sharpness * (directions @ self.directions.T) + self.log_frequency
 
 
 def _never(target: Target, device: torch.device) -> Tensor:
-    """Ids that no text holds: special tokens, and the places BERT's table keeps unused."""
+    """Return ids that no text holds: special tokens, and the unused entries of BERT's table."""
     words = target.tokenizer.convert_ids_to_tokens(range(target.vocabulary))
     unused = [number for number, word in enumerate(words) if str(word).startswith("[unused")]
     special = [number for number in target.tokenizer.all_special_ids if number < len(words)]
@@ -128,7 +131,7 @@ def _never(target: Target, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """What is believed about each position: means (n, e), factors (n, r, e) or one (r, e)."""
+    """A normal distribution at each position: means (n, e), factors (n, r, e) or one (r, e)."""
 
     means: Tensor
     factors: Tensor
@@ -139,13 +142,13 @@ class Prior:
 
     @classmethod
     def among(cls, vocabulary: Vocabulary, agreement: Tensor) -> Prior:
-        """The tokens that agree best, weighed by how well they do."""
+        """Return the prior of the tokens that agree best, weighted by their agreement."""
         best = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1)
         weights = best.values.softmax(-1)
         words = vocabulary.table[best.indices]
         means = torch.einsum("nk,nke->ne", weights, words)
         among = (words - means[:, None]) * weights.sqrt()[..., None]
-        # The right token may not be among them: leave it a way back.
+        # The right token may not be among them, so part of the vocabulary's spread remains.
         beyond = (_DOUBT * vocabulary.factor).expand(len(means), -1, -1)
         return cls(means, torch.cat([among, beyond], 1))
 
@@ -156,9 +159,9 @@ class Prior:
 
 
 def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> tuple[Tensor, int]:
-    """Embeddings (n, e) near the prior that explain the leak, and the passes that took.
+    """Return embeddings (n, e) near the prior that explain the leak, and the passes that took.
 
-    `known` (n,) holds the ids that are certain, -1 elsewhere.
+    `known` (n,) holds the ids that are certain, and -1 at other positions.
     """
     table = comparison.target.parts.table.float()
     fixed = table[known.clamp(min=0)]

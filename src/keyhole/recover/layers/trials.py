@@ -1,26 +1,26 @@
-"""Texts improved by trying other tokens: four ways, all by running the model.
+"""Improve texts by trying other tokens: four searches that only run the model.
 
-- `substitute`: one position at a time. Each candidate at each position is put into the text as it
-  stands, and the best of each position are put in one after another, the best first; the prefix
-  with the smallest loss is kept.
-- `try_rows`: many positions in a pass. A wrong token shows most in its own row: once most of a text
-  is right, putting the right one in takes that row's residual to nearly nothing, whatever is still
-  wrong at other positions. Positions are dealt to a few groups, neighbours to different ones; a
-  pass puts one candidate at every position of a group, and each is judged by its own row. What won
-  is put in, the largest gain first, as far as the whole text fits better.
-- `try_sums`: several wrong tokens at once, by what each change does alone (ours). Where two tokens
-  near each other are wrong, neither right one by itself takes much of the residual away, and a
-  wrong one may take more. But what changes at different positions do to the leaked rows nearly adds
-  up (embeddings/sums.py): every candidate is run once, alone; sets of them whose effects add up to
-  what is missing are found without the model, and the best of those are run.
-- `try_all`: the whole vocabulary at a few positions. Where most heads rest on one mark (a full stop
-  in MPNet), its state is the same whatever the mark is: no list of candidates that is drawn from
-  that row holds the right one, and only what the mark does to other rows tells it.
+- `substitute` tries one position at a time. Each candidate at each position is put into the present
+  text. Then the best candidates of all positions are put in one after another, the best first, and
+  the number of them with the least loss is kept.
+- `try_rows` tries many positions in a pass. A wrong token shows most in its own row: once most of a
+  text is right, the right token takes its row's residual to nearly zero, even if other positions
+  are wrong. Positions are dealt to groups, neighbours to different ones. A pass has one candidate
+  at every position of a group, and each is judged by its own row. The winners are put in, the
+  largest gain first, as long as the whole text fits better.
+- `try_sums` changes several tokens at once, by what each change does alone (ours). If two tokens
+  near each other are wrong, neither right token alone removes much of the residual, and a wrong one
+  may remove more. But the effects of changes at different positions on the leaked rows nearly add
+  up (embeddings/sums.py). So every candidate is run once, alone; sets whose effects add up to the
+  residual are found without the model; and the best of them are run.
+- `try_all` tries the whole vocabulary at a few positions. If most heads attend to one punctuation
+  mark (a full stop in MPNet), its state is the same whichever mark it is. Then no list of
+  candidates from that row holds the right one; only its effect on other rows shows it.
 
-`Comparison` says how far a text is from a leak, as one number. Hidden states, attention outputs and
-pooled embeddings are compared in units of the leak's standard deviation. Maps are compared by their
-logarithms, less each row's mean: those are the scores `q·k`, which are nearly linear in the hidden
-states where the probabilities are not.
+`Comparison` measures the distance of a text from a leak as one number. Hidden states, attention
+outputs and pooled embeddings are compared in units of the leak's standard deviation. Maps are
+compared by their logarithms less each row's mean. These are the scores `q·k`, which are nearly
+linear in the hidden states where the probabilities are not.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ from keyhole.recover.layers.map_scores import LogMaps
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import AttentionMaps, Leak
 
-_BLURRED = 0.1  # the error of a score above which it counts less: scores of tokens differ by more
+_BLURRED = 0.1  # the error of a score that halves its weight: scores of tokens differ by more
 _SMALLEST = 1e-30
 _ARITHMETIC = 1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
+_MAX_TEXTS = 4096  # of a sweep: in long texts each position gets fewer candidates
+_WORTHWHILE = 0.8  # another sweep follows if the loss falls to this share
+_WON = 0.5  # a candidate counts if it leaves at most this share of a squared residual
+_BEAM = 32  # width of the beam over sets
+_MAX_SET = 4  # tokens of a set
+_SETS_RUN = 16
+_COMMON = 4096  # the first tokens are tried at all positions before any of the others
+_CHUNK = 512  # tokens of the vocabulary in a pass
 
 Misfits = Callable[[Tensor], Tensor]
-_TOKENS = 4096  # in one pass
-_TEXTS = 4096  # tried in one sweep at most: long texts get fewer candidates for each position
-_WORTH = 0.8  # a further sweep is worth it while the loss falls by a fifth
-_WON = 0.5  # of a row's squared residual, or less, must be left for a candidate to count
-_WIDTH = 32  # of the beam over sets
-_DEPTH = 4  # tokens of a set, at most
-_RUN = 16  # sets that are run
-_COMMON = 4096  # tokens that come first at all positions, before the others at any
-_SOME = 512  # tokens of the vocabulary in a pass
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A leak in the numbers it is compared by; `tolerance` is the loss its own error explains."""
+    """A leak as the numbers that texts are compared by; its error explains a loss `tolerance`."""
 
     target: Target
     leak: Leak
@@ -82,7 +81,7 @@ class Comparison:
         return cls(target, leak, scaled, known / precision.scale, 4.0 * explained + _ARITHMETIC)
 
     def loss(self, embeddings: Tensor) -> Tensor:
-        """The mean square difference of each text's exposure (b,) from the leak."""
+        """Return the mean square difference (b,) of the exposures of texts from the leak."""
         exposed = capture(self.target.model, self.leak.exposure, embeddings=embeddings)
         if isinstance(self.leak, AttentionMaps):
             scores = _centred(exposed["values"].clamp(min=_SMALLEST).log(), self.weights)
@@ -92,14 +91,14 @@ class Comparison:
         return off.flatten(1).sum(1) / (self.weights > 0).sum()
 
     def losses(self, ids: Tensor) -> Tensor:
-        """The loss of each of many texts (b, n), without gradients."""
-        step = max(1, min(_TOKENS, self.target.parts.at_once(ids.shape[1])) // ids.shape[1])
+        """Return the loss (b,) of texts (b, n), without gradients."""
+        size = self.target.batch_size(ids.shape[1])
         with torch.no_grad():
-            return torch.cat([self.loss(self.target.parts.tokens(b)) for b in ids.split(step)])
+            return torch.cat([self.loss(self.target.parts.tokens(b)) for b in ids.split(size)])
 
 
 def _centred(scores: Tensor, weights: Tensor) -> Tensor:
-    """Scores less their row's weighted mean: a map leaves each row's constant open."""
+    """Return scores less their row's weighted mean: a map leaves each row's constant open."""
     total = weights.sum(-1, keepdim=True).clamp(min=_SMALLEST)
     return scores - (scores * weights).sum(-1, keepdim=True) / total
 
@@ -116,55 +115,51 @@ class Tried:
 def substitute(
     comparison: Comparison, ids: Tensor, candidates: Tensor, known: Tensor, sweeps: int
 ) -> Tried:
-    """Improve `ids` (n,) with `candidates` (k, n), wherever `known` (n,) is -1."""
+    """Improve `ids` (n,) with `candidates` (k, n) at the positions where `known` (n,) is -1."""
     places = (known < 0).nonzero().flatten()
-    each = max(2, min(len(candidates), _TEXTS // max(1, len(places))))
-    loss, forwards = float(comparison.losses(ids[None])[0]), 1
+    each = max(2, min(len(candidates), _MAX_TEXTS // max(1, len(places))))
+    best = Tried(ids, float(comparison.losses(ids[None])[0]), 1)
     for _ in range(sweeps):
-        if loss <= comparison.tolerance or len(places) == 0:
+        if best.loss <= comparison.tolerance or len(places) == 0:
             break
-        better = _sweep(comparison, ids, candidates[:each], places, loss)
-        forwards += better.forwards
-        enough = better.loss <= _WORTH * loss
-        ids, loss = better.ids, better.loss
-        if not enough:
+        before, best = best.loss, _sweep(comparison, best, candidates[:each], places)
+        if not best.loss <= _WORTHWHILE * before:
             break
-    return Tried(ids, loss, forwards)
+    return best
 
 
-def _sweep(
-    comparison: Comparison, ids: Tensor, candidates: Tensor, places: Tensor, loss: float
-) -> Tried:
-    texts = ids.repeat(len(places), len(candidates), 1)
-    rows = torch.arange(len(places), device=ids.device)
+def _sweep(comparison: Comparison, best: Tried, candidates: Tensor, places: Tensor) -> Tried:
+    """Try each candidate (k, n) at each of the `places` (m,) alone, then the winners jointly."""
+    texts = best.ids.repeat(len(places), len(candidates), 1)
+    rows = torch.arange(len(places), device=best.ids.device)
     texts[rows, :, places] = candidates[:, places].T
     losses = comparison.losses(texts.flatten(0, 1)).view(len(places), len(candidates))
-    best = losses.min(1)
-    order = best.values.argsort()
-    order = order[best.values[order] < loss]
-    spent = losses.numel()
+    best = replace(best, forwards=best.forwards + losses.numel())
+    least, winners = losses.min(1)
+    order = least.argsort()
+    order = order[least[order] < best.loss]
     if len(order) == 0:
-        return Tried(ids, loss, spent)
-    tokens = candidates[best.indices[order], places[order]]
-    return _joined(comparison.losses, ids, places[order], tokens, spent)
+        return best
+    tokens = candidates[winners[order], places[order]]
+    return _joined(comparison.losses, best, places[order], tokens)
 
 
-def _joined(losses: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, spent: int) -> Tried:
-    """Put `tokens` at `places` one after the other: the number of them that fits best."""
-    prefixes = ids.repeat(len(places), 1)
+def _joined(losses: Misfits, best: Tried, places: Tensor, tokens: Tensor) -> Tried:
+    """Put `tokens` at `places` one after another, and return the best of these texts."""
+    prefixes = best.ids.repeat(len(places), 1)
     for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
         prefixes[number:, place] = token
     joint = losses(prefixes)
     kept = int(joint.argmin())
-    return Tried(prefixes[kept], float(joint[kept]), spent + len(places))
+    return Tried(prefixes[kept], float(joint[kept]), best.forwards + len(places))
 
 
 def try_rows(
     misfits: Misfits, ids: Tensor, places: Tensor, candidates: Tensor, batch_size: int
 ) -> Tried:
-    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), `batch_size` in a pass.
+    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), `batch_size` places in a pass.
 
-    `misfits` gives the squared residual of each row, (b, n), for texts (b, n).
+    `misfits` gives the squared residual of each row (b, n) for texts (b, n).
     """
     before = misfits(ids[None])[0]
     order = places.argsort()
@@ -176,21 +171,20 @@ def try_rows(
         texts = ids.repeat(candidates.shape[1], 1)
         texts[:, places[chosen]] = candidates[chosen].T
         own[chosen] = misfits(texts)[:, places[chosen]].T
-    spent = 1 + groups * candidates.shape[1]
     least, winner = own.min(1)
     gain = before[places] - least
     won = (least < _WON * before[places]).nonzero().flatten()
     won = won[gain[won].argsort(descending=True)]
-    best = Tried(ids, float(before.sum()), spent)
+    best = Tried(ids, float(before.sum()), 1 + groups * candidates.shape[1])
     if len(won) == 0:
         return best
     tokens = candidates[won, winner[won]]
-    joined = _joined(lambda ids: misfits(ids).sum(-1), ids, places[won], tokens, spent)
+    joined = _joined(lambda ids: misfits(ids).sum(-1), best, places[won], tokens)
     return joined if joined.loss < best.loss else replace(best, forwards=joined.forwards)
 
 
 def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:
-    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k).
+    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), several at once.
 
     `missing` gives what texts (b, n) leave unexplained, (b, numbers).
     """
@@ -202,8 +196,8 @@ def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) 
     left = missing(changed)
     moves = off - left
     effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
-    depth = min(_DEPTH, m)
-    sets = effects.grown(Sets.none(off[None]), _WIDTH, depth, _RUN)[0] if depth > 1 else None
+    size = min(_MAX_SET, m)
+    sets = effects.grown(Sets.none(off[None]), _BEAM, size, _SETS_RUN)[0] if size > 1 else None
     texts, losses, spent = changed, left.square().sum(-1), 1 + m * k
     if sets is not None:
         sets = sets[(sets >= 0).any(-1)]
@@ -223,13 +217,13 @@ def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) 
 def try_all(misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most: int) -> Tried:
     """Put each of `tokens` (v,) at each of `places` (m,), in at most `most` texts; keep the best.
 
-    `misfits` gives the losses (b,) of texts (b, n). A text that has half the loss is taken at once.
+    `misfits` gives the losses (b,) of texts (b, n). A text with half the loss ends the search.
     """
     start, forwards = float(misfits(ids[None])[0]), 1
     best, loss = ids, start
     for part in tokens.tensor_split([_COMMON]):
         for place in places.tolist() if len(part) else ():
-            for some in part[: most - forwards].split(_SOME):
+            for some in part[: most - forwards].split(_CHUNK):
                 texts = ids.repeat(len(some), 1)
                 texts[:, place] = some
                 losses, forwards = misfits(texts), forwards + len(some)

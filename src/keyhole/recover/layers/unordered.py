@@ -1,15 +1,15 @@
-"""Text from hidden states in random order.
+"""Read text from hidden states in random order.
 
-**An encoder** (`UnorderedStates`). A row tells its token in any order, and partly its position.
-The attacker runs random texts through the model; with μ_p the mean of the rows at position p and C
-the covariance of rows around the mean of their position, a row h is at p with likelihood
-N(h; μ_p, C) (Fisher's linear discriminant), and the order is the assignment of least total
+**An encoder** (`UnorderedStates`). A row identifies its token in any order, and partly its
+position. The attacker runs random texts through the model. With μ_p the mean of the rows at
+position p, and C the covariance of rows around the mean of their position, a row h is at p with
+likelihood N(h; μ_p, C) (Fisher's linear discriminant). The order is the assignment of least total
 
     D(i, p) = (h_i − μ_p)ᵀ C⁻¹ (h_i − μ_p).
 
-C⁻¹ weighs down the directions in which tokens differ. Rows are read in that order as if it were
-right (encoder.py, forward passes only), and in the right order the text that is read reproduces all
-rows. In a wrong order, the model's answer shows which rows are misplaced: with f_i what it gives
+C⁻¹ gives little weight to the directions in which tokens differ. Rows are read in that order as if
+it were right (encoder.py, forward passes only). In the right order, the text so read reproduces all
+rows. In a wrong order, the model's answer shows which rows are misplaced. With f_i what it gives
 for row i's token at the position q_i that the row was assigned to,
 
     D(i, p) = r ᵀ R⁻¹ r,   r = (h_i − μ_p) − (f_i − μ_{q_i}),
@@ -17,15 +17,14 @@ for row i's token at the position q_i that the row was assigned to,
 where the token cancels in the difference. R is the covariance of r between random texts and the
 same texts with some tokens exchanged, plus a small part of C for tokens that were read wrongly. The
 order is corrected by this D, and the likeliest exchanges of two neighbours are tried, until an
-order fits or none is left to try. Texts not found by then get a full search in their best order.
+order fits or none is left. Texts that are not found get a full search in their best order.
 
-**A causal decoder** (`UnorderedPrefixes`). Position t depends on tokens ≤ t only (decoder.py), so
-after the true prefix exactly one token and one row belong together: the token reproduces the row,
-and no other pair does. What a row says about its token needs no position (ordering.py). So at each
-position the likeliest tokens of all remaining rows are run side by side after the prefix, and each
-answer is compared with each of those rows. The pair that fits extends the prefix, and its row is
-taken out; where none fits, more tokens are tried. A text of n tokens costs about n²/2 tokens
-through the model where first guesses are right.
+**A causal decoder** (`UnorderedPrefixes`). Position t depends on tokens ≤ t only (decoder.py). So
+after the true prefix exactly one token reproduces exactly one of the rows. The likelihood of a
+token given a row needs no position (ordering.py). So at each position the likeliest tokens of all
+remaining rows are run after the prefix, and each answer is compared with each of those rows. The
+pair that fits extends the prefix, and its row is removed; if none fits, more tokens are tried. A
+text of n tokens costs about n²/2 tokens through the model if first guesses are right.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from keyhole.core.numerics import with_ridge
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.layers.decoder import Text, begun
+from keyhole.recover.layers.decoder import Text, texts_of
 from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.layers.ordering import Orderings
@@ -52,9 +51,9 @@ from keyhole.recover.leaks import HiddenStates, Leak
 _RIDGE = 1e-5
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
-_EXCHANGED = 0.3  # share of a random text's tokens that are exchanged with a token nearby
-_WIDEST = 512  # tokens tried in one pass
-_ADDED = 0.01  # share of C that is added to R
+_EXCHANGED = 0.3  # the share of a random text's tokens that are exchanged with a token nearby
+_MAX_CHUNK = 512  # tokens tried in one pass
+_ADDED = 0.01  # the share of C that is added to R
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class _Text:
             self.fits, self.loss = fits, loss
 
     def choose_orders(self, positions: PositionModel, most: int) -> None:
-        """The next orders to try: the corrected one, then the likeliest exchanges."""
+        """Choose the next orders to try: the corrected one, then the likeliest exchanges."""
         rows = self.leak.values[self.order].to(positions.means.device)
         corrected, increases = positions.reordered(rows, self.given.to(rows))
         orders = [self.order[corrected]]
@@ -156,7 +155,7 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
 class PositionModel:
     """How rows depend on their position: `means` (n, d), `plain` C⁻¹ and `corrected` R⁻¹ (d, d).
 
-    `ends` (closing, d): what the special tokens that end a text add to the mean of their positions.
+    `ends` (closing, d) are what the special tokens that end a text add to their positions' means.
     """
 
     means: Tensor
@@ -166,15 +165,15 @@ class PositionModel:
     passes: int
 
     def order(self, rows: Tensor) -> Tensor:
-        """The likeliest row (n,) for each position, from the rows (n, d) alone."""
+        """Return the likeliest row (n,) for each position, from the rows (n, d) alone."""
         means = self.means[: len(rows)].clone()
         means[len(means) - len(self.ends) :] += self.ends[-len(means) :]
         return assigned(_distances(rows, means, self.plain))
 
     def reordered(self, rows: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The order corrected by what the model gives (n, d) for the text read in this order.
+        """Return the order corrected by what the model gives (n, d) for the text as read.
 
-        Also by how much the distance increases (n − 1,) if a row and the next one are exchanged.
+        Also return by how much the distance increases (n − 1,) if a row and the next are exchanged.
         """
         means = self.means[: len(rows)]
         costs = _distances(rows.double() - given + means, means, self.corrected)
@@ -183,16 +182,16 @@ class PositionModel:
 
 
 def _distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
-    """D (rows, positions), up to a constant for each row."""
+    """Return D (rows, positions), up to a constant for each row."""
     weighted = means @ precision
     return (weighted * means).sum(-1) - 2 * rows.to(means) @ weighted.T
 
 
 def assigned(costs: Tensor) -> Tensor:
-    """The row (n,) for each position by costs (rows, positions); rows of NaN get what is left."""
-    seen = costs.isfinite().all(-1).cpu()
-    from scipy.optimize import linear_sum_assignment  # on demand: no other attack needs it
+    """Return the row (n,) for each position by costs (rows, positions); rows of NaN come last."""
+    from scipy.optimize import linear_sum_assignment  # on demand: it loads slowly
 
+    seen = costs.isfinite().all(-1).cpu()
     rows = seen.nonzero().flatten()
     chosen, places = linear_sum_assignment(costs.cpu()[rows].numpy())
     order = torch.full((len(costs),), -1)
@@ -205,7 +204,7 @@ def assigned(costs: Tensor) -> Tensor:
 def fit_positions(
     target: Target, leak: Leak, length: int, samples: int, seed: int
 ) -> PositionModel:
-    """Fit the model of positions up to `length` of such leaks to about `samples` random tokens.
+    """Fit the model of positions up to `length` of such leaks, on about `samples` random tokens.
 
     Most are in texts of that length; a few shorter texts show what closing tokens add.
     """
@@ -231,12 +230,12 @@ def fit_positions(
 
 
 def _run(target: Target, leak: Leak, ids: Tensor) -> Tensor:
-    """Rows (b, n, d) of random texts."""
+    """Return the rows (b, n, d) of random texts."""
     return target.rows(leak, ids.to(target.parts.device)).double()
 
 
 def _ends(target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closing: int) -> Tensor:
-    """What (closing, d) the closing tokens add to the mean of other tokens at their positions."""
+    """Return what (closing, d) the closing tokens add to the mean of other tokens' rows."""
     added = means.new_zeros(closing, means.shape[1])
     for ids in texts:
         last = slice(ids.shape[1] - closing, ids.shape[1])
@@ -248,11 +247,11 @@ def _residuals(
     target: Target, leak: Leak, ids: Tensor, rows: Tensor, means: Tensor,
     stream: torch.Generator,
 ) -> Tensor:  # fmt: skip
-    """How (m, d) a token's row changes in the same text with some tokens exchanged."""
+    """Return how a token's row changes (m, d) in the same text with some tokens exchanged."""
     opening, closing = (len(side) for side in target.frame())
-    moved = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
-    other = _run(target, leak, ids.gather(1, moved)) - means
-    places = moved.to(rows.device)[..., None].expand_as(rows)
+    orders = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
+    other = _run(target, leak, ids.gather(1, orders)) - means
+    places = orders.to(rows.device)[..., None].expand_as(rows)
     own = (rows - means).gather(1, places)  # of the token that was moved there
     return (other - own)[:, opening : len(means) - closing].flatten(0, 1)
 
@@ -264,7 +263,7 @@ def _inverse(covariance: Tensor) -> Tensor:
 def _exchanged(
     count: int, length: int, opening: int, closing: int, stream: torch.Generator
 ) -> Tensor:
-    """Orders (count, length) in which some tokens changed places with one of the next three."""
+    """Return orders (count, length) with some tokens exchanged with one of the next three."""
     orders = torch.arange(length).repeat(count, 1)
     each = torch.arange(count)
     for place in range(opening, length - closing - 3):
@@ -278,11 +277,11 @@ def _exchanged(
 
 @dataclass(frozen=True)
 class UnorderedPrefixes:
-    """Left-to-right search for the token and its row.
+    """Left-to-right search for the next token and its row.
 
-    `fans`: how many of each row's likeliest tokens are tried, fewer first, until one fits; in the
-    end the whole vocabulary is. `samples`: random tokens to fit the ordering with (None: eight for
-    each number in a row).
+    `fans`: how many of each row's likeliest tokens are tried, one number after another until a
+    token fits; in the end all tokens are tried. `samples`: random tokens that fit the ordering
+    (None: eight for each number in a row).
     """
 
     fans: tuple[int, ...] = (1, 4, 16, 64, 256)
@@ -294,7 +293,7 @@ class UnorderedPrefixes:
             raise InputError(f"fans must be positive: got {self.fans}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        texts, orderings = begun(target, leaks, self.samples, self.seed)
+        texts, orderings = texts_of(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
             self._read(target, leaks[0].exposure, orderings, text)
@@ -308,7 +307,7 @@ class UnorderedPrefixes:
         branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=device))
         leaked = text.rows.isfinite().all(-1)
         remaining = leaked.nonzero().flatten()
-        # Where the search ends early, the rest is proposed in the order in which it leaked.
+        # If the search ends early, the rest is proposed in the order in which it leaked.
         likeliest = orderings.rest.likelihood(text.rows).argmax(-1)
         while len(remaining):
             pair = self._pair(branches, exposure, orderings, text, remaining)
@@ -317,11 +316,11 @@ class UnorderedPrefixes:
                 text.excluded = text.position
                 break
             token, row = pair
-            text.settle([token], [0.0])
+            text.accept([token], [0.0])
             remaining = remaining[remaining != row]
             target.count.set(text.number, text.position)
         gaps = (~leaked).nonzero().flatten()
-        found = likeliest.new_zeros(text.position)  # not guessed
+        found = likeliest.new_zeros(text.position)  # placeholders: these tokens are in text.ids
         guesses = torch.cat([found, likeliest[remaining], likeliest[gaps]])
         text.guesses = guesses[: len(text.rows)]
 
@@ -329,18 +328,17 @@ class UnorderedPrefixes:
         self, branches: Branches, exposure: Exposure, orderings: Orderings, text: Text,
         remaining: Tensor,
     ) -> tuple[int, int] | None:  # fmt: skip
-        """The next token and the row that it reproduces; `branches` is extended by it."""
+        """Return the next token and the row that it reproduces, and extend `branches` by it."""
         device, position = text.rows.device, text.position
         ordering = orderings.at(position)
         scores, spread = ordering.likelihood(text.rows[remaining]), orderings.spread(position)
-        limit = text.tolerance.limit(text.rows.shape[-1])
         tried = torch.zeros(0, device=device)
         no_chain = torch.zeros(1, dtype=torch.bool, device=device)  # tokens are alternatives
         for count in (*self.fans, scores.shape[1]):
             wanted = scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
             fresh = wanted[~torch.isin(wanted, tried)]
             tried = torch.cat([tried, fresh])
-            for tokens in fresh.split(_WIDEST) if len(fresh) else ():
+            for tokens in fresh.split(_MAX_CHUNK) if len(fresh) else ():
                 given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][0]
                 text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
                 misfits = torch.stack([
@@ -348,9 +346,9 @@ class UnorderedPrefixes:
                     for row in remaining.tolist()
                 ])  # fmt: skip
                 row, token = divmod(int(misfits.argmin()), len(tokens))
-                fits = bool(misfits[row, token] <= limit)
-                node, count, the_text = torch.tensor([[token], [fits], [0]], device=device)
-                branches.accept(first=node, counts=count, rows=the_text)  # none unless it fits
+                fits = bool(misfits[row, token] <= 1)
+                node, accepted, text_row = torch.tensor([[token], [fits], [0]], device=device)
+                branches.accept(first=node, counts=accepted, rows=text_row)
                 if fits:
                     return int(tokens[token]), int(remaining[row])
         return None
