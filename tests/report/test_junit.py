@@ -7,13 +7,13 @@ from datetime import date
 from xml.etree import ElementTree
 
 from keyhole.assess import Policy, assess, decided
-from keyhole.report import junit
+from keyhole.report.formats import as_junit
 from sample_audits import clean, judged, whole
 
 
 def ends(assessment):
     """Return how each test case ended, by its name."""
-    root = ElementTree.fromstring(junit.render(assessment))
+    root = ElementTree.fromstring(as_junit(assessment))
     tags = ("failure", "error", "skipped")
     return {
         case.attrib["name"]: next((part.tag for part in case if part.tag in tags), "passed")
@@ -55,7 +55,7 @@ def test_what_a_policy_allows_is_no_error():
 
 
 def test_cases_are_named_after_family_and_surface():
-    root = ElementTree.fromstring(junit.render(assess(whole())))
+    root = ElementTree.fromstring(as_junit(assess(whole())))
     names = {case.attrib["classname"] for case in root.iter("testcase")}
     assert {"keyhole.text.a-model", "keyhole.text.a-store", "keyhole.inputs"} <= names
     suites = [suite.attrib["name"] for suite in root]

@@ -12,7 +12,8 @@ from keyhole.assess import assess
 from keyhole.core import Estimate, Exposure, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import NOT_CHECKED, is_chosen
-from keyhole.report import json_form, junit, sarif, words
+from keyhole.report import json_form, sarif, words
+from keyhole.report.formats import as_junit
 from sample_audits import finding, judged, whole
 
 
@@ -25,7 +26,7 @@ def decided_of() -> dict[str, object]:
         "gone": [item.id for item in made.gone],
         "rulings": made.decision,
         "sarif": [(result["ruleId"], result["partialFingerprints"]) for result in results],
-        "ends": [junit.render(made).count(f"<{tag} ") for tag in ("failure", "error", "skipped")],
+        "ends": [as_junit(made).count(f"<{tag} ") for tag in ("failure", "error", "skipped")],
         "chosen": [is_chosen(item.finding.exposure, ["KH-TEXT-*"]) for item in made.items],
         "layers": [item.finding.exposure.layer for item in made.items],
     }

@@ -1,4 +1,4 @@
-"""The formats of a report, by the names that people type.
+"""The formats of a report, by the names that people type, and two of them: Markdown and JUnit XML.
 
 All of them are made from the same `Assessment`, so that no two can disagree about ids, severities
 or the verdict.
@@ -6,17 +6,300 @@ or the verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from keyhole.assess import Assessment
-from keyhole.report import json_form, junit, markdown, sarif
+from keyhole.assess import Assessment, Card, Item, Level, Ruling, Severity
+from keyhole.assess.severity import cost
+from keyhole.core import Outcome, Skip
+from keyhole.core.exposure import NOT_CHECKED
+from keyhole.core.text import as_code, inert
+from keyhole.report import json_form, sarif, words
 from keyhole.report.page import render
+
+# Markdown, for a comment on a pull request: the verdict, four cards, what is given away.
+#
+# Everything from a target, a server or a file is put into a code span (core/text.py), so that it
+# mentions nobody, links nothing and opens no tag. GitHub allows 65,536 characters in a comment;
+# rows that do not fit are counted instead.
+
+MOST = 60_000  # characters in all; GitHub allows some more
+SHOWN = 20  # findings that are shown without a click
+CELL = 160  # characters of a cell
+SIGNS = {
+    Severity.CRITICAL: "🔴", Severity.HIGH: "🟠", Severity.MEDIUM: "🟡", Severity.LOW: "🔵",
+    Severity.UNKNOWN: "⚪", Severity.NONE: "🟢",
+}  # fmt: skip
+HEAD = (
+    "| severity | given away | how much | cost | fix |",
+    "| --- | --- | --- | --- | --- |",
+)
+
+
+def as_markdown(assessment: Assessment) -> str:
+    """Return a comment that is complete, or says how many findings it leaves out."""
+    rows = [_row(item) for item in assessment.exposed]
+    top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
+    bottom = [*_not_counted(assessment), *_how_to_reproduce(assessment)]
+    left = MOST - sum(len(line) + 1 for line in (*top, *bottom))
+    fitting = sum(size <= left for size in accumulate(len(line) + 1 for line in rows))
+    return "\n".join([*top, *_given_away(rows, fitting), *bottom]) + "\n"
+
+
+def _title(assessment: Assessment) -> list[str]:
+    ways = sum(item.finding.open for item in assessment.items)
+    found_open = f"{ways} found a way open, " if ways else ""
+    return [
+        f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}", "",
+        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
+        f"{len(assessment.items)} checks gave something away, {found_open}worst severity "
+        f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
+    ]  # fmt: skip
+
+
+def _cards(cards: Sequence[Card]) -> list[str]:
+    rows = [
+        f"| {SIGNS[card.severity]} {card.severity} | {card.family} | {card.level} | "
+        f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
+        if card.level is not Level.NOT_TRIED
+        else f"| – | {card.family} | {card.level} | – | |"
+        for card in cards
+    ]
+    return [
+        "| severity | what | given away | through | the fix that serves most |",
+        "| --- | --- | --- | --- | --- |", *rows, "",
+    ]  # fmt: skip
+
+
+def _decision(assessment: Assessment) -> list[str]:
+    decision = assessment.decision
+    if decision is None:
+        return []
+    end = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
+    rule, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
+    return [f"By the policy {source} this **{end}**: {rule}", ""]
+
+
+def _row(item: Item) -> str:
+    finding = item.finding
+    state = f" ({item.state})" if item.state is not None else ""
+    tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
+    ignored = ""
+    if item.ignored is not None:
+        reason = as_code(item.ignored.reason, CELL)
+        ignored = f"<br>ignored until {item.ignored.until}: {reason}"
+    return (
+        f"| {SIGNS[item.severity]} {item.severity}{state} | "
+        f"{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
+        f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
+    )
+
+
+def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
+    """Return the table of findings, of which the first `fitting` rows fit."""
+    shown, more = rows[: min(fitting, SHOWN)], rows[SHOWN:fitting]
+    lines = [] if not shown else ["### Given away", "", *HEAD, *shown, ""]
+    if more:
+        lines += [f"<details><summary>{len(more)} more</summary>", "", *HEAD, *more, ""]
+        lines += ["</details>", ""]
+    if left := len(rows) - fitting:
+        lines += [f"{left} more findings do not fit here: the JSON file has all of them.", ""]
+    return lines
+
+
+def _not_counted(assessment: Assessment) -> list[str]:
+    """Return lists of whatever is not in the table, and what was assumed of the service."""
+    lines = _folded("could not be checked, which is not clean", words.unchecked(assessment))
+    for about, items in (
+        ("gone since the baseline", assessment.gone),
+        ("of the baseline not tried this time, as before", assessment.untried),
+        ("hypothetical: the service does not return it", assessment.hypothetical),
+    ):
+        lines += _folded(about, [words.in_full(item.finding.exposure) for item in items])
+    note = words.assumed(assessment)
+    return [*lines, note, ""] if note else lines
+
+
+def _folded(about: str, names: Sequence[str]) -> list[str]:
+    """Return a list that is folded under a line with its count."""
+    if not names:
+        return []
+    listed = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
+    listed += [f"- and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return [f"<details><summary>{len(names)} {about}</summary>", "", *listed, "", "</details>", ""]
+
+
+def _how_to_reproduce(assessment: Assessment) -> list[str]:
+    audit = assessment.audit
+    return [
+        "<details><summary>How to reproduce</summary>", "",
+        f"Keyhole {as_code(words.version(audit))}, seed {audit.seed}, finished "
+        f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
+        f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
+        f"{as_code(audit.identity, CELL)}.", "",
+        "```sh", f"keyhole audit TARGET --seed {audit.seed}",
+        "keyhole report AUDIT.json  # this audit as a page", "```", "", "</details>",
+    ]  # fmt: skip
+
+
+# JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
+#
+# Each check is a test case: a failure if something was given away, an error if it could not be
+# checked, skipped if nothing was tried or a policy ignores it. If a policy decided, a test case
+# fails if and only if the policy says so, so that the tests and the exit code agree.
+
+
+@dataclass(frozen=True)
+class Case:
+    """A check of a part of the target; `end` is the tag of its outcome, empty if it passed."""
+
+    part: str
+    classname: str
+    name: str
+    seconds: float
+    end: str
+    kind: str
+    message: str
+    details: tuple[str, ...]
+
+
+def as_junit(assessment: Assessment) -> str:
+    """Return a document with a suite for each part of the target."""
+    audit = assessment.audit
+    cases = [_case(item, assessment) for item in (*assessment.items, *assessment.hypothetical)]
+    cases += [_skipped(skip, assessment) for skip in audit.skips]
+    name = inert(f"keyhole audit of {audit.target}")
+    root = Element("testsuites", {"name": name, **_totals(cases)})
+    about = {
+        "verdict": assessment.verdict,
+        "severity": assessment.severity.value,
+        "identity": audit.identity,
+        "keyhole": words.version(audit),
+        "policy": "" if assessment.decision is None else assessment.decision.source,
+    }
+    finished = words.finished(audit)
+    when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
+    for part in dict.fromkeys(case.part for case in cases):
+        suite = [case for case in cases if case.part == part]
+        skipped = str(sum(case.end == "skipped" for case in suite))
+        attributes = {"name": inert(part), **_totals(suite), "skipped": skipped, **when}
+        parent = SubElement(root, "testsuite", attributes)
+        properties = SubElement(parent, "properties")
+        for key, value in about.items():
+            SubElement(properties, "property", name=key, value=inert(value))
+        for case in suite:
+            _add(parent, case)
+    indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
+
+
+def _case(item: Item, assessment: Assessment) -> Case:
+    finding = item.finding
+    end, because = _end(item, assessment)
+    details = [
+        f"finding: {item.id}",
+        f"rule: {item.rule.id} ({item.rule.name})",
+        f"standards: {', '.join(standard.id for standard in item.rule.standards) or 'none'}",
+        f"severity: {item.severity}, score {item.score} of 10 ({item.why})",
+        f"cost: {cost(finding)}, {finding.seconds:.2f} s",
+        f"status: {finding.status}",
+    ]
+    details += [f"decided by: {because}"] if because else []
+    details += [f"reason: {finding.reason}"] if finding.reason else []
+    details += [f"try it: {finding.command}"] if finding.command else []
+    details += [f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []
+    return Case(
+        finding.part or assessment.audit.target,
+        _classname(item.family, finding.part),
+        f"{words.exposure(finding.exposure)} ({finding.attack})",
+        finding.seconds,
+        end,
+        item.severity.value,
+        f"{item.severity}: {words.outcome(finding)}",
+        tuple(details),
+    )
+
+
+_ENDS = {
+    Outcome.GIVEN_AWAY: "failure",
+    Outcome.EXPOSED: "failure",
+    Outcome.UNCHECKED: "error",
+    Outcome.KEPT: "",
+}
+
+
+def _end(item: Item, assessment: Assessment) -> tuple[str, str]:
+    """Return the tag of how a check ended, and the rule of a policy that decided it."""
+    if item in assessment.hypothetical:
+        return "skipped", "the service does not return it"
+    if assessment.decision is None:
+        return _ENDS[item.finding.outcome], ""
+    ruled = next(ruled for ruled in assessment.decision.rulings if ruled.name == item.id)
+    unchecked = _end_of_unchecked(assessment)
+    ends = {Ruling.FAILS: "failure", Ruling.IGNORED: "skipped", Ruling.UNCHECKED: unchecked}
+    return ends.get(ruled.ruling, ""), ruled.rule
+
+
+def _end_of_unchecked(assessment: Assessment) -> str:
+    """Return the tag of a check without a result, which a policy may allow."""
+    decision = assessment.decision
+    return "skipped" if decision is not None and decision.exit_code == 0 else "error"
+
+
+def _skipped(skip: Skip, assessment: Assessment) -> Case:
+    decision, has_rule = assessment.decision, skip.exposure.rule != NOT_CHECKED
+    ignored = decision is not None and any(
+        ruled.name == skip.exposure.id and ruled.ruling is Ruling.IGNORED
+        for ruled in decision.rulings
+    )
+    return Case(
+        assessment.audit.target,
+        _classname(skip.exposure.family if has_rule else "skipped", ""),
+        f"{words.skip(skip)} ({skip.attack})",
+        0.0,
+        _end_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped",
+        "unknown" if skip.unchecked else "not tried",
+        skip.reason,
+        (),
+    )
+
+
+def _classname(family: str, part: str) -> str:
+    return f"keyhole.{family}.{words.slug(part)}" if part else f"keyhole.{family}"
+
+
+def _totals(cases: Sequence[Case]) -> dict[str, str]:
+    return {
+        "tests": str(len(cases)),
+        "failures": str(sum(case.end == "failure" for case in cases)),
+        "errors": str(sum(case.end == "error" for case in cases)),
+        "time": _time(sum(case.seconds for case in cases)),
+    }
+
+
+def _time(seconds: float) -> str:
+    return f"{max(0.0, seconds):.3f}"
+
+
+def _add(suite: Element, case: Case) -> None:
+    child = SubElement(
+        suite, "testcase", classname=case.classname, name=inert(case.name), time=_time(case.seconds)
+    )
+    text = "\n".join(inert(line) for line in case.details)
+    if case.end:
+        end = SubElement(child, case.end, type=case.kind, message=inert(case.message))
+        end.text = text or None
+    elif text:
+        SubElement(child, "system-out").text = text
+
 
 FORMATS: dict[str, Callable[[Assessment], str]] = {
     "html": render,
     "json": json_form.render,
     "sarif": sarif.render,
     "sarif-github": sarif.render_alerts,
-    "markdown": markdown.render,
-    "junit": junit.render,
+    "markdown": as_markdown,
+    "junit": as_junit,
 }

@@ -42,7 +42,6 @@ SPANS = {
 
 
 def written(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the file of some runs."""
     return f"{dump({'$schema': SCHEMA, 'version': '2.1.0', 'runs': list(runs)})}\n"
 
 
@@ -179,7 +178,6 @@ _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
 
 
 def in_file(path: str, line: int) -> dict[str, Any]:
-    """Return the location of a line of a file."""
     where = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": line}}
     return {"physicalLocation": where}
 
@@ -198,10 +196,9 @@ class Places:
     def __init__(self, target: str) -> None:
         self.target = target
         self.all: list[dict[str, Any]] = []
-        self._known: dict[tuple[str, str], int] = {}
+        self._indices: dict[tuple[str, str], int] = {}
 
     def of(self, exposure: Exposure) -> dict[str, Any]:
-        """Return the location of an exposure."""
         steps = [("target", self.target)]
         steps += [("endpoint", inert(exposure.part))] if exposure.part else []
         steps += [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
@@ -211,8 +208,13 @@ class Places:
         logical: list[dict[str, Any]] = []
         for kind, name in steps:
             path.append(name)
-            parent = self._index(kind, name, " / ".join(path), parent)
-            logical.append({**self.all[parent], "index": parent})
+            full = " / ".join(path)
+            in_parent = {} if parent is None else {"parentIndex": parent}
+            place = {"name": name, "fullyQualifiedName": full, "kind": kind, **in_parent}
+            parent = self._indices.setdefault((kind, full), len(self.all))
+            if parent == len(self.all):
+                self.all.append(place)
+            logical.append({**place, "index": parent})
         return {
             "physicalLocation": {
                 "artifactLocation": {"uri": self.uri},
@@ -227,14 +229,6 @@ class Places:
         if path is not None and ("/" in self.target or "." in self.target):
             return quote(path[1])
         return f"keyhole/{words.slug(self.target)}"
-
-    def _index(self, kind: str, name: str, full: str, parent: int | None) -> int:
-        key = (kind, full)
-        if key not in self._known:
-            self._known[key] = len(self.all)
-            in_parent = {} if parent is None else {"parentIndex": parent}
-            self.all.append({"name": name, "fullyQualifiedName": full, "kind": kind, **in_parent})
-        return self._known[key]
 
 
 _STATES = {
