@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
+from functools import cached_property
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
 from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
@@ -158,14 +159,22 @@ class Assessment:
     audit: Audit
     items: tuple[Item, ...]
     controls: tuple[Item, ...]
-    families: tuple[Card, ...]
-    verdict: str
     gone: tuple[Item, ...] = ()
     untried: tuple[Item, ...] = ()
     other: str = ""
     hypothetical: tuple[Item, ...] = ()
     returns: tuple[str, ...] = ()
     decision: Decision | None = None
+
+    @cached_property
+    def families(self) -> tuple[Card, ...]:
+        """A card for each family, whether it was tried or not."""
+        return tuple(_card(family, self.items) for family in Family)
+
+    @cached_property
+    def verdict(self) -> str:
+        """A sentence about what is lost, and then about what nobody knows."""
+        return _verdict(self)
 
     @property
     def severity(self) -> Severity:
@@ -224,16 +233,10 @@ def assess(
         # Whatever was observed is given out, whatever somebody says.
         is_real = item.finding.observed or is_returned(item.finding.exposure, returns)
         (counted if is_real else hypothetical).append(item)
-    made = Assessment(
-        audit,
-        items=tuple(counted),
-        controls=tuple(item for item in items if item.finding.control),
-        families=tuple(_card(family, counted) for family in Family),
-        verdict="",
-        hypothetical=tuple(hypothetical),
-        returns=returns,
+    controls = tuple(item for item in items if item.finding.control)
+    return Assessment(
+        audit, tuple(counted), controls, hypothetical=tuple(hypothetical), returns=returns
     )
-    return replace(made, verdict=_verdict(made))
 
 
 def ids(findings: Sequence[Finding]) -> list[str]:
@@ -318,7 +321,6 @@ _LOSSES = {
 
 
 def _verdict(made: Assessment) -> str:
-    """Return a sentence about what is lost, and then about what nobody knows."""
     total = len(made.items)
     checks = total + len(made.unchecked_skips)
     if checks == 0 and made.hypothetical:
@@ -448,7 +450,7 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
     """Return the new assessment with the state of each finding since the old one."""
     if not new.audit.is_of(old.audit):
         items = tuple(replace(item, state=State.NEW) for item in new.items)
-        return replace(_with_items(new, items), other=old.audit.name or old.audit.target)
+        return replace(new, items=items, other=old.audit.name or old.audit.target)
     parts = [{finding.part for finding in each.audit.findings} for each in (new, old)]
     has_parts = max(map(len, parts)) > 1
     keys, old_keys = _keys(new.audit, has_parts), _keys(old.audit, has_parts)
@@ -462,7 +464,8 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
         if item.finding.exposed and key not in keys.values()
     }
     return replace(
-        _with_items(new, items),
+        new,
+        items=items,
         gone=tuple(
             replace(item, state=State.GONE) for key, item in missing.items() if key in absent
         ),
@@ -470,15 +473,6 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
             replace(item, state=State.UNTRIED) for key, item in missing.items() if key not in absent
         ),
     )
-
-
-def _with_items(new: Assessment, items: tuple[Item, ...]) -> Assessment:
-    by_id = {item.id: item for item in items}
-    cards = tuple(
-        replace(card, worst=None if card.worst is None else by_id[card.worst.id])
-        for card in new.families
-    )
-    return replace(new, items=items, families=cards)
 
 
 def _key(exposure: Exposure, has_parts: bool) -> Exposure:
