@@ -41,10 +41,10 @@ def dask_setup(worker: Any) -> None:
         note(ENDED, last[0], made.name)
         return found
 
-    def seen(named: NamedTarget, worker: int = 0) -> Any:
+    def seen(named: NamedTarget) -> Any:
         last[0] = named.name
         note(OPENED, named.name, "")
-        return opened(named, worker)
+        return opened(named)
 
     run.run_check, NamedTarget.open = recorded, seen
 

@@ -25,7 +25,7 @@ from keyhole.audit.run import audit
 from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Skip
-from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.errors import KeyholeError, expect_among, expect_count, first_line
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import write_text
 from keyhole.data import NO_LABEL, Example
@@ -71,8 +71,8 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
         seed: int = 0,
     ) -> None:
         expect_count("every", every)
-        if fail_on is not None and fail_on not in list(Severity):
-            raise InputError(f"fail_on must be one of {', '.join(Severity)}, not {fail_on}")
+        if fail_on is not None:
+            expect_among("fail_on", fail_on, Severity)
         self.texts, self.examples, self.exposures = texts, examples, exposures
         self.layers, self.every, self.strict, self.seed = layers, every, strict, seed
         self.fail_on = None if fail_on is None else Severity(fail_on)
@@ -106,22 +106,25 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
     def _run(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero:
             return
-        model, words = given["model"], given.get("processing_class")
-        folder = self.folder or Path(args.output_dir)
+        model = given["model"]
         try:
-            self.audit = self._audited(model, words, given)
+            self.audit = self._audited(model, given)
         except Exception as error:
             if self.strict:
                 raise
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            _log.warning("keyhole could not check the model: %s", first)
-            skip = Skip(Exposure(NOT_CHECKED, "model"), "–", first, unchecked=True)
+            reason = first_line(error)
+            _log.warning("keyhole could not check the model: %s", reason)
+            skip = Skip(Exposure(NOT_CHECKED, "model"), "–", reason, unchecked=True)
             self.audit = Audit(type(model).__name__, "", (), (skip,), self.seed)
-        self._write(folder)
-        self._say(state)
+        self._write(self.audit, self.folder or Path(args.output_dir))
+        made = figures(assess(self.audit))
+        if self._trainer is not None:
+            self._trainer.log(made)
+        else:  # what a callback reaches by itself: the history that is saved with the model
+            state.log_history.append({**made, "epoch": state.epoch, "step": state.global_step})
 
-    def _audited(self, model: Any, words: Any, given: Mapping[str, Any]) -> Audit:
-        with lent(model, words, type(model).__name__) as loaded:
+    def _audited(self, model: Any, given: Mapping[str, Any]) -> Audit:
+        with lent(model, given.get("processing_class"), type(model).__name__) as loaded:
             examples = list(self.examples) or self._given(loaded.tokenizer, given)
             texts = list(self.texts) or [each.text for each in examples[:_TEXTS]]
             subject = TextTarget(
@@ -146,26 +149,15 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
         rows = next((each for each in sets if each is not None and not isinstance(each, dict)), ())
         return examples_in(cast("Iterable[Any]", rows), tokenizer)
 
-    def _write(self, folder: Path) -> None:
-        if self.audit is None:
-            return
+    def _write(self, audit: Audit, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.audit.save(folder / f"{NAME}.json")
-            write_text(folder / f"{NAME}.html", report.render(self.audit))
+            audit.save(folder / f"{NAME}.json")
+            write_text(folder / f"{NAME}.html", report.render(audit))
         except (OSError, KeyholeError) as error:  # a full disk is no reason to lose a training
             if self.strict:
                 raise
             _log.warning("keyhole could not write its report: %s", error)
-
-    def _say(self, state: Any) -> None:
-        if self.audit is None:
-            return
-        made = figures(assess(self.audit))
-        if self._trainer is not None:
-            self._trainer.log(made)
-        else:  # what a callback reaches by itself: the history that is saved with the model
-            state.log_history.append({**made, "epoch": state.epoch, "step": state.global_step})
 
 
 def figures(assessment: Assessment) -> dict[str, float]:
@@ -210,14 +202,13 @@ def _class(label: Any) -> int:
 
 
 def _expect_kept(assessment: Assessment, least: Severity) -> None:
-    worst = assessment.severity
-    unknown = Severity.UNKNOWN.rank if assessment.unchecked else 0
-    if max(worst.rank if assessment.items else 0, unknown) < least.rank:
+    tried = assessment.items or assessment.unchecked
+    if not tried or assessment.severity.rank < least.rank:
         return
-    bad = [item for item in assessment.items if item.severity.rank >= least.rank]
     lines = [
         f"{item.severity}: {words.in_full(item.finding.exposure)} ({item.finding.reason})"
-        for item in bad
+        for item in assessment.items
+        if item.severity.rank >= least.rank
     ]
     skips = [skip for skip in assessment.audit.skips if skip.unchecked]
     lines += [f"could not check: {words.skip(skip)} ({skip.reason})" for skip in skips]

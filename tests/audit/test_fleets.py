@@ -71,9 +71,9 @@ def counted(monkeypatch, stops=()):
     opened, made = [], []
     usual, take = NamedTarget.open, Checking.take
 
-    def noted(named, worker=0):
+    def noted(named):
         opened.append(named.name)
-        return usual(named, worker)
+        return usual(named)
 
     def taken(checking, done):
         take(checking, done)

@@ -8,7 +8,7 @@ import pytest
 
 import tiny_models as tiny
 from keyhole import oracle
-from keyhole.audit import TextTarget, endpoints, texts
+from keyhole.audit import TextTarget, texts
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
 from keyhole.core import Status
@@ -41,7 +41,7 @@ def test_a_leak_is_attacked_as_in_an_audit(precision):
 
 def test_scores_are_attacked_as_they_are():
     whole = [
-        finding for check in endpoints.weight_checks("head", HEAD, 0)
+        finding for check in EndpointPart("head", HEAD).weight_checks(0)
         for finding in check.run(untracked).findings
     ]  # fmt: skip
     audit = audit_exposure(BOTH, "scores")

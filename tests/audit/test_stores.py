@@ -276,7 +276,7 @@ def test_what_an_encoder_cuts_off_did_not_come_back(tmp_path, encoder):
     folder = shutil.copytree(encoder, tmp_path / "encoder")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
     name = made_stores.jsonl(tmp_path, vectors_of(["w5"]), ["w5 w6 w7"])
-    (store,) = open_target(name, model=str(folder), texts=1).stores.values()
+    store = open_target(name, model=str(folder), texts=1).store
     assert (store.max_length, store.pooling.sure) == (3, True)
     (finding,) = audit(replace(store, method=SHORT)).findings
     (reading,) = finding.texts[0].readings

@@ -59,24 +59,21 @@ def _endpoint(
         tried = try_defence(trial, oracle, client(), seed, track(words.exposure(exposure)))
     except OracleError as error:
         return Checked(skips=(Skip(anywhere, "none", str(error), unchecked=True),))
-    return Checked((_weights(tried, exposure),))
-
-
-def _weights(tried: Tried, exposure: Exposure) -> Finding:
-    broken = OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
     had = "nothing" if tried.attacker_error is None else f"a copy off by {tried.attacker_error:.1e}"
     refused = f", {tried.refused:.0%} of its questions refused" if tried.refused else ""
-    return Finding(
-        exposure=exposure,
-        attack=tried.attack,
-        status=tried.status,
-        reason=f"{tried.setting}: the attacker has {had}, an honest client answers off by "
-        f"{tried.honest_error:.1e}{refused}; {tried.reason}",
-        remedy=_BROKEN if broken else _HELD,
-        error=tried.attacker_error,
-        queries=tried.queries,
-        seconds=tried.seconds,
+    reason = (
+        f"{tried.setting}: the attacker has {had}, an honest client answers off by "
+        f"{tried.honest_error:.1e}{refused}; {tried.reason}"
     )
+    finding = Finding(
+        exposure, tried.attack, tried.status, reason, _BROKEN if _broken(tried) else _HELD,
+        error=tried.attacker_error, queries=tried.queries, seconds=tried.seconds,
+    )  # fmt: skip
+    return Checked((finding,))
+
+
+def _broken(tried: Tried | LeakTried) -> bool:
+    return OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
 
 
 def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
@@ -104,20 +101,10 @@ def _model(
 ) -> Checked:
     track(words.exposure(exposure))(0)
     tried = read_behind(target.loaded, target.texts, leak, defence, seed)
-    return Checked((_text(tried, exposure),))
-
-
-def _text(tried: LeakTried, exposure: Exposure) -> Finding:
     own = f", with {tried.own} texts that the attacker sent" if tried.own else ""
-    broken = OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
-    return Finding(
-        exposure=exposure,
-        attack=tried.attack,
-        status=tried.status,
-        reason=f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}",
-        remedy=_GIVEN if broken else _CLOSED,
-        queries=tried.texts + tried.own,
-        seconds=tried.seconds,
-        known=tried.tokens,
-        sought="text",
-    )
+    reason = f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}"
+    finding = Finding(
+        exposure, tried.attack, tried.status, reason, _GIVEN if _broken(tried) else _CLOSED,
+        queries=tried.texts + tried.own, seconds=tried.seconds, known=tried.tokens, sought="text",
+    )  # fmt: skip
+    return Checked((finding,))

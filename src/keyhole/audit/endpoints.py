@@ -61,62 +61,71 @@ class EndpointPart(Part):
         return self.oracle.dim**2
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
-        made = weight_checks(self.name, self.oracle, seed)
-        made += input_checks(self.name, self.oracle, seed)
-        return made + (
-            defences.endpoint_checks(self.name, self.oracle, seed) if against_defences else []
-        )
+        made = [*self.weight_checks(seed), *self._input_checks(seed)]
+        if against_defences:
+            made += defences.endpoint_checks(self.name, self.oracle, seed)
+        return made
 
+    def weight_checks(
+        self, seed: int, *, as_given: bool = False, budget: int | None = None
+    ) -> list[Check]:
+        """Every exposure of the registry; those that this endpoint does not have are skipped.
 
-def weight_checks(
-    part: str, oracle: Oracle, seed: int, *, as_given: bool = False, budget: int | None = None
-) -> list[Check]:
-    """Every exposure of the registry; those that this endpoint does not have are skipped.
+        `as_given` leaves out rows that simulate a server's defences: coarser answers, query
+        budgets. `budget` is how many queries an attacker may ask this endpoint.
+        """
 
-    `as_given` leaves out rows that simulate a server's defences: coarser answers, query budgets.
-    `budget` is how many queries an attacker may ask this endpoint.
-    """
-    rows = [
-        (entry, row if budget is None else replace(row, budget=budget / _unknowns(oracle)))
-        for entry, row in EXTRACTIONS.rows()
-        if not as_given or (row.view is None and row.budget is None)
-    ]
+        @cache  # a few dozen questions, asked once, by the first check that runs
+        def choice() -> Choice | OracleError:
+            try:
+                return choose(self.oracle, seed)
+            except OracleError as error:
+                return error
 
-    @cache  # a few dozen questions, asked once, by the first check that runs
-    def choice() -> Choice | OracleError:
+        made: list[Check] = []
+        for entry, row in EXTRACTIONS.rows():
+            if as_given and (row.view is not None or row.budget is not None):
+                continue
+            if budget is not None:
+                row = replace(row, budget=budget / _unknowns(self.oracle))
+            method = EXTRACTIONS.make(entry.name, seed=seed, **row.settings)
+            exposure = replace(row.exposure, part=self.name)
+            run = partial(self._check_weights, row, method, exposure, choice)
+            made.append(Check(exposure, run, entry.name))
+        return made
+
+    def _check_weights(
+        self, row: AnswerRow, method: Method, exposure: Exposure,
+        choice: Callable[[], Choice | OracleError], track: Track,
+    ) -> Checked:  # fmt: skip
+        """Run the attack if it reads the kind of answer that this endpoint gives."""
+        chosen = choice()
+        if isinstance(chosen, OracleError):
+            return Checked((_unanswered(exposure.part, str(chosen)),))
+        if row.reads is not chosen.kind:
+            reason = f"it reads {row.reads}; this target gives {chosen.kind}"
+            return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
         try:
-            return choose(oracle, seed)
-        except OracleError as error:
-            return error
+            return Checked((_extracted(row, method, exposure, chosen.view(self.oracle), track),))
+        except OracleError as error:  # while the result was judged
+            return Checked((_unanswered(exposure.part, str(error)),))
 
-    made: list[Check] = []
-    for entry, row in rows:
-        method = EXTRACTIONS.make(entry.name, seed=seed, **row.settings)
-        exposure = replace(row.exposure, part=part)
-        run = partial(_check_weights, row, method, exposure, oracle, choice)
-        made.append(Check(exposure, run, entry.name))
-    return made
-
-
-def _check_weights(
-    row: AnswerRow,
-    method: Method,
-    exposure: Exposure,
-    oracle: Oracle,
-    choice: Callable[[], Choice | OracleError],
-    track: Track,
-) -> Checked:
-    """Run the attack if it reads the kind of answer that this endpoint gives."""
-    chosen = choice()
-    if isinstance(chosen, OracleError):
-        return Checked((_unanswered(exposure.part, str(chosen)),))
-    if row.reads is not chosen.kind:
-        reason = f"it reads {row.reads}; this target gives {chosen.kind}"
-        return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
-    try:
-        return Checked((_extracted(row, method, exposure, chosen.view(oracle), track),))
-    except OracleError as error:  # while the result was judged
-        return Checked((_unanswered(exposure.part, str(error)),))
+    def _input_checks(self, seed: int) -> list[Check]:
+        """Every leak of a layer whose weights are at hand."""
+        layer = _layer(self.oracle)
+        leak = cache(partial(_leak, self.oracle, seed))
+        made: list[Check] = []
+        for entry, row in INVERSIONS.rows():
+            method = INVERSIONS.make(entry.name, seed=seed, **row.settings)
+            if layer is None:
+                reason = "it needs the weights of an attention layer that answers for every token"
+                made.append(nothing_to_try(Skip(row.exposure, type(method).__name__, reason)))
+                continue
+            variant = row.exposure.variant or ("causal" if layer.causal else "")
+            exposure = replace(row.exposure, variant=variant, part=self.name)
+            run = partial(_check_input, row, method, exposure, layer, partial(leak, layer))
+            made.append(Check(exposure, run, entry.name, weight=_WEIGHT))
+        return made
 
 
 def _unanswered(part: str, reason: str) -> Finding:
@@ -165,30 +174,7 @@ def _unknowns(oracle: Oracle) -> int:
     return oracle.dim**2 + oracle.dim
 
 
-def input_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
-    """Every leak of a layer whose weights are at hand."""
-    attacks = [
-        (entry.name, row, INVERSIONS.make(entry.name, seed=seed, **row.settings))
-        for entry, row in INVERSIONS.rows()
-    ]
-    layer = _layer(oracle)
-    if layer is None:
-        reason = "it needs the weights of an attention layer that answers for every token"
-        return [
-            nothing_to_try(Skip(row.exposure, type(method).__name__, reason))
-            for _, row, method in attacks
-        ]
-    leak = cache(partial(_leak, layer, oracle, seed))
-    made: list[Check] = []
-    for name, row, method in attacks:
-        variant = row.exposure.variant or ("causal" if layer.causal else "")
-        exposure = replace(row.exposure, variant=variant, part=part)
-        run = partial(_check_input, row, method, exposure, layer, leak)
-        made.append(Check(exposure, run, name, weight=_WEIGHT))
-    return made
-
-
-def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
+def _leak(oracle: Oracle, seed: int, layer: Attention) -> tuple[Tensor, Tensor]:
     """An input made up by the auditor, and what the endpoint answers to it."""
     stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
     secret = _ordinary(layer, torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64))
@@ -196,19 +182,36 @@ def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_input(
-    row: LeakRow,
-    method: Solve,
-    exposure: Exposure,
-    layer: Attention,
-    leak: Callable[[], tuple[Tensor, Tensor]],
-    track: Track,
-) -> Checked:
+    row: LeakRow, method: Solve, exposure: Exposure, layer: Attention,
+    leak: Callable[[], tuple[Tensor, Tensor]], track: Track,
+) -> Checked:  # fmt: skip
+    """Run the attack on the layer's output, and compare what it found with the input."""
     try:
         secret, output = leak()
     except OracleError as error:
         skip = Skip(row.exposure, type(method).__name__, str(error), unchecked=True)
         return Checked(skips=(skip,))
-    return Checked((_inverted(row, method, exposure, layer, secret, output, track),))
+    problem = _problem(row, layer, secret, output)
+    inversion = method(problem, progress=track(words.exposure(exposure)))
+    status, reason, error = _compared(inversion, secret, row.decimals)
+    extra = ""
+    if inversion.X is not None and inversion.solved:
+        proof, extra = _proof(problem, inversion.X)
+        reason += proof
+    finding = Finding(
+        exposure=exposure,
+        attack=type(method).__name__,
+        status=status,
+        reason=reason,
+        remedy=row.remedy,
+        error=error,
+        queries=1,
+        seconds=inversion.seconds,
+        known=1.0 if status is Status.RECOVERED else 0.0,
+        sought="input",
+        extra=extra,
+    )
+    return Checked((finding,))
 
 
 def _ordinary(layer: Attention, X: Tensor) -> Tensor:
@@ -232,37 +235,6 @@ def _layer(oracle: Oracle) -> Attention | None:
     """The planted layer under the wrappers, if there is one that answers for every token."""
     planted = (inner for inner in layers(oracle) if isinstance(inner, Attention))
     return next((inner for inner in planted if inner.every_token), None)
-
-
-def _inverted(
-    row: LeakRow,
-    method: Solve,
-    exposure: Exposure,
-    layer: Attention,
-    secret: Tensor,
-    output: Tensor,
-    track: Track,
-) -> Finding:
-    problem = _problem(row, layer, secret, output)
-    inversion = method(problem, progress=track(words.exposure(exposure)))
-    status, reason, error = _compared(inversion, secret, row.decimals)
-    extra = ""
-    if inversion.X is not None and inversion.solved:
-        proof, extra = _proof(problem, inversion.X)
-        reason += proof
-    return Finding(
-        exposure=exposure,
-        attack=type(method).__name__,
-        status=status,
-        reason=reason,
-        remedy=row.remedy,
-        error=error,
-        queries=1,
-        seconds=inversion.seconds,
-        known=1.0 if status is Status.RECOVERED else 0.0,
-        sought="input",
-        extra=extra,
-    )
 
 
 def _problem(row: LeakRow, layer: Attention, secret: Tensor, output: Tensor) -> Problem:

@@ -32,7 +32,7 @@ from typing import Any, cast, get_type_hints
 
 from keyhole.audit.check import Checked
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.run import Resuming, audited, reason_of
+from keyhole.audit.run import Resuming, audit, reason_of
 from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.endpoint import EndpointOptions, headers_of, without_password
@@ -146,9 +146,7 @@ def _recalled(record: dict[str, Any]) -> Audit:
 def _audited(target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any) -> Audit:
     """What a worker does: all of one target; on another machine there may be no such folder."""
     kept = journal if journal is not None and is_folder(journal.parent) else None
-    return audited(
-        target, target.options, worker=worker, journal=kept, force=True, complete=False, **more
-    )
+    return audit(target.on(worker), journal=kept, force=True, complete=False, **more)
 
 
 def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.core import Cut, Finding, Remedied, Skip, Status
+from keyhole.audit.check import Check, Checked, found, nothing_to_try
+from keyhole.core import Cut, Remedied, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Progress, Track, silent
@@ -63,28 +63,48 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     def examples() -> Sequence[Example]:
         return _labelled(loaded, given) if task == "classification" else given
 
-    return [
-        Check(
-            replace(exposure, part=part),
-            partial(_check, replace(exposure, part=part), target, attacker, examples),
-            name, weight=_WEIGHT * target.seconds,
-        )
-        for name, exposure, attacker in attackers(seed, share)
-    ]  # fmt: skip
+    made: list[Check] = []
+    for name, cut, attacker in attackers(seed, share):
+        exposure = replace(cut, part=part)
+        run = partial(_check, exposure, target, attacker, examples)
+        made.append(Check(exposure, run, name, weight=_WEIGHT * target.seconds))
+    return made
 
 
 def _check(
-    exposure: Exposure,
-    target: TextTarget,
-    attacker: Attacker,
-    examples: Callable[[], Sequence[Example]],
-    track: Track,
-) -> Checked:
-    labelled = examples()
+    exposure: Exposure, target: TextTarget, attacker: Attacker,
+    examples: Callable[[], Sequence[Example]], track: Track,
+) -> Checked:  # fmt: skip
+    """One attacker on the model, and on its hardened version where it has one."""
+    loaded, hardened, labelled = target.loaded, target.hardened, examples()
+    started = time.perf_counter()
+
+    def attack(model: Loaded, name: str) -> Disruption:
+        return _batches(model, labelled, track(name, len(labelled))).attack(attacker)
+
+    name, remedied = words.exposure(exposure), tuple[Remedied, ...]()
     try:
-        return Checked((_attack(exposure, target, attacker, labelled, track),))
+        disruption = attack(loaded, name)
+        status, reason = _verdict(disruption)
+        if hardened is not None:
+            other = attack(hardened, f"{name}, {hardened.name}")
+            flipped = f"{other.flips} of {len(other.attacked)}"
+            reason += f"; of {hardened.name}: {flipped} ({percent(other.success)})"
+            left = f"{flipped} right answers flipped"
+            remedied = (Remedied(f"keyhole harden: {hardened.name}", other.success, left),)
     except InputError as error:  # the model computes attention where it cannot be cut
         return Checked(skips=(Skip(_CUT, type(attacker).__name__, str(error)),))
+    if target.about:
+        reason += f"; {target.about}"
+    control = bool(disruption.method["control"])
+    return found(
+        exposure, disruption.method["attack"], status, reason,
+        _CONTROL_REMEDY if control else _REMEDY, started,
+        queries=sum(outcome.queries for outcome in disruption.attacked), known=disruption.success,
+        tried=len(disruption.attacked), sought="prediction",
+        cuts=_cuts(loaded.tokenizer, loaded.model.config, disruption),
+        control=control, remedied=remedied,
+    )  # fmt: skip
 
 
 def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
@@ -97,26 +117,6 @@ def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure
         cut = f"{100 * attacker.share:g}%" if isinstance(attacker, HackAttend) else ""
         made.append((entry.name, replace(row.exposure, name=cut), attacker))
     return made
-
-
-def _attack(
-    exposure: Exposure, target: TextTarget, attacker: Attacker, examples: Sequence[Example],
-    track: Track,
-) -> Finding:  # fmt: skip
-    """One attacker on the model, and on its hardened version where it has one."""
-    started = time.perf_counter()
-    progress = track(words.exposure(exposure), len(examples))
-    disruption = _batches(target.loaded, examples, progress).attack(attacker)
-    hardened = None
-    if target.hardened is not None:
-        progress = track(f"{words.exposure(exposure)}, {target.hardened.name}", len(examples))
-        other = _batches(target.hardened, examples, progress).attack(attacker)
-        hardened = (target.hardened.name, other)
-    seconds = time.perf_counter() - started
-    cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
-    found = finding(exposure, disruption, cuts, seconds, hardened)
-    about = f"; {target.about}" if target.about else ""
-    return replace(found, reason=found.reason + about)
 
 
 def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
@@ -146,40 +146,7 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def finding(
-    exposure: Exposure,
-    disruption: Disruption,
-    cuts: Sequence[Cut],
-    seconds: float,
-    hardened: tuple[str, Disruption] | None = None,
-) -> Finding:
-    """The result of an attack as a finding."""
-    status, reason = verdict(disruption)
-    remedied: tuple[Remedied, ...] = ()
-    if hardened is not None:
-        name, other = hardened
-        flipped = f"{other.flips} of {len(other.attacked)}"
-        reason += f"; of {name}: {flipped} ({percent(other.success)})"
-        left = f"{flipped} right answers flipped"
-        remedied = (Remedied(f"keyhole harden: {name}", other.success, left),)
-    return Finding(
-        exposure=exposure,
-        attack=disruption.method["attack"],
-        status=status,
-        reason=reason,
-        remedy=_CONTROL_REMEDY if disruption.method["control"] else _REMEDY,
-        queries=sum(outcome.queries for outcome in disruption.attacked),
-        seconds=seconds,
-        known=disruption.success,
-        tried=len(disruption.attacked),
-        sought="prediction",
-        cuts=tuple(cuts),
-        control=bool(disruption.method["control"]),
-        remedied=remedied,
-    )
-
-
-def verdict(disruption: Disruption) -> tuple[Status, str]:
+def _verdict(disruption: Disruption) -> tuple[Status, str]:
     """All, some or none of the right answers flipped, or why nothing could be tried."""
     if disruption.obstacle:
         return disruption.status, disruption.obstacle
@@ -190,7 +157,7 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
     return disruption.status, f"{reason}; {disruption.queries:.0f} passes an example"
 
 
-def cuts_of(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...]:
+def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...]:
     """The flipped inputs to show: those that the model was most confident of before."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [

@@ -16,8 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from keyhole.audit import endpoints, flips, gradients, stores, texts
+from keyhole.audit import flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined
+from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.target import Target
 from keyhole.core import Audit
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
@@ -57,11 +58,10 @@ def audit_exposure(
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
         made = joined(check.run(untracked) for check in checks)
-    facts = {store.exposure.part: store.facts for store in target.stores.values()}
     return Audit(
         target=target.name or target.identity,
         identity=target.identity,
-        findings=stores.whole(facts, made.findings),
+        findings=stores.whole(target.store, made.findings),
         skips=(*target.skips, *made.skips),
         seed=seed,
         seconds=time.perf_counter() - started,
@@ -81,11 +81,12 @@ def _checks(
         )
     if exposure == SCORES:
         made = [
-            endpoints.weight_checks(name, oracle, seed, as_given=True, budget=budget)
-            for name, oracle in target.endpoints.items()
+            part.weight_checks(seed, as_given=True, budget=budget)
+            for part in target.parts
+            if isinstance(part, EndpointPart)
         ]
-    elif exposure == "pooled" and target.stores:
-        made = [store.checks(seed) for store in target.stores.values()]
+    elif exposure == "pooled" and target.store:
+        made = [target.store.checks(seed)]
     elif exposure == FLIPS:
         made = [flips.checks(name, model, seed, share) for name, model in models.items()]
     elif exposure == GRADIENT:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from keyhole.audit.check import Check, Checked, joined, nothing_to_try
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.stores import StoreFacts, StoreTarget, whole
+from keyhole.audit.stores import StoreTarget, readings_of, whole
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
@@ -29,7 +29,7 @@ from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Journal, Run, stopping_on_ctrl_c
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Expecting, Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
+from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task, Work
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
@@ -40,7 +40,7 @@ Resuming = Callable[[int, int], None]  # called with how many checks are done, o
 
 
 def audit(
-    target: str | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
+    target: str | NamedTarget | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
     options: AuditOptions | None = None,
     *,
     processes: int = 0,
@@ -48,6 +48,7 @@ def audit(
     journal: str | Path | None = None,
     answers: str | Path | None = None,
     force: bool = False,
+    complete: bool = True,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
     notice: Notice = ignored,
@@ -62,50 +63,30 @@ def audit(
     by this process alone. `journal` is the file that remembers finished checks: an audit that was
     stopped goes on from it (and calls `resuming`); remove it once the findings are saved.
     Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
-    a server's answers if the options name no ledger. `notice` is called with what a person
+    a server's answers if the options name no ledger. With `complete`, a check that fails ends the
+    audit; otherwise it becomes a skip with the reason. `notice` is called with what a person
     should know at once.
     """
-    options = AuditOptions(**more) if options is None else options
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     workers = dask if dask is not None else processes
-    named = NamedTarget(target, options) if isinstance(target, str) else target
-    if workers and isinstance(named, NamedTarget):
-        named = named.anywhere()
-    return audited(
-        named, options, workers, journal=journal, answers=answers, force=force, track=track,
-        resuming=resuming, notice=notice,
-    )  # fmt: skip
-
-
-def audited(
-    target: NamedTarget | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
-    options: AuditOptions,
-    workers: int | str = 0,
-    *,
-    worker: int = 0,
-    journal: str | Path | None = None,
-    answers: str | Path | None = None,
-    force: bool = False,
-    track: Track = untracked,
-    resuming: Resuming = lambda done, total: None,  # noqa: ARG005
-    notice: Notice = ignored,
-    complete: bool = True,
-) -> Audit:
-    """Audit a target that is named or already opened; `worker` chooses the GPU.
-
-    With `complete`, a check that fails ends the audit; otherwise it becomes a skip with the reason.
-    """
-    started = time.perf_counter()
+    if isinstance(target, str):
+        target = NamedTarget(target, AuditOptions(**more) if options is None else options)
     named = target if isinstance(target, NamedTarget) else None
-    opened = target_of(cast("Oracle", target)) if named is None else named.open(worker)
+    if named is not None:
+        options, named = named.options, named.anywhere() if workers else named
+    elif options is None:
+        options = AuditOptions(**more)
+    started = time.perf_counter()
+    opened = target_of(cast("Oracle", target)) if named is None else named.open()
     opening = time.perf_counter() - started
+    store = opened.store
     ledger = options.ledger or (answers if opened.is_asked else None)
     with opened.ready(ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
         for check in checks.values():
             if check.queries:
                 notice(f"{words.exposure(check.exposure)}: up to {check.queries:,} questions")
-        for store in opened.stores.values():
+        if store is not None:
             notice(words.begins(len(store.rows), store.count))
         if workers and named is not None and named.local_only:
             notice("the checks run in this process, which holds the target's ledger and secrets")
@@ -114,11 +95,18 @@ def audited(
         memory = stack.enter_context(Journal(journal, run, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
-        facts = {store.exposure.part: store.facts for store in opened.stores.values()}
-        checking = Checking(checks, facts, runner, memory, track, notice)
-        checking.begin(
-            partial(_sent, named, opened.identity) if workers else partial(_local, checks, track)
-        )
+        checking = Checking(checks, runner, memory, track, notice, store)
+
+        def work(key: str) -> Work:
+            if not workers:
+                return partial(run_check, checks[key], track)
+            if named is None:
+                raise InputError(
+                    "--processes and --dask need a target by its name: workers open it"
+                )
+            return partial(run_in_worker, named, opened.identity, key)
+
+        checking.begin(work)
         if checking.done:
             resuming(checking.done, len(checks))
         checking.report()
@@ -127,18 +115,16 @@ def audited(
                 raise done.error
             checking.take(done)
         # Inside `threads_for`: an audit records how many threads computed it.
-        return _audit_of(opened, options, facts, checking.checked, opening + checking.seconds)
+        return _audit_of(opened, options, checking.checked, opening + checking.seconds)
 
 
-def _audit_of(
-    opened: Target, options: AuditOptions, facts: Mapping[str, StoreFacts], checked: Checked,
-    seconds: float,
-) -> Audit:  # fmt: skip
+def _audit_of(opened: Target, options: AuditOptions, checked: Checked, seconds: float) -> Audit:
     """What all checks gave, as an audit."""
-    untried = (
-        layers_left_out(name, model.loaded.model, model.layers)
+    untried = [
+        skip
         for name, model in opened.models.items()
-    )
+        for skip in layers_left_out(name, model.loaded.model, model.layers)
+    ]
     skips = checked.skips
     # If a target has several parts, it is no news that one lacks an exposure that another has. A
     # decoder does not count as a part next to its encoder.
@@ -150,25 +136,14 @@ def _audit_of(
         target=opened.name or opened.identity,
         identity=opened.identity,
         findings=tuple(
-            replace(finding, observed=observed) for finding in whole(facts, checked.findings)
+            replace(finding, observed=observed) for finding in whole(opened.store, checked.findings)
         ),
-        skips=(*opened.skips, *(skip for each in untried for skip in each), *skips),
+        skips=(*opened.skips, *untried, *skips),
         seed=options.seed,
         seconds=seconds,
         name=options.name or "",
         returns=options.returns,
     )
-
-
-def _local(checks: Mapping[str, Check], track: Track, key: str) -> Callable[[int], Checked]:
-    return partial(run_check, checks[key], track)
-
-
-def _sent(named: NamedTarget | None, identity: str, key: str) -> Callable[[int], Checked]:
-    """The task for a worker: the target's name and the key of the check."""
-    if named is None:
-        raise InputError("--processes and --dask need a target by its name: workers open it")
-    return partial(run_in_worker, named, identity, key)
 
 
 def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: ARG001
@@ -214,14 +189,14 @@ class Checking:
     """The checks of a target: which are done, what they found, how long the rest will take."""
 
     def __init__(
-        self, checks: Mapping[str, Check], facts: Mapping[str, StoreFacts], runner: Runner,
-        journal: Journal, track: Track, notice: Notice = ignored,
+        self, checks: Mapping[str, Check], runner: Runner, journal: Journal, track: Track,
+        notice: Notice = ignored, store: StoreTarget | None = None,
     ) -> None:  # fmt: skip
         self.checks, self.runner, self.journal = checks, runner, journal
-        self._facts, self._notice, self._progress = facts, notice, track("audit")
+        self._store, self._notice, self._progress = store, notice, track("audit")
         self._made: dict[str, tuple[Checked, float]] = {}
 
-    def begin(self, work: Callable[[str], Callable[[int], Checked]]) -> None:
+    def begin(self, work: Callable[[str], Work]) -> None:
         """Recall checks that are in the journal; the others become tasks."""
         for key in self.checks:
             if key in self.journal:
@@ -245,17 +220,11 @@ class Checking:
 
     def _stream(self, checked: Checked) -> None:
         """Report what was read from a store as soon as a check ends."""
-        for given in checked.findings:
-            if given.part in self._facts and given.texts:
-                tried = [
-                    reading
-                    for made, _ in self._made.values()
-                    for each in made.findings
-                    if each.part == given.part and each.texts
-                    for reading in each.texts[0].readings
-                ]
-                about, last = self._facts[given.part], given.texts[0].readings
-                self._notice(words.so_far(last, tried, about.sample, about.count))
+        last = readings_of(checked.findings)
+        if self._store is not None and last:
+            tried = readings_of(each for made, _ in self._made.values() for each in made.findings)
+            rows, count = self._store.rows, self._store.count
+            self._notice(words.so_far(last, tried, len(rows), count))
 
     @property
     def checked(self) -> Checked:
@@ -301,7 +270,8 @@ def reason_of(error: Exception) -> str:
 
 def run_in_worker(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
     """Run one check of a target that has this `identity`; the target stays open for the next."""
-    with kept_open((named, worker), partial(_open, named, worker)) as (own, checks):
+    named = named.on(worker)
+    with kept_open(named, partial(_open, named)) as (own, checks):
         if own != identity:
             raise InputError(
                 f"{without_password(named.name)} is {own} where a worker runs, and {identity} "
@@ -310,7 +280,7 @@ def run_in_worker(named: NamedTarget, identity: str, key: str, worker: int = 0) 
         return run_check(checks[key], untracked)
 
 
-def _open(named: NamedTarget, worker: int, resources: ExitStack) -> tuple[str, dict[str, Check]]:
-    opened = named.open(worker)
+def _open(named: NamedTarget, resources: ExitStack) -> tuple[str, dict[str, Check]]:
+    opened = named.open()
     target = resources.enter_context(opened.ready(named.options.ledger))
     return opened.identity, numbered(checks_of(target, named.options))

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, Part, found, nothing_to_try
+from keyhole.audit.check import Check, Checked, Part, found, joined, nothing_to_try
 from keyhole.audit.texts import reading_of, seconds_of
-from keyhole.core import Finding, Skip, Status, Unsuccessful
+from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY, EndpointOptions, without_password
 from keyhole.core.exposure import Exposure, is_chosen
 from keyhole.core.finding import Readings
@@ -62,6 +62,7 @@ _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "t
 _ANSWER, _READ, _SOLVED = 1.0, 65, 6  # how long: seconds, and passes of 512 tokens besides
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
 _SPREAD = 2  # times as many chosen tokens as a state needs: rounding averages out
+_NO_HEAD = "the weights have no head for next tokens"
 _MANY = 384  # log-probabilities that a state needs at least, where its width is not known
 
 
@@ -93,7 +94,6 @@ class ServerTarget(Part):
         """One for each route, and one for each thing that is read of what a route returns."""
         made: list[Check] = []
         server, loaded = self.server, self.loaded
-
         pace = 0.0 if loaded is None else seconds_of(loaded.model)
 
         def add(
@@ -102,26 +102,25 @@ class ServerTarget(Part):
         ) -> None:  # fmt: skip
             exposure = Exposure(rule, variant, name=name)
             seconds = (_ANSWER if rule == _RULES[LOGPROBS] else 0.0) + passes * pace
-            made.append(Check(exposure, partial(check, exposure, server, *about), weight=seconds))
+            made.append(Check(exposure, partial(check, *about, exposure), weight=seconds))
 
         for route in server.routes:
-            add(_RULES[route.gives], "route", route.name, _probe, route, loaded)
+            rule = _RULES[route.gives]
+            add(rule, "route", route.name, self._probe, route)
             if self.probe_only:
                 continue
             if route.numbered and route.path in COMPLETIONS:
                 made.append(self._last_layer(route))
             if loaded is None:
                 continue
-            about = (route, loaded, self.texts)
             if route.gives == STATES:
-                add("KH-TEXT-HIDDEN-STATES", "served", route.name, _texts, *about, passes=_READ)
+                add(rule, "served", route.name, self._texts, loaded, route, passes=_READ)
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
-                rule = _RULES[LOGPROBS]
-                add(rule, "last-state", route.name, _state, *about, passes=_SOLVED)
+                add(rule, "last-state", route.name, self._state, loaded, route, passes=_SOLVED)
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
-            add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, loaded)
+            add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, server, loaded)
         return made
 
     def _allowed(self) -> int | None:
@@ -138,38 +137,101 @@ class ServerTarget(Part):
                 "--only KH-WEIGHTS-LAST-LAYER runs it"
             )
             return nothing_to_try(Skip(exposure, "OutputLayer", reason))
-        run = partial(last_layer, exposure, self.server, route, allowed, self.ledger)
+        run = partial(last_layer, self.server, route, allowed, self.ledger, exposure)
         return Check(exposure, run, queries=allowed)
 
+    def _probe(self, route: Route, exposure: Exposure, track: Track) -> Checked:
+        """Does the route answer without a key?"""
+        del track
+        started = time.perf_counter()
+        answered, _ = self._enough(route, _PROBES)
+        status, reason = _verdict(route, answered, self.loaded)
+        if status is None:
+            return _not_given(exposure, "probe", answered, reason)
+        command = self._command(route) if status is Status.EXPOSED else ""
+        return found(
+            exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
+            command=command, queries=answered.requests,
+        )  # fmt: skip
 
-def _probe(
-    exposure: Exposure, server: Server, route: Route, loaded: Loaded | None, track: Track
-) -> Checked:
-    del track
-    started = time.perf_counter()
-    answered, _ = _enough(server, route, _PROBES, loaded)
-    status, reason = _verdict(route, answered, loaded)
-    if status is None:
-        return _not_given(exposure, "probe", answered, reason)
-    command = _command(server, route, loaded) if status is Status.EXPOSED else ""
-    return found(
-        exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
-        command=command, queries=answered.requests,
-    )  # fmt: skip
+    def _command(self, route: Route) -> str:
+        """What reads texts or weights through an open route; nothing where this audit does."""
+        url, loaded = self.server.url, self.loaded
+        model = "MODEL" if loaded is None else shlex.quote(loaded.name)
+        if loaded is not None and (route.gives == STATES or route.numbered):
+            return ""
+        if route.gives == VECTOR:
+            return f"keyhole audit {url}/v1/embeddings --model {model} --known FILE"
+        if route.gives == CACHE:
+            return f"keyhole audit SAVED-SLOT --model {model}"
+        if route.gives == LOGPROBS and not route.numbered and self.server.kind != "SGLang":
+            return f"keyhole extract {url}/v1/completions --method output-layer"
+        return f"keyhole audit {url} --model {model}"
 
+    def _enough(
+        self, route: Route, texts: Sequence[str], *, key: bool = False
+    ) -> tuple[Answered, str]:
+        """The first answer, and its text; log-probabilities too few for a state are asked for."""
+        answered, text = _first_answer(self.server, route, texts, key=key)
+        needed = _needed(self.loaded)
+        if not route.chosen or not answered.open or len(answered.content) >= needed:
+            return answered, text
+        count = _SPREAD * needed
+        size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
+        tokens = range(0, size, max(1, size // count))
+        chosen = self.server.ask_tokens(route, text, tokens, key=key)
+        return (chosen if chosen.open else answered), text
 
-def _command(server: Server, route: Route, loaded: Loaded | None) -> str:
-    """What reads texts or weights through an open route; nothing where this audit does."""
-    model = "MODEL" if loaded is None else shlex.quote(loaded.name)
-    if loaded is not None and (route.gives == STATES or route.numbered):
-        return ""
-    if route.gives == VECTOR:
-        return f"keyhole audit {server.url}/v1/embeddings --model {model} --known FILE"
-    if route.gives == CACHE:
-        return f"keyhole audit SAVED-SLOT --model {model}"
-    if route.gives == LOGPROBS and not route.numbered and server.kind != "SGLang":
-        return f"keyhole extract {server.url}/v1/completions --method output-layer"
-    return f"keyhole audit {server.url} --model {model}"
+    def _texts(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
+        """Texts sent, and read back from the states that came."""
+        started = time.perf_counter()
+        parts = anatomy(loaded.model)
+        max_length = min(MAX_LENGTH, parts.max_length)
+        progress = track(words.exposure(exposure), len(self.texts))
+        recoveries: list[TextRecovery] = []
+        for number, text in enumerate(self.texts):
+            answered = self.server.try_route(route, text, key=True)
+            if not answered.open:
+                return _not_given(exposure, "none", answered)
+            leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+            arithmetic = nullcontext()
+            if route.arithmetic:
+                target = Attacked.of(loaded.model, loaded.tokenizer)
+                (leak,) = with_served_noise(target, [leak], route.arithmetic)
+                if route.arithmetic == EIGHT_BITS:  # of bfloat16 it was not measured
+                    arithmetic = as_served(target, leak.exposure, route.arithmetic)
+            with arithmetic:
+                recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
+            progress(number + 1)
+        readings = tuple(
+            reading_of(loaded.tokenizer, Original.of(loaded.tokenizer, text, max_length), recovery)
+            for text, recovery in zip(self.texts, recoveries, strict=True)
+        )
+        result = Readings("hidden", parts.layers, "as served", readings)
+        first = recoveries[0]
+        status = Status.RECOVERED if result.exact == len(readings) else first.status
+        if status is Status.RECOVERED and result.exact < len(readings):
+            status = Status.INEXACT
+        reason = f"{result.exact} of {len(readings)} texts exact and verified; {first.reason}"
+        return found(
+            exposure, first.method, status, reason, route.remedy, started, queries=len(readings),
+            known=result.known, sought="text", texts=(result,),
+        )  # fmt: skip
+
+    def _state(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
+        """The last state behind log-probabilities, next to the model's own for the same text."""
+        del track
+        started = time.perf_counter()
+        if head_of(loaded.model) != "causal":
+            return _skipped(exposure, "none", _NO_HEAD)
+        answered, text = self._enough(route, self.texts, key=True)
+        if not answered.open:
+            return _not_given(exposure, "none", answered)
+        status, reason, error = _compared(loaded, text, answered.content, route)
+        return found(
+            exposure, "final_states", status, reason, route.remedy, started, error=error,
+            sought="last state", queries=answered.requests,
+        )  # fmt: skip
 
 
 def _first_answer(
@@ -182,23 +244,6 @@ def _first_answer(
         if answered.open or answered.status != 200 or route.gives != LOGPROBS:
             break
     return answered, text
-
-
-def _enough(
-    server: Server, route: Route, texts: Sequence[str], loaded: Loaded | None, *, key: bool = False
-) -> tuple[Answered, str]:
-    """The same; where it is too few log-probabilities for a state, those of chosen tokens."""
-    answered, text = _first_answer(server, route, texts, key=key)
-    if not route.chosen or not answered.open or len(answered.content) >= _needed(loaded):
-        return answered, text
-    count = _SPREAD * _needed(loaded)
-    size = count if loaded is None else len(anatomy(loaded.model).table)
-    chosen = server.ask_tokens(route, text, range(0, size, max(1, size // count)), key=key)
-    return (chosen if chosen.open else answered), text
-
-
-def _requests(count: int) -> str:
-    return "one request" if count == 1 else f"{count} requests"
 
 
 def _needed(loaded: Loaded | None) -> int:
@@ -233,79 +278,13 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
         if answered.chosen:
-            given += f", of tokens named in {_requests(answered.requests)}, past the cap"
+            requests = words.number(answered.requests, "request", "requests")
+            given += f", of tokens named in {requests}, past the cap"
         elif len(content) < (needed := _needed(loaded)):
             return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
         given += "prompts can be saved to a file, which holds their token ids in the clear"
     return Status.EXPOSED, given
-
-
-def _texts(
-    exposure: Exposure,
-    server: Server,
-    route: Route,
-    loaded: Loaded,
-    texts: Sequence[str],
-    track: Track,
-) -> Checked:
-    """Texts sent, and read back from the states that came."""
-    started = time.perf_counter()
-    parts = anatomy(loaded.model)
-    max_length = min(MAX_LENGTH, parts.max_length)
-    progress = track(words.exposure(exposure), len(texts))
-    recoveries: list[TextRecovery] = []
-    for number, text in enumerate(texts):
-        answered = server.try_route(route, text, key=True)
-        if not answered.open:
-            return _not_given(exposure, "none", answered)
-        leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
-        arithmetic = nullcontext()
-        if route.arithmetic:
-            target = Attacked.of(loaded.model, loaded.tokenizer)
-            (leak,) = with_served_noise(target, [leak], route.arithmetic)
-            if route.arithmetic == EIGHT_BITS:  # of bfloat16 it was not measured
-                arithmetic = as_served(target, leak.exposure, route.arithmetic)
-        with arithmetic:
-            recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
-        progress(number + 1)
-    originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
-    readings = tuple(
-        reading_of(loaded.tokenizer, original, recovery)
-        for original, recovery in zip(originals, recoveries, strict=True)
-    )
-    result = Readings("hidden", parts.layers, "as served", readings)
-    status = Status.RECOVERED if result.exact == len(readings) else recoveries[0].status
-    if status is Status.RECOVERED and result.exact < len(readings):
-        status = Status.INEXACT
-    reason = f"{result.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
-    return found(
-        exposure, recoveries[0].method, status, reason, route.remedy, started,
-        queries=len(readings), known=result.known, sought="text", texts=(result,),
-    )  # fmt: skip
-
-
-def _state(
-    exposure: Exposure,
-    server: Server,
-    route: Route,
-    loaded: Loaded,
-    texts: Sequence[str],
-    track: Track,
-) -> Checked:
-    """The last state behind log-probabilities, next to the model's own for the same text."""
-    del track
-    started = time.perf_counter()
-    if head_of(loaded.model) != "causal":
-        return _skipped(exposure, "none", "the weights have no head for next tokens")
-    answered, text = _enough(server, route, texts, loaded, key=True)
-    if not answered.open:
-        return _not_given(exposure, "none", answered)
-    status, reason, error = _compared(loaded, text, answered.content, route)
-    return found(
-        exposure, "final_states", status, reason, route.remedy, started, error=error,
-        sought="last state", queries=answered.requests,
-    )  # fmt: skip
 
 
 def _compared(
@@ -356,13 +335,9 @@ REMEDY = (
 
 
 def last_layer(
-    exposure: Exposure,
-    server: Server,
-    route: Route,
-    queries: int,
-    ledger: str | Path | None,
+    server: Server, route: Route, queries: int, ledger: str | Path | None, exposure: Exposure,
     track: Track,
-) -> Checked:
+) -> Checked:  # fmt: skip
     """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
@@ -417,20 +392,19 @@ def _rounded_off(loaded: Loaded, count: int) -> float:
     return moved
 
 
-def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Track) -> Checked:
+def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Track) -> Checked:
     """Whether it does, without a key."""
     del track
     form, started = FORMS[server.kind], time.perf_counter()
     if head_of(loaded.model) != "causal":
-        return _skipped(exposure, "none", "the weights have no head for next tokens")
+        return _skipped(exposure, "none", _NO_HEAD)
     parts = anatomy(loaded.model)
     ids, own = _following(loaded, _PROBES[0])
     try:
         with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
             given = oracle(parts.table[ids].double().cpu())[0]
     except Refused as error:
-        reason = f"not taken: {error.status}"
-        return _skipped(exposure, "probe", reason)
+        return _skipped(exposure, "probe", f"not taken: {error.status}")
     except OracleError as error:
         return _skipped(exposure, "probe", str(error), unchecked=True)
     off = float((own.topk(len(given)).values - given).abs().max())
@@ -498,50 +472,42 @@ class AnswersTarget(Part):
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         exposure = Exposure("KH-TEXT-ANSWERS", part=self.name)
-        return [Check(exposure, partial(_check_answers, exposure, self))]
+        return [Check(exposure, partial(self._ask, exposure))]
+
+    def _ask(self, exposure: Exposure, track: Track) -> Checked:
+        """Every output for every text; then each output by itself."""
+        started = time.perf_counter()
+        progress = track("answers to texts", len(self.texts))
+        given: dict[str, list[Output]] = {}
+        try:
+            with closing(TextEndpoint(self.url, self.model, self.options)) as endpoint:
+                for number, question in enumerate(self._questions(endpoint)):
+                    for output in endpoint.ask(question):
+                        given.setdefault(output.name, []).append(output)
+                    progress(number + 1)
+        except OracleError as error:
+            return _skipped(exposure, "asked", str(error), unchecked=True)
+        return joined(_output(exposure, name, outputs, started) for name, outputs in given.items())
+
+    def _questions(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
+        """The texts, or their tokens: those of the model, or any where its words are not known."""
+        if endpoint.takes_texts:
+            return list(self.texts)
+        max_length = endpoint.length or 512
+        if self.loaded is None:
+            return [ids[:max_length] for ids in _IDS[: len(self.texts)]]
+        return [self.loaded.tokenizer(text)["input_ids"][:max_length] for text in self.texts]
 
 
-def _check_answers(exposure: Exposure, target: AnswersTarget, track: Track) -> Checked:
-    """Every output for every text; then each output by itself."""
-    started = time.perf_counter()
-    progress = track("answers to texts", len(target.texts))
-    given: dict[str, list[Output]] = {}
-    try:
-        with closing(TextEndpoint(target.url, target.model, target.options)) as endpoint:
-            for number, question in enumerate(_questions(endpoint, target)):
-                for output in endpoint.ask(question):
-                    given.setdefault(output.name, []).append(output)
-                progress(number + 1)
-    except OracleError as error:
-        return Checked(skips=(Skip(exposure, "asked", str(error), unchecked=True),))
-    findings = [
-        _finding(exposure, name, outputs, time.perf_counter() - started)
-        for name, outputs in given.items()
-    ]
-    return Checked(tuple(findings))
-
-
-def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequence[int]]:
-    """The texts, or their tokens: those of the model, or any where its words are not known."""
-    if endpoint.takes_texts:
-        return list(target.texts)
-    max_length = endpoint.length or 512
-    if target.loaded is None:
-        return [ids[:max_length] for ids in _IDS[: len(target.texts)]]
-    return [target.loaded.tokenizer(text)["input_ids"][:max_length] for text in target.texts]
-
-
-def _finding(exposure: Exposure, name: str, outputs: Sequence[Output], seconds: float) -> Finding:
-    kind, words = _kind(name, outputs)
-    reason = f"answers {len(outputs)} texts with {words}"
-    status = Status.EXPOSED if kind in _COMMANDS else Status.NOT_APPLICABLE
-    if kind not in _COMMANDS:
-        reason = f"{reason}; no attack reads weights or texts from that"
-    return Finding(
-        exposure=replace(exposure, variant=kind, name=name), attack="asked",
-        status=status, reason=reason, remedy=_REMEDIES[kind], queries=len(outputs),
-        seconds=seconds, sought="token states" if kind == _STATES else "answers",
-        command=_COMMANDS.get(kind, ""),
+def _output(exposure: Exposure, name: str, outputs: Sequence[Output], started: float) -> Checked:
+    kind, what = _kind(name, outputs)
+    reason, read = f"answers {len(outputs)} texts with {what}", kind in _COMMANDS
+    return found(
+        replace(exposure, variant=kind, name=name), "asked",
+        Status.EXPOSED if read else Status.NOT_APPLICABLE,
+        reason if read else f"{reason}; no attack reads weights or texts from that",
+        _REMEDIES[kind], started, queries=len(outputs),
+        sought="token states" if kind == _STATES else "answers", command=_COMMANDS.get(kind, ""),
     )  # fmt: skip
 
 

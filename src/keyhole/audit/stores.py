@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, Part
+from keyhole.audit.check import Check, Checked, Part, found
 from keyhole.audit.texts import aligned, reading_alone, shortest, special_ids, tokens_read
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
@@ -79,17 +79,6 @@ _RETRIEVED = 1_000  # vectors that retrieval is measured on, a tenth of them as 
 _NOISE = (0.1, 0.3, 1.0)  # of a vector's length: how long noise is
 
 
-@dataclass(frozen=True)
-class StoreFacts:
-    """What a finding about the whole store says besides what was read: how that was done."""
-
-    count: int
-    pooling: str
-    note: str = ""
-    read_with: str = ""
-    sample: int = 0
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoreTarget(Part):
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
@@ -104,7 +93,6 @@ class StoreTarget(Part):
     store_identity: str
     count: int
     loaded: Loaded
-    exposure: Exposure
     rows: tuple[int, ...]
     vectors: Tensor
     texts: tuple[str | None, ...]
@@ -137,21 +125,14 @@ class StoreTarget(Part):
             pooling = _truncated(store, loaded, pooling)
         return cls(
             name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
-            exposure=EXPOSURE, rows=tuple(rows), vectors=vectors,
-            texts=tuple(kept), pooling=pooling, max_length=max_length,
-            rounding=store.rounding, note=store.note,
+            rows=tuple(rows), vectors=vectors, texts=tuple(kept), pooling=pooling,
+            max_length=max_length, rounding=store.rounding, note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
         )  # fmt: skip
 
     @property
     def identity(self) -> str:
         return f"{self.store_identity}; {self.loaded.identity}"
-
-    @property
-    def facts(self) -> StoreFacts:
-        return StoreFacts(
-            self.count, self.pooling.reason, self.note, self.method.note, sample=len(self.rows)
-        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -170,29 +151,45 @@ class StoreTarget(Part):
         """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
             reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
-            mismatch = finding(self.exposure, Status.MISMATCH, reason)
-            return [Check(self.exposure, lambda _: Checked((mismatch,)))]
-        attack, count, pace = _ready_once(self), len(self.rows), self._pace()
+            mismatch = Finding(EXPOSURE, "", Status.MISMATCH, reason, _REMEDY, sought="text")
+            return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
+        count, pace = len(self.rows), self._pace()
         step = AT_ONCE[anatomy(self.loaded.model).device.type]
+        ready: list[CountedReader] = []
         made: list[Check] = []
+
+        def attack(track: Track) -> CountedReader:  # counts the corpus in the first check
+            if not ready:
+                attacked = replace(self._attacked, track=track)
+                way = self.pooling
+                ready.append(self.method.ready(attacked, way.exposure, way.prefix))
+            return ready[0]
+
+        def read_some(few: StoreTarget, track: Track) -> Checked:
+            return read(replace(few, method=attack(track)), track)
+
         for start in range(0, count, step):
             end = min(start + step, count)
             few = self.some(slice(start, end))
-            run = partial(_read_with, few, attack)
+            run = partial(read_some, few)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            made.append(Check(self.exposure, run, name, weight=pace * self._work(start, end)))
+            made.append(Check(EXPOSURE, run, name, weight=pace * self._work(start, end)))
         way = self.pooling.exposure
         if against_defences and way.normalised and way.width is None and not self.rounding:
             for defence in _defences(self.vectors.shape[1], seed):
                 name = f"{defence.name}, {defence.strength}"
-                exposure = replace(self.exposure, variant="defended", name=name)
+                exposure = replace(EXPOSURE, variant="defended", name=name)
                 run = partial(_behind, self, exposure, defence, attack)
                 made.append(Check(exposure, run, weight=pace * self._work(0, _BEHIND)))
         return made
 
+    @property
+    def _attacked(self) -> Attacked:
+        return Attacked.of(self.loaded.model, self.loaded.tokenizer)
+
     def _work(self, start: int, end: int) -> float:
         """About how many tokens are run to read these texts, the first with the counting."""
-        attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
+        attacked = self._attacked
         passes = self.method.search.passes or _PASSES[attacked.parts.device.type]
         lengths = [_USUAL if text is None else len(text) // _CHARACTERS for text in self.texts]
         # A short text is read early, and all runs are spent on one that is not; 3 special tokens.
@@ -201,8 +198,7 @@ class StoreTarget(Part):
 
     def _pace(self) -> float:
         """Seconds for a token of a run of the encoder, measured now."""
-        attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
-        encoder = Encoder(attacked, self.pooling.exposure, matrix_half())
+        encoder = Encoder(self._attacked, self.pooling.exposure, matrix_half())
         texts = Texts.filled(torch.full((128, 8), len(encoder.table) // 2, device=encoder.device))
         seconds = shortest(lambda: encoder.vectors(texts, fast=True))
         return seconds / encoder.framed(texts)[0].numel()
@@ -291,52 +287,36 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 _Ready = Callable[[Track], CountedReader]
 
 
-def _read_with(part: StoreTarget, attack: _Ready, track: Track) -> Checked:
-    return read(replace(part, method=attack(track)), track)
+def readings_of(findings: Iterable[Finding]) -> list[Reading]:
+    """The texts that were read, each finding's in its first precision."""
+    return [reading for each in findings for cell in each.texts[:1] for reading in cell.readings]
 
 
-def _ready_once(target: StoreTarget) -> _Ready:
-    """The attack, whose corpus is counted where the first check asks for it."""
-    made: list[CountedReader] = []
-
-    def attack(track: Track) -> CountedReader:
-        if not made:
-            attacked = Attacked.of(target.loaded.model, target.loaded.tokenizer)
-            way, prefix = target.pooling.exposure, target.pooling.prefix
-            made.append(target.method.ready(replace(attacked, track=track), way, prefix))
-        return made[0]
-
-    return attack
+def whole(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings, with those about a few vectors of a store each put together."""
+    if store is None:
+        return tuple(findings)
+    few = [each for each in findings if each.texts and each.exposure == EXPOSURE]
+    others = [each for each in findings if not (each.texts and each.exposure == EXPOSURE)]
+    return (*others, *([_joined(store, few)] if few else []))
 
 
-def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings with those about a few vectors each put together, one for a store."""
-    pieces: dict[str, list[Finding]] = {}
-    others: list[Finding] = []
-    for given in findings:
-        if given.texts and given.exposure == replace(EXPOSURE, part=given.part):
-            pieces.setdefault(given.part, []).append(given)
-        else:
-            others.append(given)
-    return (*others, *(_joined(stores[name], found) for name, found in pieces.items()))
-
-
-def _joined(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
-    first = parts[0].texts[0]
-    readings = tuple(reading for part in parts for reading in part.texts[0].readings)
-    result = replace(first, readings=readings)
+def _joined(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
+    result = replace(parts[0].texts[0], readings=tuple(readings_of(parts)))
     status = status_of(result, [part.status for part in parts])
+    count = len(result.readings)
     estimate, about = None, parts[0].reason
     if status is Status.BUDGET:
-        about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
+        about = f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
     if status not in _NO_SHARE:
-        estimate = Estimate.of(result.exact, len(readings), facts.count)
-        about = str(estimate) if result.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
-    notes = (about, facts.pooling, facts.note, facts.read_with)
+        estimate = Estimate.of(result.exact, count, store.count)
+        about = str(estimate) if result.exact == count else f"{estimate}; {LEARN_MORE}"
+    notes = (about, store.pooling.reason, store.note, store.method.note)
     reason = "; ".join(part for part in notes if part)
-    return finding(
-        parts[0].exposure, status, reason, attack=parts[0].attack, result=result, estimate=estimate,
-        seconds=sum(part.seconds for part in parts),
+    seconds = sum(part.seconds for part in parts)
+    return Finding(
+        EXPOSURE, parts[0].attack, status, reason, _REMEDY, seconds=seconds, estimate=estimate,
+        **_about(result),
     )  # fmt: skip
 
 
@@ -360,37 +340,17 @@ def read(part: StoreTarget, track: Track) -> Checked:
     recoveries = _recover(part, track)
     readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
     result = Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
-    made = finding(
-        part.exposure, status_of(result, [recovery.status for recovery in recoveries]),
-        recoveries[0].reason, attack=recoveries[0].method, result=result,
-        seconds=time.perf_counter() - started,
-    )  # fmt: skip
-    return Checked((made,))
+    status = status_of(result, [recovery.status for recovery in recoveries])
+    first = recoveries[0]
+    return found(EXPOSURE, first.method, status, first.reason, _REMEDY, started, **_about(result))
 
 
-def finding(
-    exposure: Exposure,
-    status: Status,
-    reason: str,
-    *,
-    attack: str = "",
-    result: Readings | None = None,
-    estimate: Estimate | None = None,
-    seconds: float = 0.0,
-) -> Finding:
-    return Finding(
-        exposure=exposure,
-        attack=attack,
-        status=status,
-        reason=reason,
-        remedy=_REMEDY,
-        queries=0 if result is None else len(result.readings),
-        seconds=seconds,
-        known=0.0 if result is None else result.known,
-        sought="text",
-        texts=() if result is None else (result,),
-        estimate=estimate,
-    )
+def _about(result: Readings) -> dict[str, Any]:
+    """What a finding has of what was read."""
+    return {
+        "queries": len(result.readings), "known": result.known, "sought": "text",
+        "texts": (result,),
+    }  # fmt: skip
 
 
 def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
@@ -409,7 +369,7 @@ def _recover(part: StoreTarget, track: Track) -> list[TextRecovery]:
         Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.rounding)
         for vector in part.vectors
     ]
-    progress = track(words.exposure(part.exposure), total=len(leaks))
+    progress = track(words.exposure(EXPOSURE), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
         part.loaded.model, part.loaded.tokenizer, leaks, method=part.method, track=track
@@ -478,9 +438,11 @@ def _behind(
     count, lost = sum(read), 1 - retrieval(defence, docs, queries)
     status = Status.INEXACT if count else Status.UNSOLVED
     status = Status.RECOVERED if count == len(read) else status
-    made = finding(
-        exposure, status, f"{count} of {len(read)} texts were read, and recall@{NEAREST} falls by "
-        f"{lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)",
-        attack=recoveries[0].method, seconds=time.perf_counter() - started,
+    reason = (
+        f"{count} of {len(read)} texts were read, and recall@{NEAREST} falls by {lost:.1%} (of "
+        f"{len(queries)} queries among {len(docs)} vectors of the store)"
+    )
+    return found(
+        exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=len(read),
+        known=count / len(read), sought="text",
     )  # fmt: skip
-    return Checked((replace(made, queries=len(read), known=count / len(read)),))

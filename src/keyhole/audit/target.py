@@ -148,8 +148,8 @@ class Target:
         return {part.name: part.target for part in self.parts if isinstance(part, ModelPart)}
 
     @property
-    def stores(self) -> dict[str, StoreTarget]:
-        return {part.name: part for part in self.parts if isinstance(part, StoreTarget)}
+    def store(self) -> StoreTarget | None:
+        return next((part for part in self.parts if isinstance(part, StoreTarget)), None)
 
     @property
     def is_asked(self) -> bool:
@@ -167,7 +167,7 @@ class Target:
         """The same with its endpoints counted, and remembered where there is a ledger."""
         servers = [part for part in self.parts if isinstance(part, ServerTarget)]
         if ledger is not None and not self.endpoints and not servers:
-            kind = TargetKind.STORE if self.stores else TargetKind.MODEL
+            kind = TargetKind.STORE if self.store else TargetKind.MODEL
             raise no_endpoint(kind, self.name)
         with session(self.endpoints, ledger=ledger, notice=notice) as asked:
 
@@ -192,6 +192,12 @@ def target_of(
     if isinstance(target, TextTarget):
         return Target(name or target.loaded.name, _models(target))
     endpoints = target if isinstance(target, Mapping) else {"": target}
+    for each in endpoints.values():
+        if not callable(each) or not hasattr(each, "dim"):
+            raise InputError(
+                "expected a target of keyhole audit, a model or an oracle (a callable with .dim), "
+                f"got {type(each).__name__}"
+            )
     return Target(name, tuple(EndpointPart(*each) for each in endpoints.items()))
 
 
@@ -226,10 +232,13 @@ class NamedTarget:
                 return f"{kind}{mark}{Path(self.folder, path)}"
         return self.name
 
-    def open(self, worker: int = 0) -> Target:
-        """The target itself, on the device of the worker of that number."""
-        options = replace(self.options, device=device_of(self.options.device, worker))
-        return open_target(self.name, options, place=self.place)
+    def on(self, worker: int) -> NamedTarget:
+        """The same on the device of the worker of that number."""
+        device = device_of(self.options.device, worker)
+        return replace(self, options=replace(self.options, device=device))
+
+    def open(self) -> Target:
+        return open_target(self.name, self.options, place=self.place)
 
     def fingerprint(self) -> str:
         """What tells that a target's files were not touched, without reading all of them."""

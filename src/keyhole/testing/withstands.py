@@ -7,7 +7,7 @@ no attack could check is never a pass, but `CouldNotCheck`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, cast
 from keyhole.assess.severity import cost
 from keyhole.audit.one_exposure import FLIPS, audit_exposure
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.stores import StoreTarget
 from keyhole.audit.target import ModelPart, Target, corpus_file, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Finding, Outcome, Skip
@@ -26,7 +25,7 @@ from keyhole.core.text import inert, visible
 from keyhole.data import NO_LABEL, Example, read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
-from keyhole.oracle import BudgetExhausted, Oracle, OracleError
+from keyhole.oracle import BudgetExhausted, OracleError
 from keyhole.report import words as wording
 
 Texts = str | Path | Sequence[str]
@@ -89,11 +88,9 @@ def assert_withstands(
         except (OracleError, BudgetExhausted) as error:
             raise CouldNotCheck(f"{UNCHECKED}: {error}") from error
     given = [finding for finding in audit.attacks if came_back(finding) > at_most]
-    unchecked = [
-        *(line(each) for each in audit.attacks
-          if each.outcome is Outcome.UNCHECKED and each not in given),
-        *(skipped(skip) for skip in audit.skips if skip.unchecked or not audit.attacks),
-    ]  # fmt: skip
+    rest = [each for each in audit.attacks if each not in given]
+    unchecked = [line(each) for each in rest if each.outcome is Outcome.UNCHECKED]
+    unchecked += [skipped(skip) for skip in audit.skips if skip.unchecked or not audit.attacks]
     words = [f"{UNCHECKED}: {each}" for each in unchecked]
     if given:
         raise AssertionError("\n".join([*map(line, given), *words]))
@@ -115,15 +112,8 @@ def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Tar
         yield open_target(str(target), options)
     elif isinstance(target, Loaded):
         yield _model(target, options)
-    elif isinstance(target, Target | TextTarget | StoreTarget | Mapping) or (
-        callable(target) and hasattr(target, "dim")
-    ):
-        yield target_of(cast("Oracle", target))
     else:
-        raise InputError(
-            "expected a target of keyhole audit, a model or an oracle (a callable with .dim), got "
-            f"{type(target).__name__}"
-        )
+        yield target_of(target)
 
 
 def _model(loaded: Loaded, options: AuditOptions) -> Target:
