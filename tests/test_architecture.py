@@ -20,7 +20,7 @@ SOURCE, BENCHMARKS = TESTS.parent / "src", TESTS.parent / "benchmarks"
 MAX_LINES = 700  # of a module: one idea, whole
 
 LAYERS = (  # from the bottom up
-    {"version", "notebook"},
+    {"version"},
     {"core"},  # errors, files, results, registry, tasks, journal
     {"attention", "configs", "data"},
     {"target"},  # what TARGET means
@@ -168,7 +168,7 @@ def reached(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 # A name that stands alone or is a field of self, and so is this code's own; what other libraries
-# call private is their affair. Names like `_repr_html_`, which notebooks call, are public.
+# call private is their affair. Names like `_repr_html_`, which libraries look for, are public.
 PRIVATE = re.compile(r"""(?:\bself\.|(?<![\w.'"]))(_[A-Za-z]\w*)\b(?<!_)""")
 
 

@@ -17,7 +17,6 @@ as a few lines, and are saved and loaded with `.save(path)` and `.load(path)`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keyhole.notebook import VIEWS
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
@@ -77,12 +76,3 @@ if not TYPE_CHECKING:  # otherwise type checkers would allow any name
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _framed_page(audit: Any) -> str:
-    from keyhole.report.page import framed
-
-    return framed(audit)
-
-
-VIEWS["audit"] = _framed_page

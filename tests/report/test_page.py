@@ -226,14 +226,6 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     assert "Gone since the baseline" in words(found, judged)
 
 
-def test_a_notebook_shows_the_page_of_an_audit_in_a_frame(found):
-    shown = found._repr_html_()
-    assert shown.startswith("<iframe")
-    assert html.unescape(shown.split('srcdoc="')[1].removesuffix('"></iframe>')) == report.render(
-        found
-    )
-
-
 def test_a_saved_audit_gives_the_same_page(found):
     again = Audit.from_dict(json.loads(json.dumps(found.to_dict())))
     assert report.render(again) == report.render(found)

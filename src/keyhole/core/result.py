@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
@@ -29,8 +28,6 @@ from typing import (
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import parse, read_tensors, read_text, write_tensors, write_text
-from keyhole.core.text import legible
-from keyhole.notebook import VIEWS
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
@@ -67,11 +64,6 @@ class Result(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: the view of this kind of result, or the summary."""
-        view = VIEWS.get(self.kind)
-        return view(self) if view else f"<pre>{html.escape(legible(repr(self)))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "kind": self.kind, **self.contents()}

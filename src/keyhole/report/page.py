@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from keyhole.assess import Assessment, Card, Family, Item, assess
 from keyhole.assess.assessment import measured
@@ -52,11 +52,6 @@ def render(audit: Audit | Assessment) -> str:
         readings=readings,
         words=words,
     )
-
-
-def framed(audit: Audit) -> str:
-    """Return the page in a frame, as a notebook shows it."""
-    return f'<iframe width="100%" height="600" srcdoc="{escape(render(audit))}"></iframe>'
 
 
 # Every page has one stylesheet, one short script, and a Content-Security-Policy that names both by
