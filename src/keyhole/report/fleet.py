@@ -80,7 +80,6 @@ def render_fleet(fleet: Fleet | FleetAssessment, pages: Mapping[str, str] | None
 
 
 def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
-    """Return the table of a fleet for the terminal."""
     meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
     view = Table(box=box.SIMPLE)
     for heading in ("target", "severity", "worst finding", *Family):

@@ -7,7 +7,6 @@ or the verdict.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -151,27 +150,14 @@ def _how_to_reproduce(assessment: Assessment) -> list[str]:
 # fails if and only if the policy says so, so that the tests and the exit code agree.
 
 
-@dataclass(frozen=True)
-class Case:
-    """A check of a part of the target; `end` is the tag of its outcome, empty if it passed."""
-
-    part: str
-    classname: str
-    name: str
-    seconds: float
-    end: str
-    kind: str
-    message: str
-    details: tuple[str, ...]
-
-
 def as_junit(assessment: Assessment) -> str:
     """Return a document with a suite for each part of the target."""
     audit = assessment.audit
-    cases = [_case(item, assessment) for item in (*assessment.items, *assessment.hypothetical)]
-    cases += [_skipped(skip, assessment) for skip in audit.skips]
+    items = (*assessment.items, *assessment.hypothetical)
+    cases = [(item.finding.part or audit.target, _case(item, assessment)) for item in items]
+    cases += [(audit.target, _skipped(skip, assessment)) for skip in audit.skips]
     name = inert(f"keyhole audit of {audit.target}")
-    root = Element("testsuites", {"name": name, **_totals(cases)})
+    root = Element("testsuites", {"name": name, **_totals([case for _, case in cases])})
     about = {
         "verdict": assessment.verdict,
         "severity": assessment.severity.value,
@@ -181,21 +167,19 @@ def as_junit(assessment: Assessment) -> str:
     }
     finished = words.finished(audit)
     when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
-    for part in dict.fromkeys(case.part for case in cases):
-        suite = [case for case in cases if case.part == part]
-        skipped = str(sum(case.end == "skipped" for case in suite))
-        attributes = {"name": inert(part), **_totals(suite), "skipped": skipped, **when}
-        parent = SubElement(root, "testsuite", attributes)
-        properties = SubElement(parent, "properties")
+    for part in dict.fromkeys(part for part, _ in cases):
+        mine = [case for of, case in cases if of == part]
+        totals = {**_totals(mine), "skipped": _count(mine, "skipped"), **when}
+        suite = SubElement(root, "testsuite", {"name": inert(part), **totals})
+        properties = SubElement(suite, "properties")
         for key, value in about.items():
             SubElement(properties, "property", name=key, value=inert(value))
-        for case in suite:
-            _add(parent, case)
+        suite.extend(mine)
     indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
 
 
-def _case(item: Item, assessment: Assessment) -> Case:
+def _case(item: Item, assessment: Assessment) -> Element:
     finding = item.finding
     end, because = _end(item, assessment)
     details = [
@@ -210,16 +194,14 @@ def _case(item: Item, assessment: Assessment) -> Case:
     details += [f"reason: {finding.reason}"] if finding.reason else []
     details += [f"try it: {finding.command}"] if finding.command else []
     details += [f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []
-    return Case(
-        finding.part or assessment.audit.target,
-        _classname(item.family, finding.part),
-        f"{words.exposure(finding.exposure)} ({finding.attack})",
-        finding.seconds,
-        end,
-        item.severity.value,
-        f"{item.severity}: {words.outcome(finding)}",
-        tuple(details),
-    )
+    name = f"{words.exposure(finding.exposure)} ({finding.attack})"
+    case = _testcase(item.family, finding.part, name, finding.seconds)
+    text = "\n".join(map(inert, details))
+    if end:
+        _ended(case, end, item.severity.value, f"{item.severity}: {words.outcome(finding)}", text)
+    else:
+        SubElement(case, "system-out").text = text
+    return case
 
 
 _ENDS = {
@@ -248,51 +230,40 @@ def _end_of_unchecked(assessment: Assessment) -> str:
     return "skipped" if decision is not None and decision.exit_code == 0 else "error"
 
 
-def _skipped(skip: Skip, assessment: Assessment) -> Case:
+def _skipped(skip: Skip, assessment: Assessment) -> Element:
     decision, has_rule = assessment.decision, skip.exposure.rule != NOT_CHECKED
     ignored = decision is not None and any(
         ruled.name == skip.exposure.id and ruled.ruling is Ruling.IGNORED
         for ruled in decision.rulings
     )
-    return Case(
-        assessment.audit.target,
-        _classname(skip.exposure.family if has_rule else "skipped", ""),
-        f"{words.skip(skip)} ({skip.attack})",
-        0.0,
-        _end_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped",
-        "unknown" if skip.unchecked else "not tried",
-        skip.reason,
-        (),
-    )
+    name = f"{words.skip(skip)} ({skip.attack})"
+    case = _testcase(skip.exposure.family if has_rule else "skipped", "", name, 0.0)
+    end = _end_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped"
+    _ended(case, end, "unknown" if skip.unchecked else "not tried", skip.reason)
+    return case
 
 
-def _classname(family: str, part: str) -> str:
-    return f"keyhole.{family}.{words.slug(part)}" if part else f"keyhole.{family}"
+def _testcase(family: str, part: str, name: str, seconds: float) -> Element:
+    classname = f"keyhole.{family}.{words.slug(part)}" if part else f"keyhole.{family}"
+    time = f"{max(0.0, seconds):.3f}"
+    return Element("testcase", classname=classname, name=inert(name), time=time)
 
 
-def _totals(cases: Sequence[Case]) -> dict[str, str]:
+def _ended(case: Element, end: str, kind: str, message: str, text: str | None = None) -> None:
+    SubElement(case, end, type=kind, message=inert(message)).text = text
+
+
+def _totals(cases: Sequence[Element]) -> dict[str, str]:
     return {
         "tests": str(len(cases)),
-        "failures": str(sum(case.end == "failure" for case in cases)),
-        "errors": str(sum(case.end == "error" for case in cases)),
-        "time": _time(sum(case.seconds for case in cases)),
+        "failures": _count(cases, "failure"),
+        "errors": _count(cases, "error"),
+        "time": f"{sum(float(case.get('time', 0)) for case in cases):.3f}",
     }
 
 
-def _time(seconds: float) -> str:
-    return f"{max(0.0, seconds):.3f}"
-
-
-def _add(suite: Element, case: Case) -> None:
-    child = SubElement(
-        suite, "testcase", classname=case.classname, name=inert(case.name), time=_time(case.seconds)
-    )
-    text = "\n".join(inert(line) for line in case.details)
-    if case.end:
-        end = SubElement(child, case.end, type=case.kind, message=inert(case.message))
-        end.text = text or None
-    elif text:
-        SubElement(child, "system-out").text = text
+def _count(cases: Sequence[Element], end: str) -> str:
+    return str(sum(case.find(end) is not None for case in cases))
 
 
 FORMATS: dict[str, Callable[[Assessment], str]] = {

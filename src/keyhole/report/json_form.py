@@ -22,7 +22,6 @@ def render(assessment: Assessment) -> str:
 
 
 def document(assessment: Assessment) -> dict[str, Any]:
-    """Return the whole file, whose schema is in `schemas/`."""
     return {
         "$schema": SCHEMA,
         **assessment.audit.to_dict(),

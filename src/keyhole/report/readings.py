@@ -71,8 +71,6 @@ def _rows(finding: Finding, number: int) -> list[Row]:
 
 
 def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
-    """Join successive tokens with the same mark."""
-
     def kind(piece: Piece) -> tuple[str, bool]:
         return piece.mark if piece.mark in _MARKS else "unread", piece.right is False
 

@@ -136,7 +136,6 @@ _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def counts(assessment: Assessment) -> str:
-    """Say how the checks ended."""
     total, ways = len(assessment.items), sum(item.finding.open for item in assessment.items)
     exposed = len(assessment.exposed) - ways
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
@@ -160,7 +159,6 @@ def unfinished(audit: Audit) -> list[str]:
 
 
 def unchecked(assessment: Assessment) -> list[str]:
-    """Return the names of all checks that had no result."""
     items = [i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
     skips = [skip(each) for each in assessment.audit.skips if each.unchecked]
     return [*(in_full(finding.exposure) for finding in items), *skips]
@@ -323,7 +321,6 @@ def ruling(assessment: Assessment) -> str:
 
 
 def version(audit: Audit) -> str:
-    """Return the version of Keyhole that made the audit."""
     return inert(audit.environment.get("keyhole", "unknown"), 60)
 
 
