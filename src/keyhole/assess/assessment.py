@@ -213,7 +213,7 @@ class Assessment:
         return next(card for card in self.families if card.family is family)
 
 
-Override = Callable[[str, Rule, Finding], Severity | None]
+Override = Callable[[str, Rule], Severity | None]  # by the id of a finding, and its rule
 
 
 def assess(
@@ -259,11 +259,10 @@ def ids(findings: Sequence[Finding]) -> list[str]:
 
 def _item(name: str, finding: Finding, override: Override | None) -> Item:
     rule, scored = rule_of(finding.exposure), score(finding)
-    chosen = override(name, rule, finding) if override and finding.exposed else None
-    if chosen is None:
-        return Item(name, rule, finding, scored.severity, scored.points, scored.why)
-    why = f"{scored.why}; set to {chosen} by the policy"
-    return Item(name, rule, finding, chosen, scored.points, why)
+    severity, why = scored.severity, scored.why
+    if override and finding.exposed and (chosen := override(name, rule)):
+        severity, why = chosen, f"{why}; set to {chosen} by the policy"
+    return Item(name, rule, finding, severity, scored.points, why)
 
 
 def _worst(severities: Sequence[Severity]) -> Severity:

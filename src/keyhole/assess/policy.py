@@ -55,7 +55,7 @@ from keyhole.assess.assessment import (
     State,
 )
 from keyhole.assess.severity import Severity
-from keyhole.core import Finding, Outcome, Skip
+from keyhole.core import Outcome, Skip
 from keyhole.core.errors import InputError, expect_keys
 from keyhole.core.exposure import RULES, Family, Rule, expect_exposures, expect_returns
 from keyhole.core.files import exists, read_toml
@@ -82,7 +82,7 @@ class Policy:
     ignores: tuple[Ignore, ...] = ()
     standards: tuple[Condition, ...] = ()
 
-    def severity(self, name: str, rule: Rule, finding: Finding) -> Severity | None:  # noqa: ARG002
+    def severity(self, name: str, rule: Rule) -> Severity | None:
         """Return the severity that the policy sets for a finding: by its id, then by its rule."""
         for key in (name, rule.id):
             for pattern, severity in self.severities.items():
