@@ -155,7 +155,6 @@ _HANDLER = _StderrHandler()
 
 
 def main() -> None:
-    """Run the command line."""
     write_in_any_locale()
     log = logging.getLogger("keyhole")
     log.setLevel(logging.INFO)

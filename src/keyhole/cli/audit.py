@@ -16,7 +16,7 @@ from keyhole.audit.options import AuditOptions, fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
-from keyhole.cli.outputs import OutputFiles, Outputs, expect_new, say, show
+from keyhole.cli.outputs import OutputFiles, Outputs, expect_new, say
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
@@ -25,7 +25,6 @@ from keyhole.core.journal import digest, records_in
 from keyhole.core.options import OUTPUT, TARGET, option
 
 if TYPE_CHECKING:
-    from keyhole.assess import FleetAssessment
     from keyhole.audit.fleets import Member
 
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")
@@ -151,9 +150,7 @@ def _audit_one(target: str, run: _Run) -> int:
         assessment = run.judge(result)
         wanted.write(assessment)
     kept = _kept_for_another_try([replace(result, skips=())], journal)
-    if not wanted.printed(assessment):
-        show(report.table(assessment))
-    wanted.report()
+    wanted.report(assessment, report.table)
     extras = {part.extra for part in (*result.findings, *result.skips)} - {""}
     if extras:
         missing = ",".join(sorted(extras))
@@ -210,7 +207,7 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
     from keyhole import report
     from keyhole.assess import assess_fleet
     from keyhole.audit.fleets import fleet, members_of, read_fleet
-    from keyhole.report.fleet import FLEET_FORMATS
+    from keyhole.report.fleet import FLEET_FORMATS, MOST_RUNS
     from keyhole.report.formats import FORMATS
 
     if isinstance(targets, Path):
@@ -224,7 +221,11 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
     force = run.force or any(out.glob(JOURNALS))  # a run that resumes replaces its own files
     expect_new(*files, force=force)
     wanted = Outputs.of(run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files)
-    _expect_few_runs(wanted, len(members))
+    if "sarif-github" in wanted.names and len(members) > MOST_RUNS:  # not after hours of work
+        raise InputError(
+            f"GitHub accepts at most {MOST_RUNS} targets in a file, not {len(members)}: write "
+            "sarif, or split the fleet"
+        )
 
     def kept() -> str:
         finished = f"what is finished is in {out}/{JOURNALS}: the same command resumes"
@@ -242,10 +243,8 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
         write_text(index, report.render_fleet(assessment, pages))
         wanted.write(assessment)
     again = _kept_for_another_try(result.audits.values(), journal)
-    if not wanted.printed(assessment):
-        show(report.fleet_table(assessment))
+    wanted.report(assessment, report.fleet_table)
     say(f"html: {index}   json: {out}/*.json")
-    wanted.report()
     if again:
         say(f"some targets had checks without a result: the same command repeats those ({again})")
     return assessment.exit_code
@@ -284,17 +283,6 @@ def _audits_by_name(folder: Path) -> dict[str, Audit]:
         if data.get("kind") == Audit.kind and isinstance(name, str) and name:
             audits[name] = Audit.load(path)
     return audits
-
-
-def _expect_few_runs(wanted: Outputs[FleetAssessment], targets: int) -> None:
-    """Raise, before hours of work, if GitHub would refuse the file for its number of runs."""
-    from keyhole.report.fleet import MOST_RUNS
-
-    if "sarif-github" in wanted.names and targets > MOST_RUNS:
-        raise InputError(
-            f"GitHub accepts at most {MOST_RUNS} targets in a file, not {targets}: write sarif, or "
-            "split the fleet"
-        )
 
 
 def _make_folder(out: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.outputs import OutputFiles, Outputs, show
+from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core.options import CHECKS, OUTPUT, option
 
 if TYPE_CHECKING:
@@ -61,7 +61,5 @@ def check_config(
     wanted = Outputs.of(outputs, formats, force=force, as_json=as_json)
     checked = check(paths, ignore or ())
     wanted.write(checked)
-    if not wanted.printed(checked):
-        show(as_text(checked))
-    wanted.report()
+    wanted.report(checked, as_text)
     raise typer.Exit(checked.exit_code(least))

@@ -191,7 +191,6 @@ def capture(
 def _examples(
     texts: list[str] | None, data: Path | None, column: str | None, limit: int | None
 ) -> list[Example]:
-    """Return the batch of a client: its texts, with their classes if the file has them."""
     from keyhole.data import NO_LABEL, Example, read_examples
 
     given = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts or [], 1)]

@@ -53,6 +53,12 @@ _OPTION_HELP = (
     "or what the command's description names; may be repeated."
 )
 
+_ENDPOINT_FLAGS = tuple(
+    Option(help_, ENDPOINT, metavar, name=name, type=tuple[str, ...], default=())
+    for name, help_, metavar in (
+        ("header", _HEADER_HELP, "NAME=VARIABLE"), ("endpoint", _ENDPOINT_HELP, "NAME=VALUE"),
+    )
+)  # fmt: skip
 _AUDIT = options_of(AuditOptions)
 
 
@@ -192,12 +198,7 @@ def _parameters(options: Any) -> Iterator[inspect.Parameter]:
     """Yield a parameter for each option of a dataclass and of the endpoint in it."""
     yield from map(_parameter, options_of(options).values())
     if options is EndpointOptions:
-        for name, help_, metavar in (
-            ("header", _HEADER_HELP, "NAME=VARIABLE"),
-            ("endpoint", _ENDPOINT_HELP, "NAME=VALUE"),
-        ):
-            shown = about(help_, ENDPOINT, metavar=metavar)
-            yield _keyword(name, list[str] | None, None, shown)
+        yield from map(_parameter, _ENDPOINT_FLAGS)
     elif _has_endpoint(options):
         yield from _parameters(EndpointOptions)
 
@@ -210,14 +211,11 @@ def _parameter(option: Option) -> inspect.Parameter:
     kind = list[str] | None if get_origin(option.type) is tuple else option.type
     if option.parse is not None:  # it reads the value itself
         kind = str | None
-    default = None if option.default == () else option.default
-    return _keyword(option.name, kind, default, _described(option))
-
-
-def _keyword(name: str, kind: Any, default: Any, shown: Any) -> inspect.Parameter:
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
-    )
+        option.name, inspect.Parameter.KEYWORD_ONLY,
+        default=None if option.default == () else option.default,
+        annotation=Annotated[kind, _described(option)],
+    )  # fmt: skip
 
 
 def _built(options: Any, given: dict[str, Any]) -> Any:

@@ -132,18 +132,16 @@ class Outputs(Generic[_Result]):
         for name, path in self.files:
             write_text(path, self.formats[name](result))
 
-    def report(self) -> None:
-        """Print the names of the files that were written."""
+    def report(self, result: _Result, words: Callable[[_Result], RenderableType]) -> None:
+        """Print the format for stdout, or else the words for people; then name the files."""
+        if self.stdout is None:
+            show(words(result))
+        else:
+            # As bytes, because an XML file declares UTF-8, whatever the encoding of the terminal.
+            text = self.formats[self.stdout](result)
+            typer.echo(text.encode("utf-8", "replace"), nl=False)
         for name, path in self.files:
             say(f"{name}: {path}")
-
-    def printed(self, result: _Result) -> bool:
-        """Print the format for stdout, if any, and return whether there is one."""
-        if self.stdout is None:
-            return False
-        # As bytes, because an XML file declares UTF-8, whatever the encoding of the terminal.
-        typer.echo(self.formats[self.stdout](result).encode("utf-8", "replace"), nl=False)
-        return True
 
 
 def _pair(word: str, formats: Iterable[str]) -> tuple[str, str]:

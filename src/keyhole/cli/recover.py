@@ -131,7 +131,6 @@ def _recover_updates(
     model: str, leaks: list[Path], truth: Path | None, device: str, allow_pickle: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Recover the batch of texts behind each file of gradients."""
     from keyhole.data import read_texts
     from keyhole.models.anatomy import anatomy
     from keyhole.recover.files.sources import leak_files
@@ -165,7 +164,6 @@ def _recover_updates(
 
 
 def _print_json(results: list[dict[str, Any]]) -> None:
-    """Print a list of results, or the only one."""
     data = results if len(results) > 1 else results[0]
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
 

@@ -9,7 +9,7 @@ import typer
 
 from keyhole.cli import options as opt
 from keyhole.cli.app import command
-from keyhole.cli.outputs import OutputFiles, Outputs, show
+from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.cli.policy import AuditFile, BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit
 from keyhole.core.options import OUTPUT
@@ -61,6 +61,4 @@ def report(
     judge = Judge.of(policy, environment, baseline)
     assessment = judge(Audit.load(findings))
     wanted.write(assessment)
-    if not wanted.printed(assessment):
-        show(reports.table(assessment))
-    wanted.report()
+    wanted.report(assessment, reports.table)
