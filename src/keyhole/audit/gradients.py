@@ -15,7 +15,7 @@ from operator import eq
 import torch
 
 from keyhole.audit.check import Check, Checked, found, nothing_to_try
-from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
+from keyhole.audit.texts import PARTLY, TextTarget, explained, readings_of, share_by_chance
 from keyhole.core import Skip, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
@@ -38,7 +38,6 @@ REMEDY = (
 )
 _PRECISIONS = ("float32", "bfloat16")
 _LARGEST = 1 << 28  # weights whose gradient an audit makes
-_MOST = 0.5  # the share of tokens from which on a text counts as given away
 _WEIGHT = 55  # how long a check takes, in passes of 512 tokens, as measured on the demo
 
 
@@ -79,10 +78,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
         nearest = [_nearest(original, recovery) for original in originals]
-        readings = tuple(
-            reading_of(loaded.tokenizer, original, text)
-            for original, text in zip(originals, nearest, strict=True)
-        )
+        readings = readings_of(loaded.tokenizer, originals, nearest)
         chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
         # The nearest of all that was read is taken for each text.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
@@ -92,7 +88,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         progress(number)
     status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
-    if occurring and occurring[0] >= _MOST:
+    if occurring and occurring[0] >= PARTLY:
         status = Status.INEXACT
         notes[-1] += f"; {percent(occurring[0])} of the batch's tokens known, in no order"
     return found(
@@ -124,5 +120,5 @@ def _status(results: Sequence[Readings]) -> Status:
         return Status.NOT_APPLICABLE
     if results[0].exact == len(results[0].readings):
         return Status.RECOVERED
-    partly = results[0].exact or results[0].known >= _MOST or not explained(results[0])
+    partly = results[0].exact or results[0].known >= PARTLY or not explained(results[0])
     return Status.INEXACT if partly else Status.UNSOLVED

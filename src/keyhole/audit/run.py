@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from keyhole.audit.check import Check, Checked, joined, nothing_to_try
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.stores import StoreTarget, readings_of, whole
+from keyhole.audit.stores import StoreTarget, texts_read, whole
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
@@ -119,7 +119,6 @@ def audit(
 
 
 def _audit_of(opened: Target, options: AuditOptions, checked: Checked, seconds: float) -> Audit:
-    """What all checks gave, as an audit."""
     untried = [
         skip
         for name, model in opened.models.items()
@@ -220,9 +219,9 @@ class Checking:
 
     def _stream(self, checked: Checked) -> None:
         """Report what was read from a store as soon as a check ends."""
-        last = readings_of(checked.findings)
+        last = texts_read(checked.findings)
         if self._store is not None and last:
-            tried = readings_of(each for made, _ in self._made.values() for each in made.findings)
+            tried = texts_read(each for made, _ in self._made.values() for each in made.findings)
             rows, count = self._store.rows, self._store.count
             self._notice(words.so_far(last, tried, len(rows), count))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, found, joined, nothing_to_try
-from keyhole.audit.texts import reading_of, seconds_of
+from keyhole.audit.texts import readings_of, seconds_of
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY, EndpointOptions, without_password
 from keyhole.core.exposure import Exposure, is_chosen
@@ -203,10 +203,8 @@ class ServerTarget(Part):
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
             progress(number + 1)
-        readings = tuple(
-            reading_of(loaded.tokenizer, Original.of(loaded.tokenizer, text, max_length), recovery)
-            for text, recovery in zip(self.texts, recoveries, strict=True)
-        )
+        originals = [Original.of(loaded.tokenizer, text, max_length) for text in self.texts]
+        readings = readings_of(loaded.tokenizer, originals, recoveries)
         result = Readings("hidden", parts.layers, "as served", readings)
         first = recoveries[0]
         status = Status.RECOVERED if result.exact == len(readings) else first.status

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, found
-from keyhole.audit.texts import aligned, reading_alone, shortest, special_ids, tokens_read
+from keyhole.audit.texts import PARTLY, aligned, reading_alone, shortest, special_ids, tokens_read
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -287,7 +287,7 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 _Ready = Callable[[Track], CountedReader]
 
 
-def readings_of(findings: Iterable[Finding]) -> list[Reading]:
+def texts_read(findings: Iterable[Finding]) -> list[Reading]:
     """The texts that were read, each finding's in its first precision."""
     return [reading for each in findings for cell in each.texts[:1] for reading in cell.readings]
 
@@ -302,7 +302,7 @@ def whole(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Findi
 
 
 def _joined(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
-    result = replace(parts[0].texts[0], readings=tuple(readings_of(parts)))
+    result = replace(parts[0].texts[0], readings=tuple(texts_read(parts)))
     status = status_of(result, [part.status for part in parts])
     count = len(result.readings)
     estimate, about = None, parts[0].reason
@@ -331,7 +331,6 @@ _REMEDY = (
     "deleting a text means deleting its vector."
 )
 _SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
-_PARTLY = 0.5  # of the tokens: what is called nearly recovered
 
 
 def read(part: StoreTarget, track: Track) -> Checked:
@@ -346,7 +345,6 @@ def read(part: StoreTarget, track: Track) -> Checked:
 
 
 def _about(result: Readings) -> dict[str, Any]:
-    """What a finding has of what was read."""
     return {
         "queries": len(result.readings), "known": result.known, "sought": "text",
         "texts": (result,),
@@ -359,7 +357,7 @@ def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
         return statuses[0]
     if result.exact == len(result.readings):
         return Status.RECOVERED
-    partly = result.exact or Status.INEXACT in statuses or result.known >= _PARTLY
+    partly = result.exact or Status.INEXACT in statuses or result.known >= PARTLY
     return Status.INEXACT if partly else Status.BUDGET
 
 

@@ -1,14 +1,14 @@
 """A target opened for an audit: its parts, each of which says what is to be checked of it.
 
-`open_target` is the one place where a name becomes parts (keyhole/target.py says of which kind):
-endpoints, whose weights and inputs are sought; models, whose texts are read back and whose
-predictions are flipped; stores, leaks, servers and endpoints that take texts. `NamedTarget` is a
-target not opened yet, small enough to be sent to another process.
+`NamedTarget` is a target not opened yet, small enough to be sent to another process. Its `open` is
+the one place where a name becomes parts (keyhole/target.py says of which kind): endpoints, whose
+weights and inputs are sought; models, whose texts are read back and whose predictions are flipped;
+stores, leaks, servers and endpoints that take texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -237,9 +237,6 @@ class NamedTarget:
         device = device_of(self.options.device, worker)
         return replace(self, options=replace(self.options, device=device))
 
-    def open(self) -> Target:
-        return open_target(self.name, self.options, place=self.place)
-
     def fingerprint(self) -> str:
         """What tells that a target's files were not touched, without reading all of them."""
         options = self.options
@@ -258,43 +255,9 @@ class NamedTarget:
             return []
         return _files(self.place) or _files(self.place.partition(":")[2])
 
-
-def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
-    """The options with files by their whole names; a name on the hub stays as it is."""
-
-    def found(name: str) -> str:
-        return str(Path(folder, name)) if exists(Path(folder, name)) else name
-
-    named = {name: getattr(options, name) for name in ("model", "known", "corpus", "data")}
-    return replace(options, **{name: found(file) for name, file in named.items() if file})
-
-
-def _files(name: str) -> list[Path]:
-    path = Path(name)
-    if not name or not exists(path):
-        return []
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-
-
-def open_target(
-    name: str, options: AuditOptions | None = None, *, place: str | None = None, **more: Any
-) -> Target:
-    """What `name` stands for, found at `place`; options also as keywords."""
-    options = AuditOptions(**more) if options is None else options
-    expect_device(options.device)
-    return _Opener(name, name if place is None else place, options).open()
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """Opens what stands at `place`, under the name that people gave."""
-
-    name: str
-    place: str
-    options: AuditOptions
-
     def open(self) -> Target:
         options, public = self.options, without_password(self.name)
+        expect_device(options.device)
         kind = fitting(self.name, self.place, options)
         if kind is TargetKind.SERVER:
             return self._server(f"the server {public}")
@@ -311,16 +274,26 @@ class _Opener:
         oracle = open_endpoint(self.place)
         return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
 
-    def _texts_and_examples(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
-        """Texts to read back, and examples to flip where the model is a classifier."""
-        options = self.options
-        read = self._texts()
-        if head_of(loaded.model) != "classification":
-            return read, []
-        return read, read_examples(
-            options.data or "", text=options.column or (), label=options.label or "label",
-            names=class_names(loaded.model.config), limit=options.flips,
-            labelled=options.label is not None,
+    def _subject(
+        self, loaded: Loaded, examples: Sequence[Example] = (), about: str = "",
+        hardened: Loaded | None = None,
+    ) -> TextTarget:  # fmt: skip
+        """A model with the texts of --data, which a classifier's examples come from, too.
+
+        Without --data: with the texts that ship, and the given examples.
+        """
+        options, texts, notes = self.options, self._texts(), demo.NOTES
+        if options.data is not None:
+            examples, about, notes = (), "", ()
+            if head_of(loaded.model) == "classification":
+                examples = read_examples(
+                    options.data, text=options.column or (), label=options.label or "label",
+                    names=class_names(loaded.model.config), limit=options.flips,
+                    labelled=options.label is not None,
+                )  # fmt: skip
+        return TextTarget(
+            loaded, texts, options.layers, examples=examples, hardened=hardened, about=about,
+            notes=notes, corpus=corpus_file(options.corpus),
         )  # fmt: skip
 
     def _texts(self) -> list[str]:
@@ -335,14 +308,7 @@ class _Opener:
         loaded = replace(
             load_model(self.place, task=head, device=self.options.device), name=self.name
         )
-        # Without data: the texts that ship. Their classes are the shipped classifier's alone.
-        given = self.options.data is not None
-        texts, examples = self._texts_and_examples(loaded) if given else (list(demo.TEXTS), [])
-        subject = TextTarget(
-            loaded, texts, self.options.layers, examples=examples,
-            notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
-        )  # fmt: skip
-        return Target(self.name, _models(subject))
+        return Target(self.name, _models(self._subject(loaded)))
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
@@ -356,14 +322,7 @@ class _Opener:
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
         hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
-        texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
-        notes = demo.NOTES
-        if self.options.data is not None:
-            (texts, examples), about, notes = self._texts_and_examples(loaded), "", ()
-        subject = TextTarget(
-            loaded, texts, self.options.layers, examples=examples, hardened=hardened or None,
-            about=about, notes=notes, corpus=corpus_file(self.options.corpus),
-        )  # fmt: skip
+        subject = self._subject(loaded, demo.EXAMPLES, demo.ABOUT, hardened or None)
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
 
     def _server(self, what: str) -> Target:
@@ -427,6 +386,28 @@ class _Opener:
             )  # fmt: skip
         subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
+
+
+def open_target(name: str, options: AuditOptions | None = None, **more: Any) -> Target:
+    """What `name` stands for; options also as keywords."""
+    return NamedTarget(name, AuditOptions(**more) if options is None else options).open()
+
+
+def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
+    """The options with files by their whole names; a name on the hub stays as it is."""
+
+    def found(name: str) -> str:
+        return str(Path(folder, name)) if exists(Path(folder, name)) else name
+
+    named = {name: getattr(options, name) for name in ("model", "known", "corpus", "data")}
+    return replace(options, **{name: found(file) for name, file in named.items() if file})
+
+
+def _files(name: str) -> list[Path]:
+    path = Path(name)
+    if not name or not exists(path):
+        return []
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def corpus_file(file: str | None) -> Path | None:

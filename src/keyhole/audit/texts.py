@@ -5,8 +5,7 @@ and gives the attack the model and the leak: nothing else. The auditor knows the
 so that a wrong claim of the judge would show.
 
 recover/registry.py has rows: which attack is tried on which kind of leak, and at which layers. A
-file that holds leaks, or
-the token ids themselves, is a target of its own (`LeakTarget`).
+file that holds leaks, or the token ids themselves, is a target of its own (`LeakTarget`).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED
 from keyhole.report import words
 
-_PARTLY = 0.5  # the share of tokens from which on a text is recovered in part
+PARTLY = 0.5  # the share of tokens from which on a text is recovered in part
 # How long a check takes, as seconds plus passes of 512 tokens: measured on the demo's classifier
 # and on MiniLM. For hidden states it is multiplied by the number of layers.
 _HIDDEN = (0.2, 22)
@@ -130,21 +129,22 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
         asked = not row.permuted or PERMUTED in target.precisions
         if row.causal == parts.causal and asked:
             for layer in layers_of(row, target.layers, parts):
-                attack = _attack(entry, row, target)
                 try:
                     Captured(row.kind, layer or 0).block(parts)
                 except InputError as error:  # this model does not show it
                     skip = Skip(replace(row.exposure, layer=layer, part=part), "none", str(error))
                     made.append(nothing_to_try(skip))
                 else:
-                    made.append(_made(row, layer, part, entry, attack, target, seed))
+                    made.append(_made(row, layer, part, entry, target, seed))
     return [*made, *map(nothing_to_try, _skips(parts))]
 
 
 def _made(
-    row: Row, layer: int | None, part: str, name: str, attack: Attack, target: TextTarget, seed: int
+    row: Row, layer: int | None, part: str, name: str, target: TextTarget, seed: int
 ) -> Check:
     exposure = replace(row.exposure, layer=layer, part=part)
+    corpus = target.corpus if "corpus" in ATTACKS[name].options else None
+    attack = ATTACKS.make(name, **row.settings, corpus=corpus)
     run = partial(_check, row, attack, exposure, target, seed)
     times = 1 if row.kind in _OTHERS else 1 + (layer or 0)
     seconds, passes = _OTHERS.get(row.kind, _HIDDEN)
@@ -172,16 +172,10 @@ def checks_of(
     learning = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
     tried = [pair for pair in reading if pair[1].layers(parts)] or learning or reading[:1]
     asked = replace(target, precisions=(precision,))
-    made: list[Check] = []
-    for entry, row in tried:
-        alone = replace(row, precisions=(precision,))
-        made.append(_made(alone, layer, part, entry, _attack(entry, row, target), asked, seed))
-    return made
-
-
-def _attack(name: str, row: Row, target: TextTarget) -> Attack:
-    corpus = target.corpus if "corpus" in ATTACKS[name].options else None
-    return ATTACKS.make(name, **row.settings, corpus=corpus)
+    return [
+        _made(replace(row, precisions=(precision,)), layer, part, entry, asked, seed)
+        for entry, row in tried
+    ]
 
 
 def _ordered() -> list[tuple[str, Row]]:
@@ -196,7 +190,7 @@ def exposure_of(kind: str) -> Exposure:
     return next(row.exposure for _, row in ATTACKS.rows() if row.kind == kind and not row.permuted)
 
 
-def _skips(parts: Anatomy) -> tuple[Skip, ...]:
+def _skips(parts: Anatomy) -> list[Skip]:
     """What no attack reads of such a model, and what takes longer than an audit."""
     model = "a causal model" if parts.causal else "an encoder"
     rows = [row for _, row in ATTACKS.rows() if row.kind in KINDS]  # no model gives the others
@@ -212,7 +206,7 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
             names = " or ".join(readers(kind, parts.causal))
             reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
             skips.append(Skip(exposure, "none", reason))
-    return tuple(skips)
+    return skips
 
 
 def _check(
@@ -234,10 +228,7 @@ def _check(
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
         progress = track(f"{words.exposure(exposure)}, {precision}")
         recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
-        readings = tuple(
-            reading_of(tokenizer, original, recovery)
-            for original, recovery in zip(originals, recoveries, strict=True)
-        )
+        readings = readings_of(tokenizer, originals, recoveries)
         chance = None
         if not results:
             first = recoveries
@@ -326,6 +317,13 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
+def readings_of(
+    tokenizer: Any, originals: Sequence[Original], recoveries: Sequence[TextRecovery]
+) -> tuple[Reading, ...]:
+    pairs = zip(originals, recoveries, strict=True)
+    return tuple(reading_of(tokenizer, *pair) for pair in pairs)
+
+
 def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
     """The status of one exposure by its first precision; the reason lists the others as well.
 
@@ -344,7 +342,7 @@ def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
         return Status.RECOVERED, reason
     if results[0].kind == "pooled":
         reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
-    if exact or known >= _PARTLY:
+    if exact or known >= PARTLY:
         return Status.INEXACT, reason
     if results[0].kind != "pooled" and known:
         reason = f"{reason}; guesses without the leak have {percent(results[0].chance or 0)} right"
@@ -491,7 +489,6 @@ def aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> It
 
 
 _IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
-_WHOLE = "float32"
 
 
 @dataclass(frozen=True, eq=False)
@@ -512,10 +509,9 @@ class LeakTarget(Part):
         """For each text of the file: the ids that stand in it, and the attack on the rest."""
         made: list[Check] = []
 
-        def add(exposure: Exposure, opened: Opened, attack: Attack | None = None) -> None:
+        def add(exposure: Exposure, opened: Opened, attack: Attack | None) -> None:
             exposure = replace(exposure, name=opened.name)
-            run = partial(_check_file, exposure, self.loaded, opened, attack)
-            made.append(Check(exposure, run))
+            made.append(Check(exposure, partial(self._check, exposure, opened.leak, attack)))
 
         for opened in self.leaks:
             if opened.ids is not None:
@@ -526,22 +522,22 @@ class LeakTarget(Part):
             add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened, sealed)
         return made
 
-
-def _check_file(
-    exposure: Exposure, loaded: Loaded, opened: Opened, attack: Attack | None, track: Track
-) -> Checked:
-    started = time.perf_counter()
-    leak = opened.leak
-    progress = track(f"tokens from {leak.exposure}", leak.length)
-    recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
-    readings = (reading_alone(loaded.tokenizer, recovery),)
-    result = Readings(leak.exposure.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
-    return found(
-        exposure, recovery.method, recovery.status, recovery.reason,
-        _IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method), started,
-        queries=0, known=result.known if recovery.status is not Status.MISMATCH else 0.0,
-        sought="text", texts=(result,),
-    )  # fmt: skip
+    def _check(
+        self, exposure: Exposure, leak: Leak, attack: Attack | None, track: Track
+    ) -> Checked:
+        started = time.perf_counter()
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        progress = track(f"tokens from {leak.exposure}", leak.length)
+        recovery = recover_text(model, tokenizer, leak, method=attack, progress=progress)
+        kind, layer = leak.exposure.kind, leak.exposure.layer
+        readings = (reading_alone(tokenizer, recovery),)
+        result = Readings(kind, layer, leak.precision or "float32", readings)
+        return found(
+            exposure, recovery.method, recovery.status, recovery.reason,
+            _IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method), started,
+            queries=0, known=result.known if recovery.status is not Status.MISMATCH else 0.0,
+            sought="text", texts=(result,),
+        )  # fmt: skip
 
 
 def _remedy(leak: Leak, method: str) -> str:
