@@ -10,7 +10,7 @@ from transformers import QuantizedCache
 import reference
 import tiny_models as tiny
 from keyhole.models import Exposure, capture
-from keyhole.recover import KeyValues, recover_text
+from keyhole.recover import AttentionMaps, KeyValues, recover_text
 from keyhole.recover.layers.precision import precision_of
 
 WORDS = tiny.tokenizer(causal=True)
@@ -78,6 +78,14 @@ def test_eight_bit_floats_with_and_without_a_scale(subject, dtype, scale):
 def test_numbers_as_they_are_have_no_steps(subject):
     keys, values = cache(*subject)
     assert precision_of(KeyValues(keys, values, layer=1)).name == "float32"
+
+
+def test_numbers_of_few_sizes_are_no_grid():
+    """In a saturated map nearly all numbers are 0 or 1 to three digits, and still in float32."""
+    stream = torch.Generator().manual_seed(0)
+    maps = (40 * torch.randn(12, 11, 11, generator=stream)).softmax(-1)
+    assert precision_of(AttentionMaps(maps, layer=1)).name == "float32"
+    assert precision_of(KeyValues(maps, maps, layer=1)).name == "float32"
 
 
 def test_read_from_the_librarys_own_fp8_cache(subject):

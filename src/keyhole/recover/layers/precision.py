@@ -7,8 +7,8 @@ residual of the right text (`compare`).
 
 A quantised cache has a grid for each group of numbers, and every program groups them differently:
 a token's numbers of a head (KIVI's values), a channel's over some tokens (KIVI's keys; arXiv
-2402.02750), all of a tensor (fp8). So every usual grouping is tried. One whose groups all lie on
-grids is the right one: that does not happen by chance.
+2402.02750), all of a tensor (fp8). So every usual grouping is tried. One whose groups lie on grids
+is the right one: that does not happen by chance.
 
 Arithmetic has errors too. Two machines, or two batch sizes, add up in different orders. In float32
 that hardly shows; in bfloat16 and float16 it does, and large random weights enlarge it from layer
@@ -48,6 +48,7 @@ _ENOUGH = 32  # numbers that do not lie on a grid by chance
 _NEAR = 0.05  # of a step: the error of a scaled 8-bit float that was rounded again
 _NORMAL = 2.0**-4  # numbers above this share of the largest are no subnormal 8-bit floats
 _ALL = 0.95  # the share of groups on a grid that is enough: some groups may be constant
+_FEW = 0.1  # a smaller share is chance; KIVI leaves the last tokens as they are
 _LEVELS = 4  # different numbers that do not lie on a grid of 127 steps by chance
 _GRID = 5e-3  # in steps: how far from a multiple of the step a number may lie
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
@@ -95,7 +96,7 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=_TINY))
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
-    if name == "float32" and leak.rank > 2:  # heads, or other groups, may have a scale each
+    if name == "float32" and "keys" in leak.tensors:  # a head or other group may have a scale
         grids = {name: _grouped(part) for name, part in leak.tensors.items()}
         step = leak.rows({name: steps for name, (_, steps) in grids.items()})
         name = min(grid for grid, _ in grids.values())
@@ -173,7 +174,7 @@ def _grouped(part: Tensor) -> tuple[str, Tensor]:
         name, floats = _scaled_floats(numbers.view(groups, -1))
         if name:
             return name, floats.view_as(part)
-    best, name, found = 0.0, "float32", torch.zeros_like(numbers)
+    best, name, found = _FEW, "float32", torch.zeros_like(numbers)
     for groups in _groupings(part):
         sample = groups[:: -(-len(groups) // _SAMPLED)]
         if not float((_steps(numbers[sample]) > 0).float().mean()) > best:
@@ -268,8 +269,9 @@ def _steps_of_whole(rows: Tensor) -> Tensor:
     apart = gaps > 1e-6 * largest[:, None]
     count = apart.sum(-1)
     for most in (127, 7):  # the coarser grid last: its numbers lie on the finer one too
-        fits = _are_whole(levels / (largest / most)[:, None]) & (count >= _LEVELS)
-        step = torch.where(fits, largest / most, step)
+        scaled = levels / (largest / most)[:, None]
+        different = scaled.round().diff(dim=-1).count_nonzero(-1)  # numbers near 0 are one level
+        step = torch.where(_are_whole(scaled) & (different >= _LEVELS), largest / most, step)
     least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
     each = (gaps / (gaps / least).round()).where(apart, 0.0)
     common = each.sum(-1) / count.clamp(min=1)
