@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import tiny_classifiers
 import tiny_models as tiny
 from keyhole import oracle
 from keyhole.audit import AuditOptions, NamedTarget, audit, run
 from keyhole.audit.check import joined
+from keyhole.audit.target import open_target
 from keyhole.core.errors import InputError
 from keyhole.core.machine import device_of
 from keyhole.core.progress import untracked
@@ -148,3 +152,16 @@ def test_touched_files_are_another_target(place, tmp_path):
     Path(named.name).write_bytes(b"other")
     assert named.fingerprint() != before
     assert named.size == 5
+
+
+def test_pickled_weights_are_opened_when_allowed(place, tmp_path):
+    shutil.copytree(
+        place / "encoder", tmp_path / "pickled", ignore=lambda *_: ["model.safetensors"]
+    )
+    torch.save(
+        load_file(place / "encoder" / "model.safetensors"), tmp_path / "pickled/pytorch_model.bin"
+    )
+    name, options = str(tmp_path / "pickled"), {"data": f"{place}/texts.tsv", "texts": 1}
+    with pytest.raises(InputError, match="only pickled ones: --allow-pickle"):
+        open_target(name, **options)
+    assert open_target(name, **options, allow_pickle=True).parts

@@ -59,6 +59,11 @@ class AuditOptions:
         "wherever it is.",
         TARGET,
     )
+    allow_pickle: bool = option(
+        False,
+        "Open pickled weights, which can run code: only where you trust their source.",
+        TARGET,
+    )
     authorized: bool = option(
         False, "State that you may test the server, which is not on this machine.", TARGET
     )

@@ -302,13 +302,16 @@ class NamedTarget:
             return list(demo.TEXTS)
         return read_texts(options.data, options.column, options.texts or TEXTS_OF_A_MODEL)
 
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """How every model is opened."""
+        return {"device": self.options.device, "allow_pickle": self.options.allow_pickle}
+
     def _model(self) -> Target:
         task = task_of(self.place)
         head = "base" if task == "choice" else task
-        loaded = replace(
-            load_model(self.place, task=head, device=self.options.device), name=self.name
-        )
-        return Target(self.name, _models(self._subject(loaded)))
+        loaded = load_model(self.place, task=head, **self._loading)
+        return Target(self.name, _models(self._subject(replace(loaded, name=self.name))))
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
@@ -359,12 +362,12 @@ class NamedTarget:
         if name is None:
             return None
         task = task_of(demo.folder_of(name))
-        return demo.open_model(name, task=task, device=self.options.device)
+        return demo.open_model(name, task=task, **self._loading)
 
     def _leak(self) -> Target:
         """A saved slot or leak, read with the weights of --model."""
         model = cast("str", self.options.model)
-        loaded, opened = open_leaks(model, self.place, device=self.options.device)
+        loaded, opened = open_leaks(model, self.place, **self._loading)
         leaks = [
             replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
             for leak in opened
@@ -381,7 +384,7 @@ class NamedTarget:
         encoder = cast("str", options.model)
         with open_store(self.place, known, shown=self.name) as store:
             subject = StoreTarget.of(
-                store, demo.open_model(encoder, device=options.device),
+                store, demo.open_model(encoder, **self._loading),
                 texts=options.texts or TEXTS_OF_A_STORE, known=known, seed=options.seed,
             )  # fmt: skip
         subject = replace(subject, method=quick(method, subject.loaded))

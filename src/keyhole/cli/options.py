@@ -26,7 +26,6 @@ from keyhole.core.options import (
     ENDPOINT,
     OUTPUT,
     SCALE,
-    TARGET,
     Option,
     declared,
     option,
@@ -103,10 +102,7 @@ class ExampleOptions:
     )
     examples: int | None = option(None, "Take only this many examples, the first ones.", DATA)
     max_length: int = option(128, "Cut texts off after this many tokens.", DATA)
-    allow_pickle: bool = option(
-        False, "Open pickled weights, which can run code: only where you trust their source.",
-        TARGET,
-    )  # fmt: skip
+    allow_pickle: bool = _same_as_audit("allow_pickle")
     device: str = _same_as_audit("device")
 
     def keywords(self) -> dict[str, Any]:

@@ -345,8 +345,8 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
             raise InputError(f"{file.name} in {name} is neither a file nor a folder: remove it")
     pickled = any(path.glob("*.bin"))
     if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
-        rest = ", only pickled ones: pass allow_pickle=True if you trust them" if pickled else ""
-        raise InputError(f"{name} has no weights as .safetensors{rest}")
+        rest = ", only pickled ones: --allow-pickle (allow_pickle=True) opens those you trust"
+        raise InputError(f"{name} has no weights as .safetensors{rest if pickled else ''}")
     return str(path), {**options, "local_files_only": True}
 
 
