@@ -70,9 +70,7 @@ class Branches:
         self.lengths = torch.zeros_like(starts)
         self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
-        self._final_pass = (
-            False  # nothing follows this pass: each layer's keys are dropped after it
-        )
+        self._final_pass = False  # if nothing follows it, a pass drops each layer's keys
         self._columns = 0  # of the cache, before the chunk
         self._chunk = starts[:, None]
         self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
@@ -178,6 +176,17 @@ class Branches:
             for name, tensor in exposed.items()
         }
         return flat, prefix.positions.flatten()[None, : len(tokens)]
+
+    def chains(
+        self, exposure: Exposure, row: int, length: int, ids: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the exposure of chains `ids` (k, q) after a text's first `length` tokens.
+
+        The tensors, and the positions (k, q), are those of k texts. The cache remains as it is.
+        """
+        prefix = self._repeated(row, len(ids), length)
+        chain = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        return prefix.expose(exposure, chain, ids), prefix.positions
 
     def at_once(self, length: int) -> int:
         """Return how many tokens fit into a pass of `each` after a prefix, by the free memory."""

@@ -20,8 +20,10 @@ leaked at t, and is recognised at once. The cost is linear in the length. Depart
   be the best (states of the first position hardly differ at the last layer), so several are
   compared at each position. If arithmetic exceeds 5% of a row, as in bfloat16 with large random
   weights, near tokens are run again as the leak was: in the whole text alone.
-- If nothing in the vocabulary fits, an earlier token may have been accepted wrongly. Other tokens
-  that fit in its place are tried before the position is called unexplained.
+- If nothing in the vocabulary fits, an earlier token may have been accepted wrongly. In 8 bits the
+  row of an attention sink is a few large numbers and zeros, which half the vocabulary fits. Other
+  tokens that fit there are tried before the position is called unexplained, each together with the
+  nearest tokens at this position.
 
 Keys and values, and attention outputs, are searched in the same way: only the compared rows differ.
 """
@@ -55,6 +57,7 @@ _CLEAN = 0.1  # of the limit: if accepted tokens fit better, the leak has no noi
 _COMPARED = 32  # candidates compared at each position but the first, if several may pass
 _FAILURES = 2  # unexplained positions in a row that end the search
 _MAX_REOPENED = 16  # positions looked back for another token, and times that this may happen
+_TOGETHER = 50_000  # pairs of an earlier token and the nearest ones that are run together
 _NEAREST = 16  # tried tokens that are kept, by each way to compare them
 
 
@@ -426,7 +429,7 @@ class Search:
             if len(tokens := nearest.explained(text, spread)):
                 text.force(int(tokens[0]))
                 return
-        elif not len(order) and self._reopen(text):
+        elif not len(order) and self._reopen(text, nearest.tokens):
             return
         if text.excluded is None and done == self.target.vocabulary:
             text.excluded = position
@@ -469,8 +472,12 @@ class Search:
                 return True
         return False
 
-    def _reopen(self, text: Text) -> bool:
-        """Put another token that fits at the latest earlier position that has one."""
+    def _reopen(self, text: Text, nearest: Tensor) -> bool:
+        """Put another token that fits at the latest earlier position that has one.
+
+        With it, one of the `nearest` tokens should fit at this position. Where none does, the few
+        tokens that fit at the earlier position are tried in turn.
+        """
         position = text.position
         if text.learnt or text.reopened >= _MAX_REOPENED:  # many tokens pass a test against noise
             return False
@@ -478,11 +485,37 @@ class Search:
             if place not in text.others:
                 fits = text.misfits[place] <= 1  # false if nothing leaked there
                 text.others[place] = self._other_fits(text, place) if fits else []
-            if text.others[place]:
-                text.return_to(place, text.others[place].pop(0))
+            others = text.others[place]
+            chosen = self._fits_before(text, place, others, nearest)
+            if chosen is None and 0 < len(others) <= _MAX_REOPENED:
+                chosen = others[0]
+            if chosen is not None:
+                others.remove(chosen)
+                text.return_to(place, chosen)
                 self.branches.lengths[text.row] = place
                 return True
         return False
+
+    def _fits_before(
+        self, text: Text, place: int, others: list[int], nearest: Tensor
+    ) -> int | None:
+        """Return the token of `others` at `place` with which all up to a `nearest` one fit."""
+        if not others:
+            return None
+        between = torch.tensor(text.ids[place + 1 :], dtype=torch.long, device=nearest.device)
+        first = torch.tensor(others, device=nearest.device)
+        for last in nearest[: max(1, _TOGETHER // len(others))]:
+            for tokens in first.split(max(1, self.branches.at_once(place) // (len(between) + 2))):
+                after = torch.cat([between, last[None]]).expand(len(tokens), -1)
+                ids = torch.cat([tokens[:, None], after], 1)
+                given, places = self.branches.chains(self.exposure, text.row, place, ids)
+                rows = contents(self.target, self.exposure, given, places)
+                text.passes, text.tested = text.passes + 1, text.tested + ids.numel()
+                misfits = [self._misfit(text, place + n, rows[:, n]) for n in range(ids.shape[1])]
+                fits = ~(torch.stack(misfits) > 1).any(0)  # NaN where nothing leaked
+                if bool(fits.any()):
+                    return int(tokens[fits][0])
+        return None
 
     def _other_fits(self, text: Text, place: int) -> list[int]:
         """Return the other tokens that fit at an earlier position, the best first."""
