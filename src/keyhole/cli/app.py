@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -32,6 +34,7 @@ USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # the others follow from statuses (core
 CLOSED = 141  # the reader closed the pipe; shells report this code for programs ended by SIGPIPE
 _MAX_LENGTH = 1000  # characters of an error message, which may quote what people gave
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_LINE_BREAK = re.compile(r"(?<![;:\n])\n(?!\n)")  # within a paragraph; lists end lines with ; or :
 
 # The error for wrong usage, whose class Typer does not export.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -118,7 +121,8 @@ def command(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         into = add(name or function.__name__.replace("_", "-")) if group is None else group
-        registered = into.command(name, cls=Command, epilog=examples_of(*examples))
+        about = _LINE_BREAK.sub(" ", inspect.getdoc(function) or "")
+        registered = into.command(name, cls=Command, help=about, epilog=examples_of(*examples))
         return registered(with_options(function))
 
     return register

@@ -149,10 +149,10 @@ def capture(
     """Save what a model leaks about a text, to try an attack on.
 
     For a gradient, -o sets clip (the norm that each text's gradient is clipped to), epsilon (the
-    privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of the client on its batch;
-    with several the change of its weights leaks), rate (its learning rate, 0.01), lora (the rank of
-    adapters, if only they are trained; trained=false is their first round) and hide (parts to leave
-    out: embeddings).
+    privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of the client on its batch,
+    whose change of the weights leaks if there are several), rate (its learning rate, 0.01), lora
+    (the rank of adapters, if only they are trained; trained=false is their first round) and hide
+    (parts to leave out: embeddings).
     """
     from keyhole.data import read_texts
     from keyhole.recover.simulate import capture as capture_leaks

@@ -66,6 +66,7 @@ def plant(
     attention: rank, heads, every_token, causal; attention-layers: the same, in each of layers (2);
     orthogonal-heads: heads, bases (the file to write their bases to);
     inversion: tokens (8), heads, residual, causal, maps (true: attention maps leak too).
+
     All but inversion may change their answers: sign_only, decimals, noise, max_norm.
     """
     if kind not in _TAKES:
