@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from planted_layers import layer
 
-from keyhole.extract.vector_answers import open_vectors, separate_values
+from keyhole.extract.full_output import open_vectors, separate_values
 from keyhole.oracle import Counted
 
 

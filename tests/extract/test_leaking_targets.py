@@ -81,7 +81,7 @@ def test_a_judge_stays_where_a_link_says_something():
 def test_a_link_is_found_and_the_model_answers_behind_it(form, tmp_path):
     head = oracle.plant("head", dim=5, seed=3)
     target = Answering(head, FORMS[form])
-    link = find_link(target, 0, 1e-16).link
+    link = find_link(target, 0, 1e-16)[0]
     assert link.name == ("identity" if form == "affine" else form)
     result = extract.Auto()(target)
     assert isinstance(result.model, Linked)
@@ -97,7 +97,7 @@ def test_a_link_is_found_and_the_model_answers_behind_it(form, tmp_path):
 
 def test_a_plain_head_has_no_link():
     head = oracle.plant("head", dim=5, seed=3)
-    link = find_link(head, 0, 1e-16).link
+    link = find_link(head, 0, 1e-16)[0]
     assert (link.name, str(link)) == ("identity", "nothing")
     assert extract.Auto()(head).model.kind == "head"
 

@@ -9,7 +9,7 @@ import torch
 from planted_layers import KINDS, layer
 
 from any_function import normal
-from keyhole.extract.vector_answers import VectorOracle, open_vectors, solve_scores
+from keyhole.extract.full_output import VectorOracle, open_vectors, solve_scores
 from keyhole.oracle import Counted
 
 

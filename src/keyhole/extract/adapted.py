@@ -1,13 +1,13 @@
-"""The attack that fits a defence: the attacker knows the defence, but not the weights.
+"""The attack that fits a defence, for an attacker who knows the defence but not the weights.
 
 the server                             the attacker
-rounds, or adds noise                  sends long tokens, computes intervals, and averages
+rounds answers, or adds noise          sends long tokens, computes intervals, and averages
                                        errors out by least squares (tolerant.py)
 answers with labels                    bisects (sign_only.py)
-shortens long tokens                   sends shorter ones (ordinary_questions.py)
+clips long tokens                      sends shorter ones (ordinary_questions.py)
 refuses short sequences                repeats them until they are long enough (`Copied`)
 refuses unusual inputs                 sends ordinary ones (ordinary_questions.py)
-refuses all lengths but one odd one    sends ordinary ones (ordinary_questions.py)
+answers only one odd length            sends ordinary ones (ordinary_questions.py)
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.defences import Degradation, Wrapper
 from keyhole.oracle.protocol import Oracle, ask
 
-_INSIDE = 1 - 1e-9  # share of a bound on norms that tokens use, because of rounding
+_INSIDE = 1 - 1e-9  # share of a bound on norms that tokens use, so that rounding does not exceed it
 _LABELS = 1e-4  # the accuracy to which weights are bisected
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The attack on one head behind a known `change`: which method, and whether tokens are copied.
+    """The attack on one head behind a known `change`: a method, and whether tokens are copied.
 
-    If answers are inexact, there are `repeats` times as many queries as unknowns.
+    If answers are inexact, it sends `repeats` times as many queries as there are unknowns.
     """
 
     change: Degradation
@@ -62,7 +62,7 @@ class Adapted:
     def method(self) -> Method:
         change, error, seed = self.change, self.answer_error, self.seed
         least = change.min_tokens or 1
-        pair = 2 * math.ceil(least / 2)  # the length of a pair that is repeated often enough
+        pair = 2 * math.ceil(least / 2)  # the length of a pair repeated until it is long enough
         ordinary = change.usual_norm is not None or pair > (change.max_tokens or pair)
         if ordinary and change.sign_only:
             return OrdinaryLabels(change.usual_norm, least, seed=seed)
@@ -80,16 +80,16 @@ class Adapted:
 
     @property
     def _copies(self) -> bool:
-        """Are tokens copied until a sequence is long enough?"""
+        """Whether tokens are copied until a sequence is long enough."""
         limited = self.change.min_tokens is not None or self.change.max_tokens is not None
         return limited and not isinstance(self.method, OrdinaryQuestions)
 
 
 class Copied(Wrapper):
-    """Lets shorter sequences be sent to a server that takes `min_tokens` to `max_tokens` tokens.
+    """Sends shorter sequences to a server that takes `min_tokens` to `max_tokens` tokens.
 
-    Repeating a whole sequence does not change a head's answer: c copies of each token share the
-    attention that one had. The target must not add positions to its inputs.
+    Repeating a whole sequence does not change a head's answer: c copies of a token share the
+    attention that one had. This assumes that the target does not add positions to its inputs.
     """
 
     def __init__(self, inner: Oracle, min_tokens: int, max_tokens: int | None = None) -> None:

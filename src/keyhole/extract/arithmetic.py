@@ -1,16 +1,15 @@
-"""How exact a target's answers are, found out from the answers.
+"""How exact a target's answers are, estimated from the answers alone.
 
-Real targets compute in float32 or less. Their answers then are the exact function's but for an
-error that depends on the question: about ε times what the inputs, the scores and the values
-contribute before they cancel. Two things tell how large it is:
+Real targets compute in float32 or less, so an answer has an error of about ε times the size of the
+terms that were summed for it, before any cancel. Two things show how large it is:
 
-- the digits: answers that all are numbers of a shorter format have its ε;
-- the same question in other words: every entry multiplied by 1 ± ε, the tokens before the last in
-  another order, and every token twice. To exact arithmetic the order and the copies change nothing,
-  and to the target a factor 1 ± ε is what its own rounding does to the inputs anyway: arithmetic
-  that is backward stable is off by as much. So the differences are the answers' own error.
+- the digits: if all answers are numbers of a shorter format, they have that format's ε;
+- equivalent queries: every entry multiplied by 1 ± ε, the tokens before the last in another order,
+  every token twice. In exact arithmetic, order and copies change nothing, and a factor 1 ± ε
+  changes an answer about as much as the target's own rounding does (backward stability). So the
+  differences between these answers are an estimate of their error.
 
-A model can be known, and judged, to that error and no further.
+A model can be fitted, and judged, to that error and no further.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from torch import Tensor
 
 from keyhole.oracle.protocol import Oracle, OracleError, ask, layers
 
-EXACT = 1e-12  # relative errors of answers below this are rounding of float64
-ALLOWED = 16.0  # times their own error: how far answers and a model that explains them may differ
+EXACT = 1e-12  # relative errors below this are rounding of float64
+ALLOWED = 16.0  # how many times its own error an answer may differ from the model
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_READ = 64  # answers that are compared with float32 as servers print it,
-_DIGITS = 8  # in as many digits or more: with fewer they may be rounded on purpose
-_UNSEEN = 2.0**-40  # a change of the inputs that float64 shows and float32 does not
-_NOISE = 1e-9  # of the answers: what no smooth function makes of that change
-_AGAIN = 8  # times that it is asked, to see how large the noise is
+_READ = 64  # how many answers are compared with float32 as servers print it,
+_DIGITS = 8  # if they have this many digits or more: fewer may be deliberate rounding
+_UNSEEN = 2.0**-40  # a relative change of inputs that float64 resolves and float32 does not
+_NOISE = 1e-9  # a larger relative change of answers after such a change of inputs is noise
+_AGAIN = 8  # extra queries that measure how large the noise is
 _STREAM = 0x4F574E45
-_DOUBTFUL = 1e-2  # of the answers: tokens in another order that change more have positions
+_DOUBTFUL = 1e-2  # if reordering tokens changes answers by more, the target uses positions
 
 
 def precision_of(oracle: Oracle, answers: Tensor) -> float:
-    """The relative error of an answer: what a wrapper found out, or what the digits say."""
+    """Return the relative error of an answer: as a wrapper states it, or as the digits show."""
     for layer in layers(oracle):
         known = getattr(layer, "precision", None)
         if isinstance(known, float):
@@ -42,7 +41,7 @@ def precision_of(oracle: Oracle, answers: Tensor) -> float:
 
 
 def digits(answers: Tensor) -> float:
-    """Half the ε of the shortest format that holds all answers, float32 in decimal digits too."""
+    """Return half the ε of the shortest format that holds all answers; float32 also as decimals."""
     for dtype in _FORMATS:
         if torch.equal(answers, answers.to(dtype).to(torch.float64)):
             return torch.finfo(dtype).eps / 2
@@ -55,7 +54,7 @@ def digits(answers: Tensor) -> float:
 
 
 def smallest(precision: float) -> float:
-    """What answers of the format with this precision are off by where they are nearly zero."""
+    """Return the absolute error of answers near zero in the format with this precision."""
     formats = {torch.finfo(dtype).eps / 2: torch.finfo(dtype) for dtype in _FORMATS}
     found = formats.get(precision)
     return 0.0 if found is None else found.tiny * found.eps / 2
@@ -64,10 +63,11 @@ def smallest(precision: float) -> float:
 def measured_errors(
     oracle: Oracle, sequences: Tensor, answers: Tensor, seen: Tensor
 ) -> tuple[float, float]:
-    """The relative error of an answer, and what it may be off by besides, where noise is added.
+    """Return the relative error of an answer, and the range of added noise (0 if there is none).
 
-    The first is what the digits of all answers `seen` say; float32's, where the target does not see
-    a change of the questions that float64 shows. Noise makes of such a change far too much.
+    The relative error is that of the format of all answers `seen`, or of float32 if the target
+    ignores a change of the inputs that only float64 resolves. Noise shows because such a change
+    then moves answers far too much.
     """
     precision = digits(seen)
     if precision > EXACT or not bool(answers.any()):
@@ -81,14 +81,13 @@ def measured_errors(
         return precision, 0.0
     again = sequences[:1].expand(_AGAIN, *sequences.shape[1:])
     noisy = torch.cat([answers[:1], ask(oracle, again * (1 + _UNSEEN * _signs(again)))])
-    return precision, float(noisy.max() - noisy.min())  # twice its half, as it is not all seen
+    return precision, float(noisy.max() - noisy.min())  # all of it: few samples miss the ends
 
 
 def own_error(oracle: Oracle, sequences: Tensor, answers: Tensor, precision: float) -> Tensor:
-    """How far each answer (b, …) may be off, absolutely: (b,).
+    """Return the absolute error of each answer (b, …) as (b,), from equivalent queries.
 
-    Another order and copies are asked for where they say the same to the target; to one with
-    positions they do not.
+    Reordered and copied tokens count only if the target ignores positions.
     """
     signs = _signs(sequences)
     turned = [sequences * (1 + 2 * sign * precision * signs) for sign in (1, -1)]
@@ -102,7 +101,7 @@ def own_error(oracle: Oracle, sequences: Tensor, answers: Tensor, precision: flo
 
 
 def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
-    """What rounding of the answers alone does to each; behind a link that was undone, to scores."""
+    """Return the error that rounding alone causes in each answer; behind a link, in each score."""
     for layer in layers(oracle):
         of_scores = getattr(layer, "rounding", None)
         if of_scores is not None:
@@ -111,7 +110,7 @@ def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
 
 
 def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
-    """Are answers off by no more than rounding of float64?"""
+    """Return whether answers have no error but the rounding of float64."""
     return bool(
         precision <= EXACT
         and rounding(oracle, answers, precision).max() <= EXACT * answers.abs().max()
@@ -122,7 +121,7 @@ def within_own_error(
     oracle: Oracle, sequences: Tensor, given: Tensor, answers: Tensor, precision: float,
     allowed: float = ALLOWED,
 ) -> bool:  # fmt: skip
-    """Can arithmetic of this precision have caused all that a model's answers are off by?"""
+    """Return whether arithmetic of this precision explains the model's whole error."""
     if exact(oracle, answers, precision):
         return False
     off = (given - answers).abs().reshape(len(answers), -1).amax(1)
@@ -130,7 +129,7 @@ def within_own_error(
 
 
 def answered(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """Answers, NaN where the oracle's says nothing: behind a link it may be saturated."""
+    """Return the answers, with NaN where a link is saturated and the oracle gives no score."""
     try:
         return ask(oracle, sequences)
     except OracleError as error:
@@ -140,7 +139,7 @@ def answered(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def _last(answers: Tensor) -> Tensor:
-    """The last token's part of answers, (b, m)."""
+    """Return the last token's answers as (b, m)."""
     return answers[:, -1] if answers.ndim == 3 else answers.reshape(len(answers), -1)
 
 

@@ -1,21 +1,22 @@
-"""Chooses the method that applies from the target's answers to a few dozen queries.
+"""Choose a method that fits the target, from its answers to a few dozen queries.
 
-First it measures how exact the answers are (arithmetic.py), then it finds and inverts the *link*,
-the function that a server applies to its scores (`find_link`). If answers are less exact than
-float64, or tokens pass a norm, the weights are fitted within the answers' error (fitted.py).
-Otherwise a few answers show the kind of target:
+First measure how exact the answers are (arithmetic.py), then find and invert the *link*, the
+function that a server applies to its scores (`find_link`). If answers are less exact than float64,
+or if the target normalises its tokens, the weights are fitted within the answers' error
+(fitted.py). Otherwise a few answers show the kind of target:
 
+    answers                                       kind of target            method
     vectors                                       an attention layer        FullOutput
-    nothing but 0 and 1                           a threshold               SignOnly, FittedSigns
-    whole multiples of 10⁻ᵏ                       rounding to k decimals    Tolerant, τ = ½·10⁻ᵏ
+    only 0 and 1                                  a threshold               SignOnly, FittedSigns
+    multiples of 10⁻ᵏ                             rounding to k decimals    Tolerant, τ = ½·10⁻ᵏ
     f([a]) + f([−a]) ≠ 0                          a ReLU behind the head    OneLayerTransformer
-    logits of [x+δ ; x] that add up in δ          one head                  LowRank
-    logits that do not                            several heads             MultiHead
+    logits of [x+δ ; x] linear in δ               one head                  LowRank
+    logits of [x+δ ; x] not linear in δ           several heads             MultiHead
 
-For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ; for several it
-is a mixture, and generic δ show that. The choice is only a guess: the judge tests its result. If
-answers are inexact, or the first method finds that the target is of another kind, heads are fitted
-by least squares (fitted.py) before the target is called safe.
+For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ; for several
+heads it is a mixture, which is not linear for generic δ. The choice is only a guess, and the judge
+tests its result. If answers are inexact, or if the first method finds that the target is of another
+kind, heads are fitted by least squares before the attack gives up.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from keyhole.extract.transformer_blocks import TransformerBlocks
 from keyhole.oracle.links import Link, Linked, Undone, uncertain, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
-_SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
-_DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
-_FAR = 1e6  # length of tokens that are sent if shorter ones all have one answer
+_SAME = 1e-7  # relative difference up to which two answers count as equal
+_DECIMALS = 9  # rounding to more decimals than this cannot be told from chance
+_FAR = 1e6  # length of the tokens to send if shorter ones all get the same answer
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
-_NEARLY_FLAT = 0.02  # relative change of answers that the ε of a norm may cause
-_WIDEST = 128  # largest dimension of tokens for which a fit is tried
-_WIDEST_SIGNS = 32  # the same if answers are signs
+_NEARLY_FLAT = 0.02  # relative change of answers that a norm's ε may cause
+_WIDEST = 128  # largest dimension for which heads are fitted
+_WIDEST_SIGNS = 32  # the same where answers are signs
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
-_COARSE = 1e-5  # relative error of answers beyond which all weights are fitted together
+_COARSE = 1e-5  # if the relative error of answers is larger, all weights are fitted together
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -80,10 +81,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How exact the answers are, and the tolerances that follow for a method and its result.
+    """How exact the answers are, and the tolerances that follow from it.
 
-    `precision` is the relative error of an answer, `absolute` the absolute error on top of it;
-    `plain` says that no link had to be undone.
+    `precision` is the relative error of an answer, and `absolute` an absolute error on top of it.
+    `plain` means that scores are answered as they are, without a link or an offset.
     """
 
     precision: float = torch.finfo(torch.float64).eps
@@ -92,7 +93,7 @@ class Arithmetic:
 
     @property
     def rounded(self) -> bool:
-        """Are answers less exact than float64?"""
+        """Return whether answers are less exact than float64."""
         return self.precision > EXACT or self.absolute > 0
 
     @property
@@ -106,28 +107,28 @@ class Arithmetic:
 
     @property
     def same(self) -> float:
-        """How far two answers that should agree may differ, relative to the largest."""
+        """The relative difference up to which two answers count as equal."""
         return max(_SAME if self.exact else 1e-6, 64 * self.precision)
 
     @property
     def repeated(self) -> float:
-        """The same for one question asked twice."""
+        """The same for one query that is sent twice."""
         return max(1e-6, 100 * self.precision)
 
     @property
     def linear(self) -> float:
-        """How far from a linear piece an answer may lie and still count as on it."""
+        """The distance from a linear piece up to which an answer counts as lying on it."""
         return 1e-12 if self.exact else max(1e-9, 16 * self.precision)
 
     @property
     def rank(self) -> float:
-        """What counts as rounding in a column of W."""
+        """The relative size up to which a part of a column of W counts as rounding."""
         return 1e-11 if self.exact else 100 * max(self.precision, 1e-11)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and what in the answers speaks for it; `fallbacks` follow if it fails.
+    """A method, why it was chosen, and the methods to try if it fails.
 
     `link` is the function that the server applies to its scores.
     """
@@ -140,7 +141,7 @@ class Choice:
     fallbacks: tuple[Method, ...] = ()
 
     def view(self, oracle: Oracle) -> Oracle:
-        """The oracle with its link undone."""
+        """Return the oracle with its link inverted."""
         if self.link is None:
             return oracle
         return Undone(oracle, self.link, self.arithmetic.precision, self.arithmetic.absolute)
@@ -148,7 +149,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Chooses a method by looking at a few answers, and runs it."""
+    """Choose a method from a few answers, and run it."""
 
     seed: int = 0
     tolerance: float = 1e-8
@@ -166,17 +167,18 @@ class Auto(Method):
                 Status.ORACLE_FAILED, str(error), repr(self), None, counted.queries, 0.0
             )
         view = choice.view(oracle)
-        method, result = choice.method, choice.method(view)
-        spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        # A saturated link hides the score, and a short format overflows: norms in float32 are NaN
-        # for long tokens.
-        limited = choice.link is not None or choice.arithmetic.rounded
-        failed = limited and result.status is Status.ORACLE_FAILED
+        result = choice.method(view)
+        spent, why = counted.queries, f"{type(choice.method).__name__}, since {choice.why}"
         inexact = result.status is Status.INEXACT
-        failed |= result.status is Status.UNVERIFIED and result.model is None
-        for fallback in choice.fallbacks:
-            if not (inexact or failed or result.status in _ANOTHER_KIND):
-                break
+        # Long tokens may saturate a link, and overflow a short format: norms in float32 are NaN.
+        limited = choice.link is not None or choice.arithmetic.rounded
+        failed = (
+            inexact
+            or result.status in _ANOTHER_KIND
+            or (limited and result.status is Status.ORACLE_FAILED)
+            or (result.status is Status.UNVERIFIED and result.model is None)
+        )
+        for fallback in choice.fallbacks if failed else ():
             second = fallback(view)
             if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
                 why = f"{type(fallback).__name__}, since {why} was wrong"
@@ -196,7 +198,7 @@ class Auto(Method):
         )
 
     def _asked_again(self, result: Extraction, early: Witness, choice: Choice) -> Extraction:
-        """Ask the very first questions again: the target must not have changed since."""
+        """Repeat the first queries: the result stands only if the target still answers the same."""
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
@@ -226,7 +228,7 @@ def _cost(result: Extraction) -> int:
 
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
-    """Look at a few dozen answers and name the method that fits them."""
+    """Send a few dozen queries and return the method that fits the answers."""
     stream = torch.Generator().manual_seed(seed)
     a, b, x, y = random_units(4, oracle.dim, stream)
     first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
@@ -244,24 +246,23 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     precision, absolute = measured_errors(oracle, first[:1], pairs[:1], seen)
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     noisy = absolute > 0 and decimals is None
-    if decimals is not None:  # rounding is coarser than the arithmetic, and hides it
+    if decimals is not None:  # this rounding hides the smaller errors of the arithmetic
         precision, absolute = digits(seen), 0.5 * 10.0**-decimals
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
         fit = Fitted(precision=max(precision, 1e-14), answer_error=absolute, seed=seed)
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
-    found = find_link(oracle, seed, precision, absolute)
-    link = found.link
+    link, odd = find_link(oracle, seed, precision, absolute)
     if noisy and bool((link.offset.abs() <= 2 * absolute).all()):
-        link = Link(link.name, torch.zeros_like(link.offset))  # noise of the zero token's answer
+        link = Link(link.name, torch.zeros_like(link.offset))  # the offset is only noise
     plain = link.name == "identity" and not bool(link.offset.any())
     if pairs.ndim > 1 and link.name != "softmax":
-        absolute = 0.0  # vectors are read as if they were exact
+        absolute = 0.0  # the methods for vectors have no absolute tolerance
     elif link.name != "identity":
         absolute = max(absolute, smallest(precision))
     arithmetic = Arithmetic(precision, plain, absolute)
     view = oracle if arithmetic.exact else Undone(oracle, link, precision, absolute)
-    choice = _choice(view, link.scores(pairs), (a, b, x), found.odd, seed, arithmetic)
+    choice = _choice(view, link.scores(pairs), (a, b, x), odd, seed, arithmetic)
     if decimals is not None and arithmetic.absolute:
         choice = replace(choice, why=f"the answers have {decimals} decimals and {choice.why}")
     elif noisy and arithmetic.absolute:
@@ -275,9 +276,9 @@ def _choice(
     view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], odd: bool, seed: int,
     arithmetic: Arithmetic,
 ) -> Choice:  # fmt: skip
-    """The choice among kinds, once the link is undone; `odd` if f([−x]) = −f([x])."""
+    """Choose by the kind of answers, once the link is inverted; `odd` means f([−x]) = −f([x])."""
     accepted = arithmetic.accepted
-    # If a link such as a sigmoid is nearly saturated, scores have fewer digits than answers.
+    # Behind a link such as a sigmoid, scores have fewer digits than answers.
     unbounded = not isinstance(view, Undone) or view.link.name == "identity"
     precision = max(arithmetic.precision, 1e-14 if unbounded else 1e-8)
     answer_error = arithmetic.absolute if unbounded else 0.0
@@ -287,8 +288,8 @@ def _choice(
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        # With biases, a residual, a norm or positions it is a checkpoint's sub-layer; with a
-        # feed-forward layer behind it is a block, whose answers have the dimension of a token.
+        # With biases, a residual, a norm or positions, the target is an attention sub-layer. With
+        # a feed-forward layer as well it is a block, whose answers have a token's dimension.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
         if pairs.shape[-1] == view.dim:
             whole = (TransformerBlock, TransformerBlocks)
@@ -315,7 +316,7 @@ def _choice(
         fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
     others = () if fit is None else (fit,)
     if arithmetic.plain and arithmetic.absolute:
-        # "no more" ends the sentence about decimals or errors that `choose` begins.
+        # `choose` puts "the answers have 3 decimals and" or the like in front of "no more".
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
         return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others)
     if arithmetic.rounded and fit is not None:
@@ -333,10 +334,10 @@ def _choice(
 
 
 def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
-    """Does the target have several layers, of attention alone?
+    """Return whether the target has several layers of attention and nothing else.
 
-    Attention alone gives answers that are linear in single tokens and odd. If it is one layer, with
-    or without a residual, `s·(y([sx + δ/s ; sx]) − y([sx]))` is also the same for every s.
+    Attention alone is linear in single tokens, and odd. With one layer, with or without a residual,
+    `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s; with several layers it is not.
     """
     y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
     pair, long = torch.stack([x + delta, x]), torch.stack([2 * x + delta / 2, 2 * x])
@@ -348,7 +349,7 @@ def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
-    """Answers to longer tokens, if the target takes them: rounding may hide what short ones do."""
+    """Return answers to longer tokens if the target takes them: rounding may hide shorter ones."""
     try:
         return torch.cat([seen[:1], ask(oracle, _FAR * tokens.unsqueeze(1))])
     except (OracleError, InputError):
@@ -356,7 +357,7 @@ def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
 
 
 def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
-    """Does a token eight times as long get the same answer, as behind a norm?"""
+    """Return whether a token eight times as long gets the same answer, as it does behind a norm."""
     signs = alone.view(-1, 2)
     off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
     flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
@@ -364,7 +365,7 @@ def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
-    """Is `z(a) + z(b) = z(a+b)`, at a scale where the gates are neither shut nor open?"""
+    """Return whether `z(a) + z(b) = z(a+b)`, at a scale where the gates are half open."""
     deltas = torch.stack([a, b, a + b])
     square = 1.0
     for _ in range(12):
@@ -374,7 +375,7 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
         signal = torch.stack([base[1], base[2], base[1] + base[2]])
         alpha = (ask(oracle, tokens) - base[0]) / signal
         if bool(((alpha < 1e-3) | (alpha > 1 - 1e-3)).any()):
-            square /= 16  # saturated, or never in range: several heads can push α anywhere
+            square /= 16  # saturated, or several heads, whose α can be any number
             continue
         z = torch.logit(alpha)
         if float(z.abs().max()) > 0.05:
@@ -383,33 +384,29 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
     return False
 
 
-# Finds the link, the function that a server applies to its scores, from answers to single tokens.
+# The link, the function that a server applies to its scores, from answers to single tokens.
 #
-# The scores of every kind of target are linear along a ray of single tokens: with y(t) the score of
-# [t·a], y(2) − y(0) = 2·(y(1) − y(0)), and the same for −a. So the inverse of the right link
-# (identity, sigmoid, tanh or softmax) gives scores that satisfy this, and the inverse of a wrong
-# one does not, once tokens are long enough for the link to bend. They are made longer until all
+# The scores of every kind of target are linear along a ray of single tokens: if y(t) is the score
+# of [t·a], then y(2) − y(0) = 2·(y(1) − y(0)), and the same holds for −a. The inverse of the right
+# link (identity, sigmoid, tanh or softmax) gives scores that satisfy this. The inverse of a wrong
+# one does not, once tokens are long enough for the link to bend. Tokens are made longer until all
 # links but one violate it by more than the errors of the answers explain. y(0) is the offset, and
-# y(1) + y(−1) = 2y(0) if the target consists of heads alone.
+# y(1) + y(−1) = 2y(0) if the target has only heads.
 
 _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
 _RAYS = 3
 _TRIES = 16
-_FURTHER = 16.0  # factor on the length of tokens while answers do not differ yet
-_BEYOND = 3.0  # a link is refuted beyond this multiple of what errors of the answers explain
+_FURTHER = 16.0  # factor on the length of tokens while the answers do not differ yet
+_BEYOND = (  # a link is refuted if it is off by so many times what errors of the answers explain
+    3.0  # a link is refuted if it is off by this multiple of what errors of the answers explain
+)
 _ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A link, and whether scores are odd, up to their offset."""
-
-    link: Link
-    odd: bool
-
-
-def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0) -> Found:
-    """The link whose inverse makes answers linear along rays.
+def find_link(
+    oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
+) -> tuple[Link, bool]:
+    """Return the link whose inverse makes answers linear along rays, and whether scores are odd.
 
     `precision` is the relative error of an answer, `absolute` its absolute error.
     """
@@ -422,18 +419,18 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
         try:
             flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
-            break  # the target refuses tokens as long as these
+            break  # the target refuses such long tokens
         answers = _by_ray(flat)
         if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
         if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
-            names.remove("sigmoid")  # two classes behind a softmax are sigmoids too
+            names.remove("sigmoid")  # each of two classes behind a softmax is also a sigmoid
         unmeasured = precision > EXACT and flat.ndim == 1
         for name in list(names):
             bent, uneven = _misses(name, answers, error)
-            if (bent or uneven) and unmeasured:  # sums lose more than an answer's last digit
+            if (bent or uneven) and unmeasured:  # the real error exceeds that of the last digit
                 own = _by_ray(own_error(oracle, scale * questions, flat, precision))
                 error, unmeasured = torch.maximum(error, own), False
                 bent, uneven = _misses(name, answers, error)
@@ -447,20 +444,19 @@ def find_link(oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
             break
         scale *= 2 if spread > 8 * error.max() else _FURTHER
     if not names:  # no link makes answers linear: a target of another kind
-        none = Link("identity", torch.zeros((), dtype=torch.float64))
-        return Found(none, odd["identity"])
+        return Link("identity", torch.zeros((), dtype=torch.float64)), odd["identity"]
     best = names[0]
-    return Found(Link(best, _offset(best, kept[best])), odd[best])
+    return Link(best, _offset(best, kept[best])), odd[best]
 
 
 def _by_ray(flat: Tensor) -> Tensor:
-    """Numbers for the zero token and for each step of each ray, as (steps, rays, …)."""
+    """Return answers as (steps, rays, …), where step 0 is the zero token on every ray."""
     moved = flat[1:].unflatten(0, (len(_STEPS) - 1, _RAYS))
     return torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
 
 
 def _possible(name: str, answers: Tensor) -> bool:
-    """Are answers in the range of this link, and is the zero token's score finite?"""
+    """Return whether answers are in this link's range and the zero token's score is finite."""
     labels = bool(((answers == 0) | (answers == 1)).all())
     if name == "identity" or labels:
         return name == "identity"
@@ -474,7 +470,7 @@ def _possible(name: str, answers: Tensor) -> bool:
 
 
 def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
-    """Are scores at 0, 1, 2, −1, −2 far from two straight rays? Far from one straight line?"""
+    """Return whether scores at 0, ±1, ±2 are off two straight rays, and off one straight line."""
     scores, errors = undone(name, answers), uncertain(name, answers, error)
     zero, single, double, minus, minus_double = scores.unbind(0)
     e0, e1, e2, f1, f2 = errors.unbind(0)
@@ -486,13 +482,13 @@ def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
 
 
 def _beyond(off: Tensor, allowed: Tensor) -> bool:
-    """Is anything off by more than its error explains, where both are finite?"""
+    """Return whether anything is off by more than its error explains, where both are finite."""
     known = off.isfinite() & allowed.isfinite()
     return bool((off.abs() > _BEYOND * allowed)[known].any())
 
 
 def _offset(name: str, answers: Tensor) -> Tensor:
-    """The scores of the zero token; if every token answers, those of its only position."""
+    """Return the zero token's scores; if every token answers, those of its only position."""
     zero = undone(name, answers)[0, 0]
     while zero.ndim > 1:
         zero = zero[0]

@@ -1,8 +1,9 @@
-"""Every defence of a server in front of a target, attacked as it is best attacked, from both sides.
+"""Every defence of a server in front of a target, attacked by the method that fits it best.
 
-Errors are measured on one set of questions, against the answers of the bare target, so that they
-can be compared: an attacker whose copy is off by less than the server's own answers has a better
-server than its clients have. `keyhole audit --against-defences` and `keyhole lab defences` run it.
+The errors of the attacker's copy and of the server's own answers are measured on one set of
+queries, against the answers of the bare target. If the copy's error is smaller, the attacker has a
+better server than its clients. `keyhole audit --against-defences` and `keyhole lab defences` run
+this.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import Counted, Oracle, ask
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
-_SAME = 1e-8  # relative error up to which a copy is the target
+_SAME = 1e-8  # relative error up to which a copy counts as the target
 
 
 def try_defence(
     trial: Trial, target: Oracle, client: HonestClient, seed: int, progress: Progress = silent
 ) -> Tried:
+    """Attack the target behind one defence, and measure both the copy and the service."""
     change = trial.change
     defended = Counted(change.applied(target), trial.queries(target.dim), progress)
     attack = Adapted(change, seed=seed)
@@ -50,9 +52,9 @@ def try_defence(
 
 
 def _verdict(status: Status, error: float | None, honest: float) -> Status:
-    """By the copy's error on questions that the attack never saw.
+    """Return the status by the copy's error on queries that the attack never saw.
 
-    A copy that is better than what honest clients get is given away too, unless both are useless.
+    A copy that is better than what honest clients get counts too, unless both are useless.
     """
     if error is None:
         untried = status in (Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
@@ -63,6 +65,7 @@ def _verdict(status: Status, error: float | None, honest: float) -> Status:
 
 
 def _setting(trial: Trial, dim: int) -> str:
+    """Describe a defence by what it changes and what it limits."""
     budget = trial.queries(dim)
     parts = (
         str(trial.change),
@@ -74,9 +77,9 @@ def _setting(trial: Trial, dim: int) -> str:
 
 @dataclass(frozen=True)
 class Tried:
-    """One defence. Errors are relative, on an honest client's questions; None: no copy.
+    """The result of one defence. Errors are relative, on an honest client's queries; None: no copy.
 
-    `refused` is the share of the honest client's questions that the defence refuses.
+    `refused` is the share of the honest client's queries that the defence refuses.
     """
 
     defence: str
@@ -93,9 +96,9 @@ class Tried:
 
 @dataclass(frozen=True)
 class Trial:
-    """One defence: what it does to questions and answers, and what a client may ask.
+    """One defence: how it changes queries and answers, and how many queries a client may send.
 
-    `budget` is a share of the unknowns d² + d, `rate` in queries a second.
+    `budget` is a share of the unknowns d² + d, `rate` is in queries a second.
     """
 
     name: str
@@ -104,11 +107,12 @@ class Trial:
     rate: float | None = None
 
     def queries(self, dim: int) -> int | None:
+        """Return the budget as a number of queries."""
         return None if self.budget is None else int(self.budget * (dim * dim + dim))
 
 
 def trials(dim: int, seed: int = 0) -> list[Trial]:
-    """One of each kind, alone and combined, for tokens of the usual norm and scores of about 1."""
+    """Return one defence of each kind, alone and combined, for scores of about 1."""
     norm = usual_norm_of(dim)
     none = Degradation(seed=seed)
     bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
@@ -135,15 +139,15 @@ def trials(dim: int, seed: int = 0) -> list[Trial]:
     ]
 
 
-_STREAM = 0x484F4E45  # keeps these questions apart from every attack's
+_STREAM = 0x484F4E45  # so that these queries differ from every attack's
 _LENGTHS = (4, 8, 16)
-_EACH = 40  # questions of each length
-_SPREAD = 0.1  # of the logarithm of a token's norm
+_EACH = 40  # queries of each length
+_SPREAD = 0.1  # standard deviation of the logarithm of a token's norm
 
 
 @dataclass(frozen=True)
 class Service:
-    """The error of what a client is left with, and the share of its questions that are refused."""
+    """The error of the answers that a client gets, and the share of its queries refused."""
 
     error: float
     refused: float
@@ -151,14 +155,14 @@ class Service:
 
 @dataclass(frozen=True)
 class HonestClient:
-    """Questions of 4, 8 and 16 random tokens whose norms lie about the usual one, and the truth."""
+    """Sequences of 4, 8 and 16 random tokens with norms near the usual one, and true answers."""
 
     questions: tuple[Tensor, ...]
     truth: Tensor
 
     @classmethod
     def of(cls, target: Oracle, seed: int = 0) -> HonestClient:
-        """Asks the bare target, as its owner can."""
+        """Ask the bare target, as its owner can."""
         norm = usual_norm_of(target.dim)
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         questions: list[Tensor] = []
@@ -171,7 +175,7 @@ class HonestClient:
         return cls(tuple(questions), torch.cat([ask(target, part) for part in questions]))
 
     def served(self, defended: Oracle, labels: bool = False) -> Service:
-        """What is left of the answers; one that is refused counts as 0."""
+        """Measure a server's answers; a refused one counts as 0."""
         given: list[float] = []
         refused = 0
         for part in self.questions:
@@ -186,12 +190,13 @@ class HonestClient:
         return Service(error, refused / len(given))
 
     def error_of(self, copy: Oracle) -> float:
+        """Return the error of a copy."""
         return self._error(torch.cat([ask(copy, part) for part in self.questions]))
 
     def _error(self, given: Tensor) -> float:
-        """The root mean square error relative to the answers, read at the best scale.
+        """Return the root mean square error relative to the truth, after the best scaling.
 
-        Labels have no scale, and a v that is stolen from labels has none.
+        Labels have no scale, and neither has a v that was extracted from labels.
         """
         square = float(given @ given)
         factor = float(given @ self.truth) / square if square else 0.0

@@ -1,8 +1,9 @@
-"""Exams for oracles whose answers are thresholded or inexact, and what a proof about them rests on.
+"""Exams for answers that are signs or inexact, and tests of what a proof about them assumes.
 
-Answers within ±τ and labels that are right are asked for once more in other words: the same
-sequence two and three times over, or a token twice as long where only its sign counts, is the same
-to a head and another question to whoever blurs the answers or flips the labels.
+A proof assumes that every answer is within ±τ, or that every sign is right. To test that, queries
+are repeated in an equivalent form: a sequence repeated two and three times, or, where only signs
+count, a token twice as long. A head gives the same answer to both, and an oracle that changes its
+answers at random, or by the query, does not.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, ask
 
-_STREAM = 0x4558414D  # keeps these questions apart from every attack's
+_STREAM = 0x4558414D  # so that the exam has other queries than any attack
 _COARSEST = 0.1
-_CHOICE = 4  # lines drawn for each one used: those with the largest answers at their ends
+_CHOICE = 4  # lines drawn for each one used: those with the largest answers at their ends are used
 _HALVINGS = 60
 
 
 def _draw(size: float, length: int, count: int, dim: int, stream: torch.Generator) -> Tensor:
+    """Return random sequences (count, length, dim) of tokens of norm about `size`·√d."""
     return size * torch.randn(count, length, dim, generator=stream, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignExam(Exam):
-    """Questions near the decision boundary of one model, as many at each of the `levels`.
+    """Queries near the decision boundary of one model, equally many at each of the `levels`.
 
-    Random questions say little about a model whose sign is nearly always right. So each question is
+    Random queries show little about a model whose sign is nearly always right. So each query is
     moved along a line to where the *model* answers ±m for m = 0.1, 0.01, …: an oracle that agrees
-    in sign there differs by less than m. The questions come from the model, but the attack never
-    sees them, and one bit too far refutes it.
+    in sign there differs by less than m. The queries depend on the model, but the attack never sees
+    them, and one disagreement refutes the model at that level.
     """
 
     levels: tuple[float, ...]
 
     @classmethod
     def near(cls, oracle: Oracle, seed: int, step: Step, finest: float) -> SignExam:
-        """`finest` is the last level; each costs 40 queries."""
+        """Return the exam with levels from 0.1 to `finest`; each level costs 40 queries."""
         decades = max(0, round(math.log10(_COARSEST / finest)))
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
@@ -64,7 +66,7 @@ class SignExam(Exam):
         return cls(tuple(sets), levels=levels)
 
     def grade(self, model: Oracle) -> Check:
-        """For each question the finest level down to which all signs agree; 1 if none does."""
+        """Grade each query by the finest level down to which all signs agree; 1 if none does."""
         sign = SignOnly(model)
         bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
         errors: list[Tensor] = []
@@ -74,15 +76,15 @@ class SignExam(Exam):
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
-        """The same signs, wherever the model's answer is clear of zero."""
-        if bool(((given == 0) | (given == 1)).all()):  # answers of the target itself
+        """Return whether the signs agree wherever the model's answer is clear of zero."""
+        if bool(((given == 0) | (given == 1)).all()):  # earlier answers of the target itself
             return bool((given == answers).all())
         clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
-        # Scores of the longer tokens may be off by guarantee · d, and answers, which are small
-        # differences of values, by several times that: then a coarse match is all to expect.
+        # Scores of long tokens may be off by guarantee · d, and answers, which are small
+        # differences of values, by several times that. Then only a coarse match can be expected.
         blur = 0.0 if step.guarantee is None else 10 * step.guarantee * step.model.dim
         if check.worst > _COARSEST and blur > _COARSEST:
             return Status.UNVERIFIED, (
@@ -92,13 +94,13 @@ class SignExam(Exam):
 
 
 class SignMethod(Method):
-    """A method that reads signs, to an `accuracy` of every entry."""
+    """A method that reads signs, and promises an `accuracy` of every entry."""
 
     accuracy: float
 
     @property
     def finest(self) -> float:
-        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
+        """The finest level of the exam: the errors of all entries add up in an answer."""
         return min(100 * self.accuracy, 1e-2)
 
     @property
@@ -115,9 +117,9 @@ def _near_zero(
     levels: tuple[float, ...],
     stream: torch.Generator,
 ) -> Tensor:
-    """Sequences (levels, questions, n, d) where the model answers ± a level, by bisection.
+    """Return sequences (levels, queries, n, d) where the model answers ± a level, by bisection.
 
-    Relative to the smaller answer at the ends of the line.
+    A level is relative to the smaller of the answers at the two ends of the line.
     """
     chosen = [_best(model, *line) for line in lines]
     start, end, size = (torch.cat(parts) for parts in zip(*chosen, strict=True))
@@ -139,9 +141,9 @@ def _near_zero(
 
 
 def _best(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The lines with the largest answers at both ends, and the smaller of the two.
+    """Return the lines with the largest answers at both ends, and the smaller of the two answers.
 
-    The function of one head is odd, so a second end of the same sign is turned around.
+    A head is an odd function, so if both ends have the same sign, one of them is negated.
     """
     first, last = ask(model, start), ask(model, end)
     end = torch.where((first * last > 0)[:, None, None], -end, end)
@@ -152,28 +154,28 @@ def _best(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedExam(Exam):
-    """Questions whose answers are known to ±τ: ordinary ones and amplified ones in turn.
+    """Queries whose answers are known to ±τ: ordinary and amplified ones in turn.
 
-    Answers within ±τ cannot be checked beyond τ. Long keys and a short last token leave the
-    attention as it is and make the answers, and with them the precision, larger. Ordinary questions
-    are asked too; with their answers off by up to τ they can only refute.
+    Ordinary answers, which may be off by τ, can only refute a model. Amplified queries have long
+    keys and a short last token, which leaves the attention as it is and makes the answers large
+    next to τ.
     """
 
     tolerance: float
-    limit: float  # of the length of tokens
+    limit: float  # on the norm of a token
 
     @property
     def domain(self) -> Domain:
-        """Of the ordinary questions; the others are as long as they have to be."""
+        """The domain of the ordinary queries; amplified ones are as long as they have to be."""
         return Domain.of(*zip(*self.sets[::2], strict=True))
 
     @classmethod
     def amplified(
         cls, oracle: Oracle, seed: int, tolerance: float, reach: float, max_norm: float | None
     ) -> AmplifiedExam:
-        """`reach` is how long an amplified token becomes, `max_norm` how long any may be."""
+        """Draw the exam; amplified tokens have norm `reach`, and all have at most `max_norm`."""
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
-        limit = math.inf if max_norm is None else max_norm * (1 - 1e-12)  # in spite of rounding
+        limit = math.inf if max_norm is None else max_norm * (1 - 1e-12)  # less rounding
         sets: list[tuple[Tensor, Tensor]] = []
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
@@ -181,12 +183,13 @@ class AmplifiedExam(Exam):
                 largest = float(torch.linalg.vector_norm(sequences, dim=-1).max())
                 gain = reach / largest if amplified else min(1.0, limit / largest)
                 sequences[:, :-1] *= gain
-                # A single token has no attention to preserve, so it is amplified as it is.
+                # A single token has no attention to preserve, so it is made longer too.
                 sequences[:, -1] *= gain if length == 1 else min(1 / gain, limit / largest)
                 sets.append((sequences, ask(oracle, sequences)))
         return cls(tuple(sets), tolerance=tolerance, limit=limit)
 
     def grade(self, model: Oracle) -> Check:
+        """Measure errors relative to the largest answer of each set; ordinary ones less τ."""
         errors: list[Tensor] = []
         for number, (sequences, answers) in enumerate(self.sets):
             scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
@@ -196,6 +199,7 @@ class AmplifiedExam(Exam):
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+        """Return whether answers differ by no more than 2τ and a share of the largest."""
         off = (given - answers).abs() - 2 * self.tolerance
         return bool((off <= max(allowed, NEARLY) * answers.abs().max()).all())
 
@@ -212,10 +216,11 @@ class AmplifiedExam(Exam):
         return verdict(check, accepted, math.inf if explained else NEARLY)
 
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
-        """Can τ and the proved errors have caused what is wrong?
+        """Return whether τ and the proved errors can cause the whole difference.
 
-        An entrywise error e of W moves a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most, and scores that move
-        by s move tanh(s/2) of the attention: that much of the spread of the values, 2·max|vᵀx_i|.
+        An entrywise error e of W changes a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most. Scores that change
+        by s move tanh(s/2) of the attention, and so an answer by up to that share of the spread of
+        the values, 2·max|vᵀx_i|.
         """
         model, error, error_v = step.model, step.guarantee, step.guarantee_v
         if not isinstance(model, Head) or error is None or error_v is None:
@@ -231,17 +236,17 @@ class AmplifiedExam(Exam):
         return bool(((ask(model, sequences) - answers).abs() <= allowed + small).all())
 
 
-_COPIES = (2, 3)  # of every token: each keeps its attention
-_FACTORS = (0.5, 2.0)  # of a token: its score keeps its sign, without rounding
-_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: each token keeps its attention
+_COPIES = (2, 3)  # of every token, which leaves the attention per token as it is
+_FACTORS = (0.5, 2.0)  # on a token, which leaves the sign of its score as it is, without rounding
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention of each token stays
 
 
 def asked_again(
     oracle: Oracle, asked: Sequence[SingleTokens | Pairs], tolerance: float, precision: float
 ) -> tuple[int, int]:
-    """How many answers are further off than 2τ (and rounding), of how many.
+    """Return how many repeated answers contradict ±τ, and how many were repeated.
 
-    Two answers more than 2τ apart cannot both be within τ of one truth.
+    Two answers that are more than 2τ (and rounding) apart cannot both be within τ of one truth.
     """
     dim, against, count = oracle.dim, 0, 0
     size = batch_rows(2 * max(_COPIES), dim)
@@ -259,7 +264,7 @@ def asked_again(
 def labels_again(
     oracle: Oracle, tokens: Tensor, positive: Tensor, pairs: Tensor, above: Tensor
 ) -> tuple[int, int]:
-    """How many labels differ, of how many: of single tokens (m, d) and of pairs (k, 2, d)."""
+    """Return how many labels of tokens (m, d) and pairs (k, 2, d) change, and of how many."""
     single_tokens = [signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS]
     doubles = [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
     differ = torch.cat([*single_tokens, *doubles])

@@ -1,4 +1,4 @@
-"""What every extraction returns: a model to call like the oracle, judged, and what it cost."""
+"""The result of an extraction: a model to call like the oracle, how it was judged, and its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 
 
 def setting(default: Any, about: str) -> Any:
-    """A hyperparameter of a method, with its help for `keyhole extract -o name=value`."""
+    """Return a field for a hyperparameter, with its help for `keyhole extract -o name=value`."""
     return field(default=default, metadata={"help": about})
 
 
@@ -26,7 +26,7 @@ def setting(default: Any, about: str) -> Any:
 class Check:
     """The judge's measurement on fresh queries, relative to the largest answer of their kind.
 
-    `queries` are all that the judge asked, `remembered` of them a ledger answered for free.
+    `queries` are all that the judge sent; of these, a ledger answered `remembered` at no cost.
     """
 
     worst: float
@@ -37,10 +37,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a theorem states before anything is asked: how exact, by how many queries, if what.
+    """What a theorem states in advance: how exact, with how many queries, under which conditions.
 
-    `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖; `guarantee` of an extraction is about single entries,
-    and follows from the answers.
+    `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. The `guarantee` of an extraction is about single
+    entries, and follows from the answers.
     """
 
     theorem: str
@@ -57,19 +57,19 @@ class Statement:
 
 @dataclass(frozen=True, repr=False)
 class Extraction(Result):
-    """What an extraction brought: a model to call like the oracle, and what it cost.
+    """The result of an extraction: a model to call like the oracle, and what it cost.
 
-    - `queries`: what the attack asked; `remembered`: how many of those a ledger answered for free.
-      The judge's fresh queries are in `check.queries`.
-    - `lower_bound`: the number of unknowns over the numbers in an answer; no attack can do with
-      fewer queries. While the rank is open it is the most that there can be, or None.
-    - `known`: the share of the unknowns that the answers settle at least, if the target is what the
-      method takes it for; 0 if the answers contradict that or the unknowns cannot be counted.
+    - `queries`: those of the attack; a ledger answered `remembered` of them at no cost. Those of
+      the judge are in `check.queries`.
+    - `lower_bound`: the number of unknowns over the numbers in an answer, below which no attack can
+      work. While the rank is not known it is an upper estimate, or None.
+    - `known`: the share of the unknowns that the answers determine, if the target is what the
+      method assumes; 0 if the answers contradict that, or if the unknowns cannot be counted.
     - `trace`: (queries, worst fresh-query error) along the way.
     - `domain`: where the model was tried and agrees: lengths of sequences, norms of tokens.
     - `guarantee` and `guarantee_v`: bounds on the error of every entry of W and of v that the
-      answers prove under the method's assumptions; None: nothing is promised.
-    - `stated`: what the theorem says in advance, of methods that follow one to the letter.
+      answers prove under the method's assumptions; None if nothing is proved.
+    - `stated`: what the theorem states in advance, for methods that follow one to the letter.
     - `layer`: what is known of a language model's last layer, whose states the model then takes.
     """
 
@@ -100,7 +100,7 @@ class Extraction(Result):
 
     @property
     def width(self) -> int | None:
-        """The width of a language model, if its last layer was sought and found."""
+        """The width of a language model, if its last layer was found."""
         return None if self.layer is None else self.layer.width
 
     def summary(self) -> str:
@@ -135,18 +135,19 @@ class Extraction(Result):
 
 @dataclass(frozen=True)
 class Step:
-    """What an attack knows at some point: a model, and the number of unknowns it settles.
+    """What an attack knows at some point: a model, and how many unknowns are determined.
 
-    `known` of `unknowns` numbers are settled, whatever turns out later: where their number is still
-    open, `unknowns` is the most that there can be, or None if that is open too.
-    `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
-    questions: how many answers speak against it, of how many. `numbers` is how many an answer
-    holds, so that `unknowns / numbers` answers are the fewest that could do. `remark` is what was
-    found out besides the weights; it joins the reason of a judged result. `stated` is what the
-    method's theorem says in advance, `layer` what is known of a language model's last layer.
-    `uncertainty` is the standard error of the model's answers (b,) to sequences (b, n, d), as far
-    as it comes from errors of the answers that the model was fitted to.
+    - `known` of `unknowns` numbers are determined. While their number is not certain, `unknowns` is
+      the largest possible one, or None.
+    - `guarantee` and `guarantee_v` bound the error of every entry of W and of v, if the answers
+      prove that, provided that `assumed` holds. `confirm` tests the assumption with other queries,
+      and returns how many answers contradict it, of how many.
+    - `numbers` is how many numbers an answer has, so `unknowns / numbers` answers are the fewest.
+    - `remark` is what was found besides the weights; it joins the reason of a judged result.
+    - `stated` is what the method's theorem states in advance, `layer` what is known of a language
+      model's last layer.
+    - `uncertainty` returns the standard error of the model's answers (b,) to sequences (b, n, d),
+      as far as it is caused by errors of the answers that the model was fitted to.
     """
 
     model: Planted
@@ -164,12 +165,12 @@ class Step:
 
     @property
     def share(self) -> float:
-        """Of the unknowns, how much is settled at least."""
+        """The share of the unknowns that is determined."""
         return self.known / self.unknowns if self.unknowns else 0.0
 
     @property
     def lower_bound(self) -> int | None:
-        """The fewest answers that could do."""
+        """The fewest answers that can be enough."""
         return None if self.unknowns is None else math.ceil(self.unknowns / self.numbers)
 
 
@@ -177,15 +178,15 @@ class Step:
 class LastLayer:
     """The rank of a last layer's answers, the width that follows, and how exactly it is known.
 
-    `above` and `below` are the last singular value that counts and the first that does not. Without
-    a cliff between them `width` is None, and `rank` what it has at least. `decimals` are the digits
-    that answers were rounded to, None where they were not. `tokens` of the `vocabulary` have their
-    row of the matrix. `stated` is the width that the server itself claims.
+    `above` and `below` are the last singular value that counts and the first that does not. If
+    there is no cliff between them, `width` is None and `rank` a lower bound. `decimals` are the
+    digits that answers were rounded to, if they were. `tokens` of the `vocabulary` have their row
+    of the matrix. `stated` is the width that the server itself states.
 
-    `rms` compares with the true matrix, where it was given: of the difference that the best linear
-    map leaves, and `relative` to the matrix's own. `tied` says that it is the table of inputs too.
-    `ellipsoid` is how far answers are off that of the final norm, where the matrix is known up to a
-    rotation, `no_rotation` why it is not, where that was wanted.
+    `rms` is the difference from the true matrix, if that was given, after the best linear map, and
+    `relative` is the same relative to the matrix. `tied` means that the matrix is also the table of
+    input embeddings. `ellipsoid` is the error of the answers on the final norm's ellipsoid, if the
+    matrix is known up to a rotation, and `no_rotation` is why it is not, if that was wanted.
     """
 
     rank: int
@@ -232,7 +233,7 @@ class LastLayer:
         return words + ("; it is the table of input embeddings too" if self.tied else "")
 
     def _norm(self) -> str:
-        """What the constant says of the layer's biases; see OutputMatrix.width for why."""
+        """Return what the constant shows of the layer's biases; OutputMatrix.width says why."""
         rank = self.rank - self.blocks
         blocks = f"; {self.blocks} of them from a matrix in blocks of 32" if self.blocks else ""
         if self.constant:

@@ -1,32 +1,34 @@
-"""Heads from inexact answers, by least squares (ours): with biases, behind a norm, several of them.
+"""Heads fitted to inexact answers by least squares (ours): several, with biases, behind a norm.
 
-The exact methods solve for one number at a time at scales where everything else vanishes; answers
-in float32 or less, or behind a sigmoid, do not reach that far. Here weights are fitted to many
-answers of ordinary size. Fix the last token x, and put δ = n(y) − n(x), where n is a norm or
-nothing, and g_h = W_h n(x) + c_h. Then
+The exact methods solve for one number at a time, at scales where everything else vanishes. Answers
+in float32 or less, or behind a sigmoid, are not exact enough for that. Here the weights are fitted
+to many answers of ordinary size. Fix the last token x, and put δ = n(y) − n(x), where n is a norm
+or the identity, and g_h = W_h n(x) + c_h. Then
 
     φ(y) = f([y ; x]) − f([x]) = Σ_h σ(g_hᵀδ)·v_hᵀδ,                  u = Σ_h v_h,
     φ(y) − ½uᵀδ               = ½ Σ_h tanh(½g_hᵀδ)·v_hᵀδ.
 
 u is known from single tokens, f([x]) = b + uᵀn(x). The right side is the same for (g_h, v_h) and
-(−g_h, −v_h), so no fit ends in a wrong sign: Σ_h v_h = u settles the signs afterwards. The stages:
+(−g_h, −v_h), so no fit fails because of a wrong sign; Σ_h v_h = u settles the signs afterwards. The
+stages:
 
     b and u                     linear least squares on single tokens
     g_h and v_h at one x        Levenberg–Marquardt, 2dH unknowns, several starts; H = 1, 2, …
-    g_h at d further tokens x   the same with v_h known, from the first g_h
+    g_h at d further tokens x   the same with v_h known, starting from the first g_h
     W_h and c_h                 linear least squares
     all of them                 Gauss–Newton on every answer
 
-H is the smallest number that explains the answers within their own error (arithmetic.py); fresh
-questions are the evidence. c = 0 is tried first. It takes a few times as many queries as there are
-unknowns. A norm shows on one token: f([t·a]) hardly depends on t > 0, and its ε on where it does.
+H is the smallest number of heads that explains the answers within their own error (arithmetic.py),
+and fresh queries confirm it. c = 0 is tried first. This takes a few times as many queries as there
+are unknowns. A norm shows on one token: f([t·a]) hardly depends on t > 0, and where it does depends
+on the norm's ε.
 
-Answers that are off by ±τ (`answer_error`) are made larger, as in tolerant.py: y is t times longer
-and x is t times shorter, which leaves every gate as it is, so that of τ a t-th is left. Biases c
-and norms forbid it, and f([tδ ; 0]) ≠ ½(f([tδ]) + f([0])) tells them. Of coarse answers (bfloat16,
-or 3 decimals behind a sigmoid) the rounding is known, and heads are added until nothing but that
-is left. What errors of the answers leave open is a covariance: the judge asks it how far the model
-may be off (`uncertainty`).
+If answers are off by up to ±τ (`answer_error`), they are amplified as in tolerant.py: y is made t
+times longer and x t times shorter, which leaves every gate as it is and divides the effect of τ by
+t. That is not possible with biases c or a norm, which f([tδ ; 0]) ≠ ½(f([tδ]) + f([0])) shows. If
+answers are coarse (bfloat16, or 3 decimals behind a sigmoid), their rounding error is known, and
+heads are added until only that error remains. The covariance of the fit tells the judge how far the
+model may be off (`uncertainty`).
 """
 
 from __future__ import annotations
@@ -54,44 +56,44 @@ from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneL
 from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
-_SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looked at for a scale
-_PAIRS = 16  # that are looked at for a scale, and for the answers' own error
-_BLUR = 0.5  # of what is seen of a gate at another scale,
-_PLENTY = 1e3  # or so many times the errors of the answers, is enough
-_OPEN = 0.2  # |α − ½| of gates that are half open
-_EXPLAINED = 5.0  # root mean square of the residuals in units of the answers' own error,
-_ROUNDED = 1.3  # and of coarse answers in units of their rounding, which is known
-_COARSE = 1e-5  # relative errors of answers that are coarse
-_MORE = 3  # times as many questions at large where answers are coarse
-_BETTER = 0.7  # of the residuals: what more heads have to leave to be believed
-_AMPLE = 1e9  # tokens are so many times longer than answers may be off, where that does no harm
-_NONLINEAR = 30.0  # the same, of single tokens that no heads explain
-_SETTLED = 0.35  # of an answer's rounding: a model known to this needs no more answers
-_TEMPERED = 1e-2  # of the answers: errors that a first fit takes for granted
-_LEAST = 0.3  # of the error that a tenth of the answers is below
-_UNEVEN = 100.0  # of the largest error to the smallest
+_SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # the s² that are tried for a scale
+_PAIRS = 16  # pairs that find a scale, and that measure the answers' own error
+_BLUR = 0.5  # a scale must show this share of the effect of the gates that the best scale shows,
+_PLENTY = 1e3  # or so many times the errors of the answers
+_OPEN = 0.2  # |α − ½| of gates that count as half open
+_EXPLAINED = 5.0  # root mean square residual, in units of the answers' own error, of a right model
+_ROUNDED = 1.3  # the same for coarse answers, in units of their rounding error
+_COARSE = 1e-5  # answers with a larger relative error are coarse
+_MORE = 3  # factor on the number of random sequences if answers are coarse
+_BETTER = 0.7  # further heads must reduce the residuals to this share
+_AMPLE = 1e9  # tokens are made so many times longer than answers may be off, if that is possible
+_NONLINEAR = 30.0  # the same as `_EXPLAINED` for single tokens, beyond which no heads explain them
+_SETTLED = 0.35  # a model known to this share of an answer's rounding needs no more answers
+_TEMPERED = 1e-2  # least error that a first fit assumes, as a share of the answers' size
+_LEAST = 0.3  # share of the tenth percentile of the errors that is the least error
+_UNEVEN = 100.0  # ratio of the largest error to the smallest beyond which errors count as uneven
 _STEPS = 150
-_STALLED = 15  # steps within which some start has to gain a fifth
+_STALLED = 15  # steps within which the loss of some start has to fall by a fifth
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
-_SMALL = 24  # H·d up to which a fit is cheap, and starts are many
-_FURTHER = 0.5  # of |x|: the distance of the further tokens from the first
-_UNSIGNED = 0.2  # of |u|: what Σ_h v_h may miss before all is fitted at once, if not coarse
-_WORK = 192  # H·d of the largest fit at one token
-UNKNOWNS = 4500  # up to which all are fitted at once
+_SMALL = 24  # H·d up to which fits are cheap, and many starts are tried
+_FURTHER = 0.5  # distance of the further tokens from the first, as a share of |x|
+_UNSIGNED = 0.2  # share of |u| by which Σ_h v_h may differ from u before the last fit
+_WORK = 192  # the largest H·d that is fitted at one token
+UNKNOWNS = 4500  # the most unknowns that are fitted all at once
 
 
 @dataclass(frozen=True)
 class Fitted(Method):
-    """All weights of one or several heads from inexact answers."""
+    """Extraction of one or several heads from inexact answers."""
 
     heads: int | None = setting(None, "how many there are, if that is known")
     answer_error: float = setting(0.0, "how far an answer may be off")
     precision: float = setting(_EPSILON, "relative error of an answer")
-    most: int = setting(6, "heads that are tried, where their number is not known")
-    oversampling: float = setting(3.0, "questions for each unknown")
-    starts: int = setting(8, "starts of a fit that run as one batch")
+    most: int = setting(6, "the most heads to try, if their number is not known")
+    oversampling: float = setting(3.0, "queries for each unknown")
+    starts: int = setting(8, "starts of a fit that are run as one batch")
     seed: int = 0
     tolerance: float = 1e-8
 
@@ -117,7 +119,7 @@ class Fitted(Method):
         return replace(exam, excused=max(NEARLY, 16 * self.precision))
 
     def gain(self, oracle: Oracle) -> float:
-        """How much longer tokens are made than they need be: 1 unless that makes ±τ harmless."""
+        """Return the factor that makes ±τ harmless; 1 if τ = 0 or long tokens change gates."""
         gain = max(1.0, _AMPLE * self.answer_error)
         (a,) = random_units(1, oracle.dim, torch.Generator().manual_seed(self.seed))
         if gain == 1:
@@ -145,10 +147,11 @@ class Fitted(Method):
         fits: dict[int, tuple[Tensor, Tensor, float]] = {}
         miss, best = math.inf, None
 
-        def tried(heads: int) -> None:
+        def try_everywhere(heads: int) -> None:
+            """Extend the fit at one token to all tokens, and keep the model if it is better."""
             nonlocal miss, best
-            for again in range(_ROUNDS // 2):
-                g, v, _ = field.heads_at_one_token(heads) if again else fits[heads]
+            for repeated in range(_ROUNDS // 2):
+                g, v, _ = field.heads_at_one_token(heads) if repeated else fits[heads]
                 if (known := field.further_tokens(g, v)) is not None:
                     model, missed = self._fitted(field, *known, v)
                     if best is None or missed < _BETTER * miss:
@@ -159,18 +162,17 @@ class Fitted(Method):
         for heads in counts:
             fits[heads] = field.heads_at_one_token(heads)
             if fits[heads][2] <= field.sure:
-                tried(heads)
+                try_everywhere(heads)
                 if miss <= field.enough or (best is not None and heads > len(best.v)):
                     break
             if heads == counts[0]:
                 field.expect_steady()  # before the long search for more heads
         least = min(at_one for _, _, at_one in fits.values())
         if best is None and least <= field.possible:
-            tried(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
+            try_everywhere(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
         if best is None or miss > 2 * field.possible:
-            refuted = (
-                self.heads == 1 and least > field.possible
-            )  # the one fit that cannot get stuck
+            # A fit of one head cannot end in a local minimum, so its failure is a proof.
+            refuted = self.heads == 1 and least > field.possible
             raise Unsuccessful(
                 Status.MISMATCH if refuted else Status.UNVERIFIED,
                 f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
@@ -189,7 +191,7 @@ class Fitted(Method):
     def _fitted(
         self, field: _NearField, x: Tensor, g: Tensor, v: Tensor
     ) -> tuple[BiasedHeads, float]:
-        """W and c from g (tokens, H, d) at tokens x, then all at once, and what that misses."""
+        """Fit W and c to g (tokens, H, d) at tokens x, then everything; return model and misfit."""
         b, norm, dim = field.b, field.norm, field.oracle.dim
         n, ones = norm.applied(x), torch.ones(len(x), 1, dtype=torch.float64)
         values, heads = g.flatten(1), len(v)
@@ -207,7 +209,7 @@ class Fitted(Method):
             W = Wt.permute(1, 2, 0).contiguous()
             model = BiasedHeads(W, v, c, b, norm.normed, norm.centred, norm.epsilon)
             if model.unknowns <= UNKNOWNS:
-                if field.uneven:  # from what is near to all, and as if it were coarser still
+                if field.uneven:  # first the answers near x, then all, with larger errors assumed
                     for asked in (near, field.asked):
                         model = refined(model, free, tempered(asked))
                 model = refined(model, free, field.asked)
@@ -221,7 +223,7 @@ class Fitted(Method):
 
 
 def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | BiasedHeads, str]:
-    """The model as plain heads if that is what it is, and what it has besides in words."""
+    """Return the model as plain heads if it has nothing else, and a remark on what else it has."""
     if model.normed:
         return model, "behind a LayerNorm" if model.centred else "behind an RMSNorm"
     if bool(model.c.any()) or float(model.b.abs()) > _EXPLAINED * error:
@@ -232,7 +234,7 @@ def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | Bias
 
 @dataclass(frozen=True)
 class Norm:
-    """What a target does to its tokens first: nothing, a LayerNorm (`centred`), an RMSNorm."""
+    """What a target does to its tokens first: nothing, a LayerNorm (`centred`) or an RMSNorm."""
 
     normed: bool = False
     centred: bool = False
@@ -245,14 +247,14 @@ class Norm:
 
 
 def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
-    """Do answers to [t·a] depend on t? To [a + 1]? From which t on?"""
+    """Find the norm from f([t·a]) for several t, and from f([a + 1])."""
     directions = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
     if oracle.dim < 2:
         return Norm()
     a = attention.normed(directions, 0.0, centred=True)
 
     def odd(tokens: Tensor) -> Tensor:
-        """What the sign of a token changes."""
+        """Return what the sign of a token changes."""
         answers = scores(oracle, torch.cat([tokens, -tokens]).unsqueeze(1)).view(2, -1)
         return answers[0] - answers[1]
 
@@ -283,19 +285,19 @@ Asked = list[tuple[Tensor, Tensor, Tensor]]  # sequences, answers, errors
 
 
 def smallest_error(errors: Tensor, answers: Tensor) -> float:
-    """What no answer counts as more exact than: relative errors make those near 0 too much so."""
+    """Return the least error that any answer counts with: relative errors near 0 are too small."""
     largest = float(answers[answers.isfinite()].abs().max())
     return max(32 * _EPSILON * largest, _LEAST * float(errors.quantile(0.1)))
 
 
 def tempered(asked: Asked) -> Asked:
-    """Answers with larger errors: a few far more exact than the others make many minima."""
+    """Return the answers with larger errors: a few very exact ones would make many local minima."""
     size = float(torch.cat([y for _, y, _ in asked]).square().mean().sqrt())
     return [(X, y, error.clamp(min=_TEMPERED * size)) for X, y, error in asked]
 
 
 class _NearField:
-    """Answers to single tokens and to pairs [y ; x], and what they say of the heads."""
+    """Answers to single tokens and to pairs [y ; x], and what they show of the heads."""
 
     def __init__(
         self, method: Fitted, oracle: Oracle, norm: Norm, gain: float, stream: torch.Generator
@@ -305,7 +307,7 @@ class _NearField:
         self.error, self.precision = 0.0, method.precision
         dim = oracle.dim
         scale = token_size(oracle, stream, gain, self.precision, norm)
-        # Behind a norm the length of x does not matter, and δ alone sets the scale.
+        # Behind a norm, the length of x does not matter: δ alone sets the scale.
         self.spread = scale * gain
         self.size = math.sqrt(dim) if norm.normed else scale / gain
         self.x = self._normals(dim)
@@ -334,10 +336,10 @@ class _NearField:
             )
 
     def _weigh(self, paired: Tensor) -> None:
-        """The error of an answer: of coarse ones that of their rounding, if nothing else is seen.
+        """Find the error of an answer; for coarse answers it is that of their rounding.
 
-        `sure` is what residuals come to where a model is right, `possible` what they may come to
-        where arithmetic is worse than answers tell, in units of the error.
+        In units of that error, `sure` is the residual of a right model, and `possible` what the
+        residual may be if the target's arithmetic is worse than its answers show.
         """
         known = torch.cat([y for _, y, _ in self.asked])
         rounded = rounding(self.oracle, paired, self.precision)
@@ -353,11 +355,11 @@ class _NearField:
         errors = torch.cat([self._errors(y) for _, y, _ in self.asked])
         self.uneven = self.coarse or float(errors.max()) > _UNEVEN * float(errors.min())
         self.possible = _EXPLAINED * max(1.0, float((own / self._errors(paired)).median()))
-        # Of what was asked before the error was known.
+        # For the answers from before the error was known.
         self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
 
     def _errors(self, answers: Tensor) -> Tensor:
-        """How far each answer may be off: near the end of a link's range, further than others."""
+        """Return the error of each answer, which is larger near the end of a link's range."""
         even = rounding(self.oracle, answers, self.precision) / math.sqrt(3)
         return torch.hypot(even, torch.full_like(answers, self.error))
 
@@ -365,7 +367,7 @@ class _NearField:
         return torch.randn(*shape, generator=self.stream, dtype=torch.float64)
 
     def _ask(self, sequences: Tensor) -> Tensor:
-        """Answers to those questions that have one (a link may be saturated), kept for the end."""
+        """Return the answers that are finite (a link may be saturated), and keep them for later."""
         answers = scores(self.oracle, sequences)
         usable = answers.isfinite()
         answers = answers[usable]
@@ -373,13 +375,13 @@ class _NearField:
         return answers
 
     def _pairs(self, x: Tensor, count: int) -> Tensor:
-        """Sequences [y ; x], y around x."""
+        """Return sequences [y ; x] with y around x."""
         sizes = 0.3 + torch.rand(count, 1, generator=self.stream, dtype=torch.float64)
         y = x + self.spread * sizes / math.sqrt(len(x)) * self._normals(count, len(x))
         return torch.stack([y, x.expand_as(y)], 1)
 
     def _even(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """δ (count, d), φ − ½uᵀδ and its error (count,) of new questions at x."""
+        """Return δ (count, d), φ − ½uᵀδ and its error (count,) of new queries at x."""
         answers = self._ask(self._pairs(x, count))
         pairs, error = self.norm.applied(self.asked[-1][0]), self.asked[-1][2]
         delta = pairs[:, 0] - pairs[:, 1]
@@ -387,7 +389,7 @@ class _NearField:
         return delta, phi - 0.5 * delta @ self.u, error
 
     def heads_at_one_token(self, heads: int) -> tuple[Tensor, Tensor, float]:
-        """g and v (H, d) at the first token, and the residual in units of the error."""
+        """Fit g and v (H, d) at the first token; return them and the residual."""
         dim = len(self.x)
         unknowns = dim if heads == 1 else 2 * heads * dim
         more = 2 if self.coarse else 1
@@ -413,7 +415,7 @@ class _NearField:
         return best
 
     def further_tokens(self, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Tokens x (d + 1, d), the first one among them, and g (d + 1, H, d) there, if found."""
+        """Return tokens x (d + 1, d), the first included, and g (d + 1, H, d) there, or None."""
         heads, dim = v.shape
         count = math.ceil(self.method.oversampling / 2 * heads * dim) + 8
         steps = _FURTHER * self.size * random_orthogonal(dim, self.stream)
@@ -422,7 +424,7 @@ class _NearField:
             x = self.x + steps
             data = [self._even(each, count) for each in x]
             least = min(len(even) for _, even, _ in data)
-            if least < heads * dim:  # behind a link, too few of the answers say anything
+            if least < heads * dim:  # too few answers are finite, because of a link
                 steps = steps / 2
                 continue
             columns = zip(*data, strict=True)
@@ -439,17 +441,17 @@ class _NearField:
         return None
 
     def ask_at_large(self, count: int) -> None:
-        """Random sequences: pairs around a few tokens say less about the rest of the space."""
+        """Ask random sequences: pairs around a few tokens show little of the rest of the space."""
         dim = len(self.x)
         for length in _LENGTHS:
             shape = math.ceil(count / len(_LENGTHS)), length, dim
             tokens = self._normals(*shape) / math.sqrt(dim)
-            if self.coarse:  # other sizes, too: what one hides, another shows
+            if self.coarse:  # rounding hides at one size what it shows at another
                 tokens *= 2 * torch.rand(len(tokens), 1, 1, generator=self.stream).double() + 0.2
             self._ask(torch.cat([self.longest * tokens[:, :-1], self.size * tokens[:, -1:]], 1))
 
     def settled(self, model: BiasedHeads, free: tuple[str, ...], count: int) -> BiasedHeads:
-        """The model fitted to more answers, until it is known better than an answer."""
+        """Fit the model to more and more answers, until it is known better than an answer."""
         dim = len(self.x)
         ordinary = self._normals(4 * _PAIRS, 3, dim) / math.sqrt(dim)
         for _ in range(_ROUNDS):
@@ -462,12 +464,12 @@ class _NearField:
         return model
 
     def missed(self, model: BiasedHeads) -> float:
-        """The root mean square of what a model misses, in units of the error."""
+        """Return the root mean square of the model's residuals, in units of the error."""
         misses = torch.cat([(model(X) - y) / error for X, y, error in self.asked if len(y)])
         return float(misses.square().mean().sqrt())
 
     def expect_steady(self) -> None:
-        """The first questions once more: no heads explain a target that changes."""
+        """Raise Unsuccessful if the first queries, repeated, get other answers."""
         questions, answers, error = (part[:_PAIRS] for part in self.asked[0])
         off = (scores(self.oracle, questions) - answers).abs()
         changed = int((off > 4 * self.possible * error).sum())
@@ -478,7 +480,7 @@ class _NearField:
 
 
 def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
-    """The signs (H, 1) with which values v (H, d) add up to u, but for a share of them."""
+    """Return signs (H, 1) for which the values v (H, d) add up to u, within `allowed`, or None."""
     choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype)
     misses = torch.linalg.vector_norm(choices @ v - u, dim=1)
     best = int(misses.argmin())
@@ -490,7 +492,7 @@ def _annealed(
     delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
     every: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_levenberg`, first as if the most exact answers were less so, where errors are uneven."""
+    """Run `_levenberg`; if errors are uneven, start with larger errors for exact answers."""
     if float(error.max()) > _UNEVEN * float(error.min()):
         larger = error.clamp(min=_TEMPERED * float(even.square().mean().sqrt()))
         g, v, _ = _levenberg(delta, even, g, v, larger, 0.3, fixed=fixed, every=every)
@@ -501,10 +503,11 @@ def _levenberg(
     delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
     every: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Fits from starts g and v (S, H, d), v `fixed` or not, as one batch.
+    """Fit g and v (S, H, d) from S starts as one batch, with v constant if `fixed`.
 
-    δ (N, d) is the same for all starts, or each has its own (S, N, d). Ends when one start explains
-    the answers and gains no more (with `every`, each), with residuals in units of the error.
+    δ (N, d) is the same for all starts, or each has its own (S, N, d). The fit ends when one start
+    explains the answers and gains no more (with `every`, when each does). The residuals are in
+    units of the error.
     """
     shape, count = g.shape, g[0].numel()
     damping = torch.full((len(g),), 0.1, dtype=torch.float64)
@@ -513,7 +516,7 @@ def _levenberg(
     for turn in range(1, _STEPS + 1):
         if turn % _STALLED == 0:
             if not bool((loss < 0.8 * mark).any()):
-                break  # minima that are not zero
+                break  # local minima
             mark = loss
         square, slope = J.mT @ J, J.mT @ r.unsqueeze(-1)
         diagonal = square.diagonal(dim1=-2, dim2=-1)
@@ -538,13 +541,14 @@ def _levenberg(
 
 
 def _like(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the mask with as many dimensions as the values."""
     return mask.view(-1, *(1,) * (values.ndim - 1))
 
 
 def _residuals(
     delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, fixed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Residuals (S, N) in units of the error, and the Jacobian (S, N, unknowns) of the model."""
+    """Return residuals (S, N) in units of the error, and the model's Jacobian (S, N, unknowns)."""
     tanh, values = torch.tanh(0.5 * g @ delta.mT), v @ delta.mT
     r = (even - 0.5 * (tanh * values).sum(1)) / error
     slopes = [0.25 * (1 - tanh.square()) * values] + ([] if fixed else [0.5 * tanh])
@@ -556,10 +560,10 @@ def _residuals(
 def token_size(
     oracle: Oracle, stream: torch.Generator, gain: float, precision: float, norm: Norm
 ) -> float:
-    """The size of tokens, or behind a norm of δ, at which gates are half open.
+    """Return the size of tokens (behind a norm, of δ) at which gates are half open.
 
-    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s, unless a link is
-    nearly saturated there: then the s where errors of the answers hide the least of α.
+    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1. The result is the smallest such s, or,
+    if a link is nearly saturated there, the s at which errors of the answers hide the least of α.
     """
     raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
     x, delta = raw / math.sqrt(oracle.dim)
@@ -584,15 +588,15 @@ def token_size(
 
 
 def scores(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """One score a sequence, NaN where the oracle's answer says nothing."""
+    """Return one score per sequence, with NaN where a link is saturated."""
     return torch.cat([scalar(answered(oracle, X)) for X in sequences.split(_BATCH)])
 
 
 @dataclass(frozen=True)
 class Refined(Method):
-    """A method for exact answers, with its result fitted to inexact ones.
+    """A method for exact answers whose result is then fitted to many answers.
 
-    Parameters read one by one inherit rounding; fitted to a few answers each, they average it.
+    Parameters that are read one by one inherit the rounding of one answer; a fit averages it out.
     """
 
     method: Method
@@ -612,7 +616,7 @@ class Refined(Method):
         model, stream = step.model, torch.Generator().manual_seed(self.seed)
         if model.unknowns > UNKNOWNS:
             return
-        # An answer holds one gate for each token but the last, whatever numbers it has.
+        # However many numbers an answer has, it shows one gate for each token but the last.
         lengths, share = ((1, 2, 3, 4), 1) if isinstance(model, OneLayer) else ((1, 4, 8), 8)
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
         for length in lengths:

@@ -1,16 +1,15 @@
-"""Several heads from the signs of their scores: bisected scores, then a fit (ours).
+"""Several heads from the signs of their scores: scores by bisection, then a fit (ours).
 
 sign_only.py reads one head, whose answer to a pair has one gate. For several heads, with
-u = Σ_h v_h and δ_i = x_i − x for the tokens before the last one x,
+u = Σ_h v_h and δ_i = x_i − x for the tokens before the last one, x,
 
     f(X) = uᵀx + Φ,    Φ = Σ_h Σ_i α_hi·v_hᵀδ_i,    α_h = softmax of δ_iᵀW_h x and 0.
 
 With λx for x and δ_i/λ for δ_i every α is as it was, and the score is λ·uᵀx + Φ/λ: its sign changes
-where λ² = −Φ/uᵀx. So bisecting λ measures Φ next to uᵀx, for sequences of any length, if the two
-have opposite signs; others cost a query, and say nothing. u is the direction that single tokens
-give (halfspace.py), and scores are known in units of its length, so that fitted.py reads them as it
-does those of a target that answers with so many digits. Where Σ_h v_h = 0 signs of this kind show
-nothing.
+where λ² = −Φ/uᵀx. So bisecting λ measures Φ relative to uᵀx, for sequences of any length, if the
+two have opposite signs; otherwise a query shows nothing. The direction of u comes from single
+tokens (halfspace.py). Scores are then known in units of |u|, and fitted.py reads them like those of
+a target that answers with as many digits. If Σ_h v_h = 0, this method does not work.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from keyhole.extract.fitted import Fitted
 from keyhole.extract.halfspace import Ratios, bisect, centre, signs
 from keyhole.oracle.protocol import Oracle
 
-_FINER = 64.0  # times the accuracy: what Φ is bisected to, of which a score is a difference, and u
-_LOW, _HIGH = -20.0, 12.0  # log₂ of −Φ/uᵀx, relative to Σ|δ_i|/|uᵀx|
-_OVERSAMPLING = 8.0  # half of the scores are not to be had
+_FINER = 64.0  # Φ, of which a score is a difference, and u are bisected to 1/64 of the accuracy
+_LOW, _HIGH = -20.0, 12.0  # range of log₂ of −Φ/uᵀx, relative to Σ|δ_i|/|uᵀx|
+_OVERSAMPLING = 8.0  # twice as much as usual, since half of the scores cannot be measured
 
 
 @dataclass(frozen=True)
 class FittedSigns(SignMethod):
-    """All weights of one or several heads from signs; Σ_h v_h of the model has length 1."""
+    """Extraction of one or several heads from signs; Σ_h v_h of the model has length 1."""
 
     heads: int | None = setting(None, "how many there are, if that is known")
     accuracy: float = setting(1e-6, "relative error to which scores are bisected")
@@ -57,7 +56,7 @@ class FittedSigns(SignMethod):
 
 
 class _Scores:
-    """Scores behind signs; NaN where −Φ/uᵀx is negative, or out of range."""
+    """Scores measured through signs, with NaN where −Φ/uᵀx is negative or out of range."""
 
     def __init__(self, oracle: Oracle, u: Tensor, precision: float) -> None:
         self.dim, self.precision = oracle.dim, precision
@@ -73,7 +72,7 @@ class _Scores:
         usable = (size > 0) & size.isfinite()
 
         def alike(rows: Tensor, logs: Tensor) -> Tensor:
-            """Which scores have the sign of uᵀx, with λ² of these logarithms."""
+            """Return which scores have the sign of uᵀx where log₂ of λ² is `logs`."""
             scale = (torch.exp2(logs[rows]) * size[rows]).sqrt()[:, None]
             last = scale * x[rows]
             tokens = torch.cat([last[:, None] + deltas[rows] / scale[:, None], last[:, None]], 1)

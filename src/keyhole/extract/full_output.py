@@ -1,28 +1,28 @@
-"""An attention layer, exactly, from the vectors it returns (ours).
+"""Attention layers, exactly, from the vectors they return (ours).
 
 *Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 
-V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A
-are bilinear forms of W, as many per answer as V has rank r. In queries:
+V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A are
+bilinear forms of W, as many per answer as V has rank r. In queries:
 
-    every token, causal      1 + ⌈d/r⌉        V from one sequence (vector_answers.py)
+    every token, causal      1 + ⌈d/r⌉        V from one sequence
     every token              d + ⌈d/r⌉        one row of V per query, then all of W at once
-    last token               d + d·⌈d/r⌉ + 2  two of them ask whether there is one head
+    last token               d + d·⌈d/r⌉ + 2  two of them test whether there is one head
 
-For the last token d + d²/r is also the number of unknowns over the numbers per answer. Which of
-these an oracle is, and whether it is causal, shows in the answers themselves. Several heads are
-separated in the far field (vector_answers.py), for d queries more if every token answers and
-(H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
+For the last token, d + d²/r is also the number of unknowns over the numbers per answer. The answers
+themselves show which of these an oracle is. Several heads are separated in the far field, with d
+more queries if every token answers and about (H − 1)·d + 32 if the last one does; an answer then
+holds ⌊m/H⌋ forms of each head.
 
-The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
-(vector_answers.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
-computation.
+The direct way sends d + 1 tokens and solves one square system. Here keys are long and queries
+short, so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ need the same computation.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,61 +31,61 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import random_orthogonal, random_units
+from keyhole.core.numerics import least_squares
+from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, random_units
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
-from keyhole.extract.vector_answers import VectorOracle, open_vectors, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
-from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.protocol import Oracle, ask
 
-_SAME = 1e-6  # relative; forms that disagree by more do not come from one head
-_INDEPENDENT = 1e4  # the worst condition of values that are solved for side by side
-_NONE = 1e-6  # relative; singular values of V below this are none
+_SAME = 1e-6  # forms with a larger relative difference do not come from one head
+_INDEPENDENT = 1e4  # the worst condition number of values that are solved for together
+_NONE = 1e-6  # smaller singular values of V, relative to the largest, count as zero
 _ATTEMPTS = 3
-_EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free with every token
+_EXTRA = 4  # tokens beyond a basis, which test whether the forms are linear; they cost no query
 
 
 @dataclass(frozen=True)
 class FullOutput(Method):
-    """Exact extraction of a layer that returns vectors: one head or several."""
+    """Exact extraction of an attention layer that returns vectors, with one head or several."""
 
     seed: int = 0
     tolerance: float = 1e-8
 
     def expected_queries(self, dim: int) -> int | None:
-        """The most that one head with invertible values takes; less if every token answers."""
+        """Return the most that one head with invertible values takes."""
         return 2 * dim + 2
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         vectors, total = open_vectors(oracle)
         stream = torch.Generator().manual_seed(self.seed)
         for step in self._search(vectors, total, stream):
-            # Where every token answers, one sequence could be long enough for everything.
+            # If every token answers, one sequence could be long enough for everything.
             numbers = vectors.outputs if not vectors.every_token else step.unknowns or 1
             yield replace(step, numbers=numbers)
 
     def _search(
         self, vectors: VectorOracle, total: Tensor, stream: torch.Generator
     ) -> Iterator[Step]:
-        """One head if the answers can be one's, else several."""
+        """Try one head if the answers can be one head's, and then several."""
         d, unknowns = vectors.dim, vectors.dim * (vectors.dim + vectors.outputs)
-        # How many heads there are, and so how many unknowns, is open.
+        # The number of heads, and so that of the unknowns, is not known yet.
         first = Step(_layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
-        same = max(_SAME, 16 * self.tolerance)  # of inexact answers more is to be expected
+        same = max(_SAME, 16 * self.tolerance)  # inexact answers differ by more
         single = _SingleHead(vectors, total, stream, same)
         if single.possible():
             yield from single.steps(unknowns)
             if single.confirmed:
                 return
-            yield first  # nothing but the sum of the values is known after all
+            yield first  # only the sum of the values is known after all
         yield from _several_heads(vectors, total, stream, unknowns, same)
 
 
 def _several_heads(
     vectors: VectorOracle, total: Tensor, stream: torch.Generator, unknowns: int, same: float
 ) -> Iterator[Step]:
-    """Values, then weights. Another key is tried where two heads look like one at the first."""
+    """Find values, then weights, with another key if two heads look like one at the first."""
     d = vectors.dim
     for attempt in range(_ATTEMPTS):
         last = attempt == _ATTEMPTS - 1
@@ -118,10 +118,10 @@ class _SingleHead:
         self.confirmed = False
 
     def possible(self) -> bool:
-        """Could it be? With every token, wait for the forms; else ask one key and one query.
+        """Return whether it can be one head; if only the last token answers, test it by a query.
 
-        The answer to one key points where V says it does if there is one head; but answers of one
-        number point nowhere else.
+        With one head, the answer to one key has the direction of the key's value. Answers of one
+        number always do. If every token answers, the forms will show it at no cost.
         """
         if not self._rank or self._vectors.every_token:
             return bool(self._rank)
@@ -138,7 +138,7 @@ class _SingleHead:
         forms = LayerForms(self._vectors, self._V[None], list(self._keys.split(self._rank)))
 
         def layer(Z: Tensor) -> Attention:
-            """`Z = X W Δᵀ` for the first rows of X; the others count as zero."""
+            """Solve `Z = X W Δᵀ`, known for the first rows of X; the others count as zero."""
             W = torch.linalg.solve(self._keys, (X[: len(Z)].mT @ Z).mT).mT
             return _layer(self._vectors, W[None], self._V[None])
 
@@ -151,7 +151,7 @@ class _SingleHead:
                 yield Step(layer(Z[:d]), unknowns, unknowns)
             return
         Z = torch.empty(0, d, dtype=torch.float64)
-        if_one_head = unknowns if self._vectors.outputs > 1 else None  # whether there is one head
+        if_one_head = unknowns if self._vectors.outputs > 1 else None  # not tested for m = 1
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
@@ -163,10 +163,11 @@ class _SingleHead:
 
 
 def key_basis(V: Tensor) -> tuple[Tensor, int]:
-    """A basis of keys (rows) and the rank r of V: any r in a row have independent values.
+    """Return a basis of keys (rows) and the rank r of V, so that any r in a row are independent.
 
-    The first r are the left singular vectors u_i of V, whose values are orthogonal. Directions
-    that V does not see ride on those: u_i + k.
+    It is the values of the keys that are independent. The first r keys are the left singular
+    vectors u_i of V, whose values are orthogonal. A direction k whose value is zero is added to
+    one: u_i + k.
     """
     U, sizes, _ = torch.linalg.svd(V, full_matrices=True)
     rank = int((sizes > _NONE * sizes[0]).sum())
@@ -178,7 +179,7 @@ def key_basis(V: Tensor) -> tuple[Tensor, int]:
 
 
 def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Tensor:
-    """W of every head, with as many keys side by side as their values stay independent."""
+    """Return W of every head, with as many keys in a sequence as have independent values."""
     d = vectors.dim
     keys, X = random_orthogonal(d, stream), random_orthogonal(d, stream)
     for p in range(max(1, min(d, vectors.outputs // len(V))), 0, -1):
@@ -196,7 +197,7 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
 
 
 def _agrees(vectors: VectorOracle, layer: Attention, stream: torch.Generator, same: float) -> bool:
-    """One question with two keys and scores of about 1: are these the right heads?"""
+    """Test the heads by one query with two keys and scores of about 1."""
     keys, x = random_units(2, vectors.dim, stream), random_units(1, vectors.dim, stream)
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
     square = float(1 / z.abs().max().clamp(min=2.0**-80))
@@ -208,6 +209,7 @@ def _agrees(vectors: VectorOracle, layer: Attention, stream: torch.Generator, sa
 
 
 def _condition(values: Tensor) -> float:
+    """Return the condition number of all values (H, p, m) together."""
     sizes = torch.linalg.svdvals(values.flatten(0, 1))
     if values.shape[0] * values.shape[1] > values.shape[2]:
         return math.inf
@@ -228,22 +230,161 @@ def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
     return Attention(W.contiguous(), V, every_token=vectors.every_token, causal=vectors.causal)
 
 
+# Chosen keys and short queries, and what their answers show: scores and values of heads.
+#
+# With c = the number of zero tokens and queries, the sequence
+#
+#     [Tδ_1 ; … ; Tδ_p ; 0 ; … ; 0 ; εx_1 ; … ; εx_k],    T = s·R,  ε = s/R,  R huge
+#
+# gives token x_i the answer, up to rounding,
+#
+#     o_i / T = Σ_h Σ_j a_hj · V_hᵀδ_j,   a_hj = e^{z_hj} / (c + Σ_j e^{z_hj}),
+#                                         z_hj = s²·x_iᵀ W_h δ_j.
+#
+# This is the paper's `[x+δ ; x]` (proof of Theorem 4.1) with two changes. The query is so short
+# that its own value, and its scores with other queries, vanish: so any number of queries share one
+# sequence. And since the answer is a vector, a sequence may hold as many keys as have independent
+# values `V_hᵀδ_j`: their weights follow from a linear solve, and their forms from
+# `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. If only the last token answers, k = 1 and each query is a
+# sequence of its own; if every token does, k queries cost one sequence.
+#
+# Long keys make long answers, next to which noise or rounding of a fixed size is small: this is the
+# amplification of tolerant.py, without further queries.
+
+_REACH = 2.0**45  # R: the square of this is far beyond rounding
+_EPSILON = torch.finfo(torch.float64).eps
+_LEAK = 2.0**-60
+_ALIKE = 1e-9  # rows that differ by less, relative to the largest, count as equal
+
+
+@dataclass(frozen=True)
+class VectorOracle:
+    """An oracle that answers with vectors, of every token or of the last, and its kind of mask."""
+
+    oracle: Oracle
+    outputs: int
+    every_token: bool
+    causal: bool
+
+    @property
+    def dim(self) -> int:
+        return self.oracle.dim
+
+    def respond(self, keys: Tensor, xs: Tensor, square: float = 1.0, zeros: int = 0) -> Tensor:
+        """Return `o_i / T`, (groups, len(xs), m), for groups of keys (groups, p, d) and each x."""
+        s = math.sqrt(square)
+        groups, p, d = keys.shape
+        asked = xs if self.every_token else xs[:1]
+        tokens = torch.zeros(p + zeros + len(asked), d, dtype=torch.float64)
+        if self.every_token:
+            tokens[p + zeros :] = xs * (s / _REACH)
+            sequences = tokens.expand(groups, -1, -1).clone()
+            sequences[:, :p] = keys * (s * _REACH)
+        else:
+            sequences = tokens.expand(groups, len(xs), -1, -1).clone()
+            sequences[:, :, :p] = (keys * (s * _REACH)).unsqueeze(1)
+            sequences[:, :, -1] = xs * (s / _REACH)
+            sequences = sequences.flatten(0, 1)
+        answers = self.ask(sequences)
+        if self.every_token:
+            answers = answers[:, p + zeros :]
+        return answers.reshape(groups, len(xs), self.outputs) / (s * _REACH)
+
+    def references(self, queries: int, zeros: int) -> Tensor:
+        """Return c, the number of tokens of score 0 that each query sees, itself included."""
+        if not self.every_token:
+            return torch.full((queries,), 1.0 + zeros, dtype=torch.float64)
+        if self.causal:
+            return zeros + torch.arange(1, queries + 1, dtype=torch.float64)
+        return torch.full((queries,), float(zeros + queries), dtype=torch.float64)
+
+    def ask(self, sequences: Tensor) -> Tensor:
+        """Return answers in batches, each of the shape that this oracle has shown."""
+        rows = batch_rows(*sequences.shape[1:])
+        return torch.cat([self._one_batch(part) for part in sequences.split(rows)])
+
+    def _one_batch(self, sequences: Tensor) -> Tensor:
+        answers = ask(self.oracle, sequences)
+        count, length, _ = sequences.shape
+        wanted = (count, length, self.outputs) if self.every_token else (count, self.outputs)
+        if answers.shape != wanted:
+            raise Unsuccessful(
+                Status.MISMATCH,
+                f"the answers change their shape: {wanted} before, {tuple(answers.shape)} now",
+            )
+        return answers
+
+
+def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
+    """Find whether every token answers and whether the mask is causal, and return `Σ_h V_h` (d×m).
+
+    A zero token's scores are all zero, so its answer is the mean of what it sees, whatever W is.
+    The sequence `[0 ; e_1 ; 0 ; e_2 ; … ; 0]` then shows everything: causal zero tokens answer with
+    running sums of the rows of V, which give all of V at once; others agree on the sum of all rows,
+    and d − 1 queries of one token give the rows.
+    """
+    d = oracle.dim
+    basis = _REACH * torch.eye(d, dtype=torch.float64)
+    tokens = torch.zeros(1, 2 * d + 1, d, dtype=torch.float64)
+    tokens[0, 1::2] = basis
+    answers = ask(oracle, tokens)
+    if answers.ndim not in (2, 3) or (answers.ndim == 3 and answers.shape[1] != 2 * d + 1):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "expected a vector for the last token or for every token, "
+            f"got answers of shape {tuple(answers.shape[1:])}",
+        )
+    every_token = answers.ndim == 3
+    means = answers[0, ::2] if every_token else answers
+    causal = bool((means - means[-1]).abs().max() > _ALIKE * answers.abs().max())
+    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal)
+    if causal:
+        # Row k of these sees 2k + 1 tokens.
+        seen = 2 * torch.arange(d + 1, dtype=torch.float64).unsqueeze(1) + 1
+        return vectors, (means * seen).diff(dim=0) / _REACH
+    last = means[-1:] * (2 * d + 1)
+    if d > 1:
+        rows = vectors.ask(basis[: d - 1].unsqueeze(1)).reshape(d - 1, vectors.outputs)
+        last = torch.cat([rows, last - rows.sum(0)])
+    return vectors, last / _REACH
+
+
+def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores z and bounds on their rounding errors, both (…, k, H, p).
+
+    `answers` is (…, k, m) as from `VectorOracle.respond`; `values` (H, p, m) holds the `V_hᵀδ_j`.
+    """
+    heads, p, _ = values.shape
+    inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=_EPSILON)
+    weights = (answers @ inverse).unflatten(-1, (heads, p))
+    size = torch.linalg.vector_norm(answers, dim=-1)[..., None, None]
+    spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
+    # Answers also hold the values of the queries, each 1/R² of a key's; this allows for many.
+    leak = _LEAK * torch.linalg.vector_norm(values, dim=-1).max()
+    noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
+    rest = 1 - weights.sum(-1, keepdim=True)
+    tiny = _EPSILON**2
+    z = torch.log(weights.clamp(min=tiny) / rest.clamp(min=tiny) * references[:, None, None])
+    errors = noise / weights.clamp(min=tiny)
+    errors = errors + (noise.sum(-1, keepdim=True) + _EPSILON) / rest.clamp(min=tiny)
+    return z, torch.where((weights > 0) & (rest > 0), errors, torch.inf)
+
+
 # Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
 #
-# `z = s²·xᵀWδ` (vector_answers.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z|
-# should come out near 1, and nobody knows the size of W beforehand. Where every token answers, each
-# x is sent at a ladder of lengths within one sequence and the best rung is kept, entry by entry:
-# queries cost nothing there. Where only the last token answers, the first question settles the
-# scale, and only pairs that turn out saturated, or heads far weaker than the others, are asked
-# again at another.
+# The error of `z = s²·xᵀWδ` grows with e^{|z|}, because of the softmax, and with 1/|z|, because of
+# rounding, so |z| should be about 1; but the size of W is not known. If every token answers, each x
+# is sent at a ladder of lengths within one sequence, which costs nothing, and for each entry the
+# best rung is used. If only the last token answers, the first query settles the scale, and only
+# pairs that prove saturated, or heads far weaker than the others, are measured again at another.
 
 _RUNGS = 8.0 ** torch.arange(-5, 6, dtype=torch.float64)
-_SOUND = 0.1  # a score known better than this tells the scale; a worse one is saturated
+_SOUND = 0.1  # a score known better than this shows the scale; a worse one is saturated
 _LARGE, _SMALL = 8.0, 0.05  # scores outside are measured again at another scale
 _PRECISION, _BLUNT = 1e-12, 4.0  # so are those that lost more than this because they are large
 _TRIES = 12
 _SQUARES = (2.0**-80, 2.0**80)
-_SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
+_SPARE = 0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
 
 
 _Measured = tuple[Tensor, Tensor]  # forms and bounds on their errors
@@ -262,7 +403,7 @@ class LayerForms:
         self._again = 0
 
     def measure(self, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """`x_iᵀ W_h δ_j` and bounds on their errors, both (H, len(xs), number of keys)."""
+        """Return `x_iᵀ W_h δ_j` and bounds on their errors, both (H, len(xs), number of keys)."""
         parts = [self._block(block, xs) for block in self._blocks]
         forms, errors = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
         return forms.transpose(0, 1), errors.transpose(0, 1)
@@ -283,7 +424,7 @@ class LayerForms:
         return forms, errors
 
     def _at(self, square: float, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """Forms and errors (k, H, p) from one question each, all at one scale."""
+        """Return forms and errors (k, H, p) from one query each, all at one scale."""
         zeros = len(block) - 1  # as much weight on the references as on the keys
         answers = self._vectors.respond(block.unsqueeze(0), xs, square, zeros)[0]
         references = self._vectors.references(len(xs), zeros)
@@ -291,7 +432,7 @@ class LayerForms:
         return z / square, errors / square
 
     def _fitting(self, measure: Callable[[], _Measured], low: float, high: float) -> _Measured:
-        """Measured again until the scale, times `low` to `high`, fits."""
+        """Measure again until the scale, times `low` to `high`, fits."""
         forms, errors = measure()
         for _ in range(_TRIES):
             if not self._move(forms, errors, low * self._square, high * self._square):
@@ -300,6 +441,7 @@ class LayerForms:
         return forms, errors
 
     def _ladder(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+        """Measure at all lengths of the ladder in one sequence, and keep the best of each entry."""
         lengths = _RUNGS[:, None, None]
         forms, errors = self._at(self._square, block, (lengths * xs).flatten(0, 1))
         forms = forms.unflatten(0, (-1, len(xs))) / lengths.unsqueeze(3)
@@ -308,7 +450,7 @@ class LayerForms:
         return forms.gather(0, best)[0], errors.gather(0, best)[0]
 
     def _move(self, forms: Tensor, errors: Tensor, low: float, high: float) -> bool:
-        """Shift the scale if the forms do not fit between `low` and `high`; False if they do."""
+        """Change the scale unless the forms fit between `low` and `high`; False if they do."""
         step = max(64.0, high / low)
         sound = errors * low <= _SOUND
         largest = float(forms[sound].abs().max()) if bool(sound.any()) else math.inf
@@ -323,7 +465,7 @@ class LayerForms:
         return moved
 
     def _mend(self, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor) -> None:
-        """Ask again, at another scale, what was saturated or too faint; keep the better."""
+        """Measure again, at another scale, what was saturated or too faint; keep the better."""
         for factor in (1 / 8, 1 / 64, 2.0**-12, 2.0**-18):
             z = forms.abs() * self._square
             blunt = (errors > _PRECISION * forms.abs().amax((0, 2), keepdim=True)) & (z > _BLUNT)
@@ -347,3 +489,209 @@ class LayerForms:
         better = bounds < errors[rows]
         forms[rows] = torch.where(better, fresh, forms[rows])
         errors[rows] = torch.where(better, bounds, errors[rows])
+
+
+# The values of several heads, separated in the far field.
+#
+# As in heads/far_field.py, but vector answers need algebra instead of a search. The *gate* of a
+# head is its weight on a single key δ. If δ and the query x are very long, every gate is 0 or 1, so
+#
+#     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
+#
+# 1. For one δ₀ and many x, the differences are D = S·U, where S is a matrix of signs and the rows
+# of
+#    U are the `V_hᵀδ₀`. Its rank is H. The sign vectors in the column space of D are the columns of
+#    S; to find them, all 2^(H−1) choices of signs at H pivot rows are tried.
+# 2. The sum o(x) + o(−x) = Σ_h V_hᵀδ shows whether s_h and V_hᵀδ₀ are right or both negated.
+# 3. Around δ₀, o is linear in δ, and the d×m matrix of that map is the sum of the V_h whose gates
+#    are open. H such sums with independent patterns (one of them is `Σ_h V_h`, known already) are
+#    solved for all V_h. If a gate flipped within a step, the value at δ₀ is off, and shows it.
+#
+# Heads with equal W_h are found as one (Proposition 7.1). So are heads with W_2 = c·W_1, whose
+# gates change at the same x: if c < 0, step 2 notices; if c > 0, the gate is not logistic and the
+# judge rejects the result. The gate of a *constant* head, W_h = 0, never changes: its value is what
+# the others leave of `Σ_h V_h`.
+
+_ROUNDS = 4  # batches of x, until their sign patterns tell the heads apart
+_MOST = 16
+_FAR = 2.0**60
+_ZEROS = 15  # zero tokens, so that the weight of a constant head is far from ½
+_RESOLUTION = 1e-10  # smaller singular values of D, relative to the largest, are rounding
+_EXACT = 1e-6  # how far from ±1 a computed sign may be
+_STEPS = (
+    2.0**-6,
+    2.0**-9,
+    2.0**-12,
+    2.0**-15,
+)  # from δ₀ in step 3
+
+
+@dataclass(frozen=True)
+class _Gates:
+    """What one key shows of H heads: which x open which gate, and the values behind the gates."""
+
+    open: Tensor  # (pairs, H) of 0 and 1
+    values: Tensor  # (H, m): V_hᵀδ₀
+    constant: bool  # is there a head with W = 0 as well?
+
+
+def separate_values(
+    vectors: VectorOracle, total: Tensor, stream: torch.Generator, pairs: int = 16
+) -> Tensor:
+    """Return `V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
+
+    `pairs` of x and −x are sent at a time; the more alike two heads are, the more are needed.
+    """
+    key = random_units(1, vectors.dim, stream)[0]
+    # If every token answers, queries that share a sequence cost nothing.
+    pairs = 256 if vectors.every_token else pairs
+    xs, gates = _at_one_key(vectors, key @ total, key, stream, pairs)
+    V = _solve_maps(_LinearMaps(vectors, total, ProbeBasis.draw(key, stream), gates), xs)
+    return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.constant else V
+
+
+def _far_field(vectors: VectorOracle, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return answers (keys, xs, m), and the weight that a key of score 0 has in each."""
+    answers = vectors.respond((keys * _FAR).unsqueeze(1), xs, zeros=_ZEROS) / _FAR
+    return answers, 1 / (1 + vectors.references(len(xs), _ZEROS))
+
+
+def _at_one_key(
+    vectors: VectorOracle, whole: Tensor, key: Tensor, stream: torch.Generator, pairs: int
+) -> tuple[Tensor, _Gates]:
+    """Run steps 1 and 2, with more and more x until exactly H sign vectors fit."""
+    xs = torch.empty(0, vectors.dim, dtype=torch.float64)
+    D = torch.empty(0, vectors.outputs, dtype=torch.float64)
+    totals = torch.empty_like(D)
+    heads, signs = 0, xs
+    for _ in range(_ROUNDS):
+        more = random_units(pairs, vectors.dim, stream)
+        apart, total = _pairs(vectors, whole, key, more)
+        xs = torch.cat([xs, more])
+        D, totals = torch.cat([D, apart]), torch.cat([totals, total])
+        left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
+        heads = int((sizes > _RESOLUTION * sizes[0]).sum())
+        if heads > _MOST:
+            break
+        signs = _sign_vectors(left[:, :heads])
+        if signs.shape[1] <= heads < len(xs) / 2:
+            break
+    if not (0 < heads == signs.shape[1] == int(torch.linalg.matrix_rank(signs))):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"the far field has rank {heads}, but {signs.shape[1]} gates fit: heads outnumber the "
+            f"dimensions, the outputs or {_MOST}, or their values depend on each other",
+        )
+    return xs, _orient(signs, least_squares(signs, D), totals.mean(0), whole)
+
+
+def _pairs(vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `o(x) − o(−x)` and `o(x) + o(−x)` for each x, without a constant head."""
+    answers, flat = _far_field(vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1))
+    answers, flat = answers[0].unflatten(0, (-1, 2)), flat.unflatten(0, (-1, 2))
+    if not bool(answers.any() | whole.any()):
+        raise Unsuccessful(
+            Status.NOT_IDENTIFIABLE, "V = 0: every answer is zero, whatever W may be"
+        )
+    # A constant head has the weight `flat`; its value is what the others leave of the whole.
+    twice = flat.sum(1, keepdim=True)
+    total = (answers.sum(1) - twice * whole) / (1 - twice)
+    constant = whole - total.mean(0)
+    return answers[:, 0] - answers[:, 1] - (flat[:, :1] - flat[:, 1:]) * constant, total
+
+
+def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
+    """Run step 2: find the sign of each pair of s_h and value, from the sum `total` of the values.
+
+    `whole` is that sum with the value of a constant head, if there is one.
+    """
+    size = torch.maximum(U.abs().max(), whole.abs().max())
+    rows = least_squares(U.mT, total.unsqueeze(1))[:, 0]
+    odd = (rows.abs() - 1).abs().max() + (rows @ U - total).abs().max() / size
+    if not bool(odd < _EXACT):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "the answers to long tokens do not add up: two heads may have opposite scores, which "
+            "sequences of two tokens do not show",
+        )
+    constant = bool((total - whole).abs().max() > _EXACT * size)
+    rows = rows.sign()
+    return _Gates((signs * rows + 1) / 2, rows.unsqueeze(1) * U, constant)
+
+
+def _sign_vectors(basis: Tensor) -> Tensor:
+    """Return all vectors of ±1 in the span of the columns, up to sign."""
+    heads = basis.shape[1]
+    rows = _pivots(basis * math.sqrt(len(basis)), heads, basis[:0])
+    if len(rows) < heads:
+        return basis[:, :0]
+    choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=heads)), dtype=torch.float64)
+    choices = choices[: len(choices) // 2]  # the first sign is +: each only once
+    vectors = basis @ torch.linalg.solve(basis[rows], choices.mT)
+    return vectors[:, ((vectors.abs() - 1).abs() < _EXACT).all(0)].round()
+
+
+def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
+    """Return up to `count` rows, each the furthest from the span of `before` and earlier ones."""
+    chosen: list[int] = []
+    rows = rows - rows @ torch.linalg.pinv(before) @ before if len(before) else rows
+    for _ in range(min(count, len(rows))):
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        if not bool(norms.max() > _EXACT):
+            break
+        chosen.append(int(norms.argmax()))
+        unit = rows[chosen[-1]] / norms.max()
+        rows = rows - torch.outer(rows @ unit, unit)
+    return chosen
+
+
+def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
+    """Return V_h of all heads but a constant one, from linear maps at enough x."""
+    gates = around.gates
+    heads = gates.open.shape[1]
+    ones = torch.ones(1, heads, dtype=torch.float64)
+    known = ones[:0] if gates.constant else ones
+    maps, weights = around.total.unsqueeze(0)[: len(known)], known
+    for step in _STEPS:
+        left = torch.ones(len(xs), dtype=torch.bool)
+        while len(weights) < heads and bool(left.any()):
+            wanted = _pivots(gates.open * left.unsqueeze(1), heads - len(weights), weights)
+            if not wanted:
+                break
+            # If every token answers, queries that share a sequence cost nothing.
+            rows = left.nonzero()[:, 0] if around.vectors.every_token else torch.tensor(wanted)
+            left[rows] = False
+            fresh, patterns = around.linear_maps(xs, rows, step)
+            best = _pivots(patterns, heads - len(weights), weights)
+            maps, weights = torch.cat([maps, fresh[best]]), torch.cat([weights, patterns[best]])
+    if len(weights) < heads:
+        raise Unsuccessful(Status.MISMATCH, "the far field is not linear around a key")
+    return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, around.total.shape)
+
+
+@dataclass(frozen=True)
+class _LinearMaps:
+    """The linear maps around δ₀, one for each x: `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`.
+
+    w is the weight of a constant head, whose value is in the sum on the left only, where it
+    cancels.
+    """
+
+    vectors: VectorOracle
+    total: Tensor
+    basis: ProbeBasis
+    gates: _Gates
+
+    def linear_maps(self, xs: Tensor, rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
+        """Return maps (k, d, m) and their weights (k, H) for those x where no gate flipped."""
+        keys = self.basis.unit_v + step * self.basis.Q
+        answers, flat = _far_field(self.vectors, keys, xs[rows])
+        answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ self.total)
+        weights = self.gates.open[rows] - flat.unsqueeze(1)
+        at_key = (weights @ self.gates.values).unsqueeze(1)
+        # The keys add up to a multiple of δ₀, so a gate that flipped at one of them shows here.
+        d = self.vectors.dim
+        apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
+        calm = apart.abs().amax((1, 2)) <= _EXACT / d * self.gates.values.abs().max()
+        maps = self.basis.Q.mT @ (answers - at_key)[calm] / step
+        return maps, weights[calm]

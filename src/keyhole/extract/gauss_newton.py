@@ -1,7 +1,7 @@
-"""Least squares on answers: all parameters of any model, or what has a Jacobian.
+"""Least squares on answers: all parameters of any model, or any function with a Jacobian.
 
-Where errors are random, solving each answer for one number wastes what answers say jointly: every
-one depends on v.
+If errors are random, solving each answer for one number ignores what the answers show jointly: for
+example, every one depends on v.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from keyhole.core.numerics import least_squares
 from keyhole.oracle.planted import Parametric
 
-Model = Callable[[Tensor], tuple[Tensor, Tensor]]  # unknowns to misses and their Jacobian
+Model = Callable[[Tensor], tuple[Tensor, Tensor]]  # unknowns -> residuals and their Jacobian
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SingleTokens:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sequences `[ξx_j + gδ_i ; ξx_j]` and their answers; i, j, ξ, g have an entry for each."""
+    """Sequences `[ξx_j + gδ_i ; ξx_j]` and their answers; i, j, ξ, g have one entry for each."""
 
     deltas: Tensor
     xs: Tensor
@@ -45,7 +45,7 @@ class Pairs:
 
     @classmethod
     def joined(cls, parts: Sequence[Pairs]) -> Pairs:
-        """Several lists of questions on the same δ and x as one."""
+        """Join several lists of queries with the same δ and x."""
         columns = zip(*((p.i, p.j, p.xi, p.g, p.answers) for p in parts), strict=True)
         return cls(parts[0].deltas, parts[0].xs, *(torch.cat(column) for column in columns))
 
@@ -55,17 +55,17 @@ class Pairs:
 
 
 def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
-    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
+    """Run Levenberg–Marquardt on `model(unknowns)`; return the point and its residual norm."""
     point, damping = start, 1e-3
     miss, J = model(point)
     best = mark = float(torch.linalg.vector_norm(miss))
     for turn in range(1, steps + 1):
         if turn % 20 == 0:
             if best > 0.9 * mark:
-                break  # a minimum that is not zero
+                break  # a local minimum
             mark = best
         if not bool(torch.isfinite(J).all() & torch.isfinite(miss).all()):
-            break  # out of the model's range: nothing to go by
+            break  # outside of the model's range
         size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
         A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
         wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
@@ -88,19 +88,19 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
 _Model = TypeVar("_Model", bound=Parametric)
 _REFINEMENTS = 30
 _ROWS = 1024  # of a Jacobian that are held at a time
-_ROUNDED = 1e-26  # of the squared answers: steps that gain little from here on gain nothing
+_ROUNDED = 1e-26  # relative sum of squares below which the fit stops at steps that gain little
 
 
 def _by_parameters(
     model: _Model, free: Sequence[str]
 ) -> tuple[Callable[[Tensor], _Model], Callable[[Tensor, Tensor], Tensor], Tensor]:
-    """The model as a function of its `free` parameters, its Jacobian for sequences, and they."""
+    """Return the model as a function of its `free` parameters, its Jacobian, and the parameters."""
     start = {name: torch.as_tensor(getattr(model, name), dtype=torch.float64) for name in free}
     shapes = {name: part.shape for name, part in start.items()}
     kept = {each.name for each in fields(cast("Any", model))}
 
     def put(flat: Tensor) -> _Model:
-        """The model with these parameters, unchecked, and nothing derived from the old ones."""
+        """Return the model with these parameters, unchecked, and without cached values."""
         moved, parts = copy(model), flat.split([shape.numel() for shape in shapes.values()])
         for derived in vars(moved).keys() - kept:
             del vars(moved)[derived]
@@ -118,9 +118,9 @@ def _by_parameters(
 def uncertainty(
     model: Parametric, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> Callable[[Tensor], Tensor]:
-    """The standard error of a fitted model's answers, from the errors of those it was fitted to.
+    """Return the standard error of a fitted model's answers, as a function of sequences.
 
-    With J the Jacobian of what was asked, in units of the errors, it is |L⁻¹j| for JᵀJ = LLᵀ.
+    With J the Jacobian of the fitted answers in units of their errors, it is |L⁻¹j| for JᵀJ = LLᵀ.
     """
     _, rows, flat = _by_parameters(model, free)
     square, _ = _normal(rows, flat, asked, [torch.zeros_like(y).flatten() for _, y, _ in asked])
@@ -138,7 +138,7 @@ def _normal(
     rows: Callable[[Tensor, Tensor], Tensor], flat: Tensor,
     asked: Sequence[tuple[Tensor, Tensor, Tensor]], misses: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """JᵀJ and Jᵀ·misses, J in units of the errors, from a few rows at a time."""
+    """Return JᵀJ and Jᵀ·misses, with J in units of the errors, a few rows at a time."""
     square, slope = flat.new_zeros(len(flat), len(flat)), torch.zeros_like(flat)
     for (X, _, error), miss in zip(asked, misses, strict=True):
         parts = (X, error, miss.view(error.shape))
@@ -152,11 +152,10 @@ def _normal(
 def refined(
     model: _Model, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> _Model:
-    """The model whose `free` parameters fit best, from these on.
+    """Fit the `free` parameters of the model to answers, by Levenberg–Marquardt from their values.
 
-    `asked` are sequences (b, n, d), their answers (b, …) and the errors of those.
-
-    Levenberg–Marquardt with the Jacobian by automatic differentiation, a row for each answer.
+    `asked` holds sequences (b, n, d), their answers (b, …) and the errors of those. The Jacobian
+    comes from automatic differentiation, a row for each answer.
     """
     put, rows, flat = _by_parameters(model, free)
     asked = [part for part in asked if len(part[1])]

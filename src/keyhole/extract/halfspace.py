@@ -1,8 +1,8 @@
 """The direction of v from the signs of single tokens: learning a halfspace (Appendix B).
 
-Two ways, for sign_only.py and sign_only_as_published.py: the average of *Provably Learning
-Attention with Queries* (arXiv 2601.16873), whose error falls with the root of the number of
-queries, and bisection, which gains a bit of one coordinate with every query.
+There are two ways: the average of *Provably Learning Attention with Queries* (arXiv 2601.16873),
+whose error falls with the root of the number of queries (sign_only_as_published.py), and bisection,
+where every query gains a bit of one coordinate (sign_only.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.oracle.protocol import Oracle
 
 EPSILON = torch.finfo(torch.float64).eps
-_LEVELS = 200  # of bisection: an oracle may be anything
-CHANCE = 0.01  # that an average of signs is further off than promised
-_MOST_SAMPLES = 10**10  # hours, even of a target in memory
+_LEVELS = 200  # of bisection: a bound, since an oracle may answer anything
+CHANCE = 0.01  # the probability that an average of signs is further off than promised
+_MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
 _SAMPLES_AT_ONCE = 1 << 14
 
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """Which of the scores are positive."""
+    """Return which of the scores are positive."""
     answers = ask_scores(oracle, sequences)
     if not bool(((answers == 0) | (answers == 1)).all()):
         raise Unsuccessful(
@@ -35,17 +35,17 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def mean_length(d: int) -> float:
-    """`E|x_1|` for x uniform on the sphere: then `E[sign(vᵀx)·x]` is that times v/‖v‖."""
+    """Return `E|x_1|` for x uniform on the sphere: `E[sign(vᵀx)·x]` is that times v/‖v‖."""
     return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
 
 
 def samples_for_entries(d: int, error: float, chance: float) -> int:
-    """Queries after which no entry of the average is further off than `error` (Hoeffding)."""
+    """Return how many queries bound the error of every entry of the average (Hoeffding)."""
     return math.ceil(2 * math.log(2 * d / chance) / (mean_length(d) * error) ** 2)
 
 
 class Average:
-    """The paper's estimate of v: `E[sign(vᵀx)·x]` points along v for x uniform on the sphere."""
+    """The paper's estimate of v: for x uniform on the sphere, `E[sign(vᵀx)·x]` points along v."""
 
     def __init__(self, oracle: Oracle, stream: torch.Generator, count: int) -> None:
         d = oracle.dim
@@ -58,7 +58,7 @@ class Average:
         for rows in range(count, 0, -_SAMPLES_AT_ONCE):
             x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
             total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
-        # The mean over its expected length: v to the same error in every entry.
+        # The mean over its expected length has the same error in every entry.
         self.v = total / (count * mean_length(d))
         if float(torch.linalg.vector_norm(self.v)) < 0.5:  # it is about 1 for a halfspace
             raise Unsuccessful(
@@ -66,13 +66,13 @@ class Average:
             )
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """No label decides alone, so none is worth asking again but the direction's own."""
+        """Return queries to repeat: ±v, since no other single label decides anything."""
         v = self.v / torch.linalg.vector_norm(self.v)
         return torch.stack([v, -v]), torch.tensor([True, False])
 
 
 class Ratios:
-    """v by bisection: `q_iᵀv / q_kᵀv` in [0, 1] for an orthonormal basis turned towards v."""
+    """v by bisection of `q_iᵀv / q_kᵀv` in [0, 1], for an orthonormal basis turned towards v."""
 
     def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
         self._oracle = oracle
@@ -104,7 +104,7 @@ class Ratios:
 
     @property
     def error(self) -> float:
-        """Bounds ‖v̂ − v‖: the sine of the angle is at most the error over the length."""
+        """A bound on ‖v̂ − v‖: the sine of the angle is at most the error over the length."""
         norm = float(torch.linalg.vector_norm(self._raw))
         error = float(torch.linalg.vector_norm(self._high - self._low)) / 2
         sine = min(1.0, error / norm)
@@ -123,10 +123,10 @@ class Ratios:
             pass
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Both ends of every bracket: a wrong label on the way leaves the truth beyond one."""
+        """Return both ends of every bracket: after a wrong label, the truth is outside of one."""
         low, high = (
             self._Q - end.unsqueeze(1) * self._top for end in (self._low, self._high)
-        )  # as `sharpen` asked them
+        )  # as in `sharpen`
         tokens = torch.cat([self._top.unsqueeze(0), low, high])
         return tokens, torch.arange(len(tokens)) <= len(low)
 
@@ -134,7 +134,7 @@ class Ratios:
         return signs(self._oracle, tokens.unsqueeze(1))
 
     def _largest(self, Q: Tensor) -> int:
-        """Which q_iᵀv is the largest, by a tournament: d − 1 queries in log₂ d batches."""
+        """Find the largest q_iᵀv by a tournament: d − 1 queries in log₂ d batches."""
         left = torch.arange(len(Q))
         while len(left) > 1:
             a, b, odd = left[: len(left) // 2], left[len(left) // 2 :][: len(left) // 2], left[-1:]
@@ -154,7 +154,7 @@ def bisect(
     split: Callable[[Tensor, Tensor], Tensor],
     above: Callable[[Tensor, Tensor], Tensor],
 ) -> Iterator[int]:
-    """Narrow brackets in place, all at once, until none is wider than `width()`; yields levels."""
+    """Narrow brackets in place, all at once, until none exceeds `width()`; yield each level."""
     for level in range(_LEVELS):
         rows = (high - low > width()).nonzero().squeeze(1)
         if not len(rows):

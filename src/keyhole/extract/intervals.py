@@ -4,10 +4,10 @@ With unit δ and x, lengths g and ξ, and `D = vᵀδ`,
 
     a = f([ξx + gδ ; ξx]) ± τ,   α = (a − ξ·vᵀx) / (g·D),   δᵀWx = logit(α) / (gξ).
 
-An interval for a, v and D gives one for α, cut to [0, 1], and since the logit is monotone one for
-the form. Long δ make α precise (g as large as tokens may be); ξ decides where the logit is read.
-For an error e of α the largest form should sit at the z that minimises the width of
-`logit(σ(z) ± e)` over z: 1.5 for small e, less for larger ones (`best_logit`).
+Intervals for a, v and D give an interval for α, cut to [0, 1]; since the logit is monotone, it
+gives one for the form. Long δ make α precise (g as large as tokens may be), and ξ determines where
+the logit is read. If α has the error e, the largest form should be at the z that minimises the
+width of `logit(σ(z) ± e)` over z: 1.5 for small e, less for larger ones (`best_logit`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle
 
 _SCOUTS = 8
-_MARGIN = 2.0  # how much larger than the scouts' the largest form may be without loss
-_FURTHER = 16.0  # factor between the scales that the scouts try
+_MARGIN = 2.0  # the largest form may be so many times the scouts' largest without loss of precision
+_FURTHER = 16.0  # factor between the scales that scouts try
 _TRIES = 32
-_CLEAR = 0.25  # an error of α with which a gate of ½ is seen to be open
-_AGAIN = 4.0  # an answer is asked again if that makes its interval so many times narrower
-_SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
-_SLACK = 1e-9  # relative: rounding, which is added only in the end, is no contradiction
+_CLEAR = 0.25  # an error of α up to which a gate of ½ can be told from 0 and 1
+_AGAIN = 4.0  # a query is repeated if that makes its interval so many times narrower
+_SPARE = 0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+_SLACK = 1e-9  # relative: rounding, which is only added at the end, is no contradiction
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Entrywise bounds on something unknown."""
+    """Bounds on every entry of an unknown tensor."""
 
     low: Tensor
     high: Tensor
@@ -69,11 +69,11 @@ class Interval:
         return values.clamp(self.low, self.high)
 
     def furthest(self, values: Tensor) -> float:
-        """How far the truth may be from `values`, in any entry."""
+        """Return how far the truth may be from `values`, in any entry."""
         return float(torch.maximum(self.high - values, values - self.low).max())
 
     def meet(self, other: Interval, what: str) -> Interval:
-        """What both allow; a contradiction refutes the model, or the tolerance."""
+        """Return the intersection; raise Unsuccessful if it is empty."""
         low, high = self.low.maximum(other.low), self.high.minimum(other.high)
         apart = low - high
         if bool((apart > _SLACK * torch.maximum(low.abs(), high.abs())).any()):
@@ -85,7 +85,7 @@ class Interval:
 
 
 class Forms:
-    """Measures all `δ_iᵀ W x_j`; entry (i, j) of `interval`. δ and x are rows of length one."""
+    """Measures all `δ_iᵀ W x_j` as `interval[i, j]`, for δ and x that are rows of length one."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class Forms:
         self._noise_x = X.abs() @ v.radius
         self._rounding = (len(X) + 8) * precision * (deltas.abs() @ v.largest)
         noise = tolerance / reach + signal.radius / 2 + self._rounding
-        self._error = float((noise / signal.low).max())  # of α, about
+        self._error = float((noise / signal.low).max())  # approximate error of α
 
     def measure(self, stream: torch.Generator, W: Interval | None) -> None:
-        """Ask for every form once, at a scale that scouts find or that W's interval tells."""
+        """Query every form once, at a scale from scouts or, if there is one, from W's interval."""
         everything = torch.arange(self.interval.low.numel())
         if W is None:
             scouts = torch.randperm(len(everything), generator=stream)[:_SCOUTS]
@@ -125,7 +125,7 @@ class Forms:
         else:
             left, sizes = everything, self._foreseen(W).flatten()
         self._ask(left, self._short(sizes[left]))
-        self._ask_again()
+        self._repeat()
         if not bool(self.interval.finite.all()):
             missing = int((~self.interval.finite).sum())
             raise Unsuccessful(
@@ -136,20 +136,20 @@ class Forms:
 
     @property
     def asked(self) -> Pairs:
-        """Everything that was asked, for a fit to all of it."""
+        """All queries so far, for a fit to them."""
         return Pairs.joined(self._asked)
 
     def forget(self, columns: Tensor) -> None:
-        """Count these columns as zero."""
+        """Set these columns to zero."""
         low, high = self.interval.low, self.interval.high
         self.interval = Interval(low.masked_fill(columns, 0.0), high.masked_fill(columns, 0.0))
 
     def _short(self, sizes: Tensor) -> Tensor:
-        """ξ for forms of these sizes; beyond a third of the reach g would lose more than ξ wins."""
+        """Return ξ for forms of these sizes, at most a third of the reach since ξ shortens g."""
         return (best_logit(self._error) / (self._reach * sizes)).clamp(max=self._reach / 3)
 
     def _scout(self, rows: Tensor) -> float:
-        """The size of the largest of a few forms, with a margin for the others."""
+        """Return the size of the largest of a few forms, with a margin for the others."""
         start = 1.0 if self._bound is None else self._bound
         best, limit = best_logit(self._error), self._reach / 3
         xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
@@ -172,13 +172,13 @@ class Forms:
         return _MARGIN * max(size, torch.finfo(torch.float64).tiny)
 
     def _foreseen(self, W: Interval) -> Tensor:
-        """Sizes of the forms as far as W is known, none below a sixteenth of the largest."""
+        """Return the sizes of forms as W's interval predicts them, at least 1/16 of the largest."""
         radius = self.deltas.abs() @ W.radius @ self.X.abs().mT
         sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius.clamp(max=float(W.radius.max()))
         return sizes.clamp(min=float(sizes.max()) / _FURTHER)
 
-    def _ask_again(self) -> None:
-        """Repeat what was measured at a very unsuitable scale, each at one of its own."""
+    def _repeat(self) -> None:
+        """Measure again, each at a scale of its own, the forms whose scale was very unsuitable."""
         sizes, radius = self.interval.largest.view(-1), self.interval.radius.view(-1)
         finite = sizes.isfinite()
         usual = float(sizes[finite].max()) if bool(finite.any()) else 1.0
@@ -196,7 +196,7 @@ class Forms:
             self._note(indices[part], xi[part], g[part], answers)
 
     def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
-        """Narrow the intervals of these forms by what was answered."""
+        """Narrow the intervals of these forms by the answers."""
         i, j = rows // len(self.X), rows % len(self.X)
         self._asked.append(Pairs(self.deltas, self.X, i, j, xi, g, answers))
         signal = self._signal
@@ -215,12 +215,12 @@ class Forms:
 
 
 def weights_named(bound: float | None) -> str:
-    """What a contradiction is about: a bound that was stated may be what is wrong."""
+    """Return what a contradiction is about: perhaps the stated bound is wrong."""
     return "W" if bound is None else f"W (stated: ‖W‖ ≤ {bound:g})"
 
 
 def best_logit(error: float) -> float:
-    """The z at which a form is read most precisely when α is known to ±error."""
+    """Return the z at which a form is read most precisely if α is known to ±error."""
     z = torch.linspace(0.02, 3, 150, dtype=torch.float64)
     upper, lower = torch.sigmoid(z) + error, torch.sigmoid(z) - error
     width = (upper.clamp(0, 1).logit() - lower.clamp(0, 1).logit()) / z

@@ -1,11 +1,10 @@
-"""The judge: attacks propose a model, shared code judges it by queries that they did not use.
+"""The judge: attacks propose a model, and shared code measures it on queries that they did not use.
 
-`settle` runs an attack step by step, turns every way of failing into a Status, and measures the
-result (and each step on the way, for the plot of error against queries) on the same fresh
-questions, whose answers are asked for once. Where the model passes, it is tried further and further
-from them (domain.py). The true weights are never looked at: only tests and benchmarks, which made
-them, may compare parameters. `Exam` is for exact scores; exams.py has those for answers that are
-thresholded or inexact.
+`settle` runs an attack step by step, turns every failure into a Status, and measures the model of
+each step on the same fresh queries, which are sent once. If the last model passes, it is tried on
+longer sequences and other norms (domain.py). The true weights are never used: only tests and
+benchmarks, which made them, may compare parameters. `Exam` is for exact scores; exams.py has exams
+for signs and inexact answers.
 """
 
 from __future__ import annotations
@@ -37,14 +36,16 @@ from keyhole.oracle.ledger import remembered
 from keyhole.oracle.protocol import BudgetExhausted, Counted, NotFinite, Oracle, OracleError, ask
 
 LENGTHS = (1, 2, 3, 5, 8)
-NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function
-PER_KIND = 4  # questions of each length and norm
-_TINY_SHARE = 1e-6  # of the largest answer: the least size that errors are relative to
-_SURE = 4.0  # standard errors of a fitted model that may be missing
-_COARSEST = 0.05  # of the answers: a model that is known to less cannot be told from another
+NEARLY = 1e-2  # with a larger relative error, a model is another function, not an approximation
+PER_KIND = 4  # queries of each length and norm
+_TINY_SHARE = 1e-6  # share of the largest answer that is the least size errors are relative to
+_SURE = 4.0  # standard errors by which a fitted model may be off
+_COARSEST = (  # share of an answer: a model known less well than this proves nothing
+    0.05  # share of an answer: a model that is known less well cannot be told from another one
+)
 _INFINITE = 1e99  # stands for an infinite error, because JSON has no infinity
-_SLACK = 4  # beyond the exam, a model may be off by so many times its worst error there
-JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
+_SLACK = 4  # outside the exam, a model may have so many times its worst error in it
+JUDGE_STREAM = 0x4A554447  # so that the judge has other queries than any attack
 
 
 class Method:
@@ -57,11 +58,11 @@ class Method:
         return settle(self, oracle)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        """What is known after more and more queries; the last step is judged."""
+        """Yield what is known after more and more queries; the last step is judged."""
         raise NotImplementedError
 
     def expected_queries(self, dim: int) -> int | None:
-        """How many queries it takes, where that is known in advance."""
+        """Return how many queries it takes, or None if that is not known in advance."""
         del dim
 
     @property
@@ -70,19 +71,19 @@ class Method:
         return self.tolerance
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:
-        """Fresh questions that suit what the target answers."""
+        """Return fresh queries that suit what the target answers."""
         del step
         return Exam.draw(oracle, self.seed)
 
 
 @dataclass(frozen=True)
 class Exam:
-    """Fresh questions with their answers, to judge any number of models by.
+    """Fresh queries with their answers, by which any number of models can be judged.
 
-    This one is for an oracle that answers exactly. In every set, the first half of the questions
-    has tokens of norm about 1, the second half of norm about √d. `excused` is the largest error
-    with which a model is still an approximation. Where the target answers with less than float64,
-    `precision` is that of an answer and `own` the error of each of these (arithmetic.py).
+    This exam is for exact answers. In every set, the tokens of the first half have norm about 1,
+    and those of the second half norm about √d. `excused` is the largest error with which a model is
+    still an approximation. If the target answers with less than float64, `precision` is the
+    relative error of an answer, and `own` has the absolute error of each (arithmetic.py).
     """
 
     sets: tuple[tuple[Tensor, Tensor], ...]
@@ -92,16 +93,16 @@ class Exam:
 
     @property
     def domain(self) -> Domain | None:
-        """The lengths and norms that the questions cover; None if nothing beyond is to be tried."""
+        """The lengths and norms that the queries cover; None if nothing outside is to be tried."""
         return Domain.of(*zip(*self.sets, strict=True))
 
     @classmethod
     def draw(
         cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS, gain: float = 1.0
     ) -> Exam:
-        """Sequences of several lengths, tokens of norm about 1 and about √d.
+        """Draw sequences of several lengths, with tokens of norm about 1 and about √d.
 
-        With a `gain` all tokens but the last are so much longer, and the last so much shorter,
+        With a `gain`, all tokens but the last are so much longer and the last one so much shorter,
         which leaves the attention as it is and makes the answers larger.
         """
         stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
@@ -117,7 +118,7 @@ class Exam:
         return cls(tuple(sets), precision=precision)
 
     def with_own_error(self, oracle: Oracle) -> Exam:
-        """The exam with the error of its answers measured: every question in three other ways."""
+        """Return the exam with the error of its answers measured by equivalent queries."""
         if all(exact(oracle, answers, self.precision) for _, answers in self.sets):
             return self
         own = [own_error(oracle, *each, self.precision) for each in self.sets]
@@ -127,7 +128,7 @@ class Exam:
             for (_, answers), size in zip(self.sets, scales, strict=True)
             if answers.ndim == 1
         )
-        if even:  # no link near its end: but for chance the errors are alike
+        if even:  # no link is near saturation, so the errors differ only by chance
             most = max(float((e / size).max()) for e, size in zip(own, scales, strict=True))
             own = [most * size for size in scales]
         return replace(self, own=tuple(own))
@@ -142,12 +143,13 @@ class Exam:
         return [size.clamp(min=least) for size in sizes]
 
     def check(self, errors: list[Tensor]) -> Check:
+        """Summarise errors, one for each query."""
         every = torch.cat(errors)
         queries = sum(len(answers) for _, answers in self.sets)
         return Check(float(every.max()), float(every.mean()), queries)
 
     def grade(self, model: Oracle) -> Check:
-        """The worst and mean error, relative to the largest answer of the same length and norm."""
+        """Measure errors relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
         for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
@@ -155,15 +157,16 @@ class Exam:
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
-        """Do a model's answers equal the target's up to this relative error?"""
+        """Return whether a model's answers equal the target's up to this relative error."""
         return within(given, answers, allowed)
 
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
-        """Is the difference within what is proved of the model's errors? Never for exact scores."""
+        """Return whether proved bounds explain a difference; for exact scores they never do."""
         del step, sequences, answers
         return False
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+        """Return status and reason for a step whose errors are `check`."""
         status, reason = verdict(check, accepted, self.excused)
         if not self.own or status is Status.RECOVERED:
             return status, reason
@@ -173,7 +176,7 @@ class Exam:
             wrong = _differences(step.model, sequences, answers).reshape(len(own), -1).amax(1)
             model = own if step.uncertainty is None else step.uncertainty(sequences)
             explained &= bool((wrong <= accepted * scale + ALLOWED * own + _SURE * model).all())
-            shares.append((model / scale)[: len(own) // 2])  # of questions of ordinary size
+            shares.append((model / scale)[: len(own) // 2])  # tokens of norm about 1
             owns.append(own / scale)
         share = float(torch.cat(shares).quantile(0.9))
         reason += f"; the answers' own error is {float(torch.cat(owns).median()):.1e}"
@@ -183,13 +186,16 @@ class Exam:
             return Status.UNVERIFIED, (
                 f"{reason}; they leave {share:.1e} of an answer open: "
                 f"{(share / _COARSEST) ** 2:.0f} times as many queries or "
-                f" {math.ceil(math.log10(share / _COARSEST))} more digits in each would do"
+                f"{math.ceil(math.log10(share / _COARSEST))} more digits in each would do"
             )
         return Status.RECOVERED, reason
 
 
 def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Status, str]:
-    """`excused`: the largest error with which a model still counts as an approximation."""
+    """Return the status and reason for these errors.
+
+    `excused` is the largest error with which a model still counts as an approximation.
+    """
     measured = f"worst error {check.worst:.1e} on {check.queries} fresh queries"
     if check.worst <= accepted:
         return Status.RECOVERED, measured
@@ -197,7 +203,7 @@ def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Sta
 
 
 def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
-    """How far a model is off: infinitely, if it overflows or answers in another shape."""
+    """Return the model's errors: infinite if it overflows or answers in another shape."""
     try:
         given = ask(model, sequences)
     except OracleError:
@@ -232,19 +238,19 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
         asked = counted.queries - found.queries
         free = remembered(oracle) - before - found.remembered
         check = replace(check, queries=asked, remembered=free)
-    elif last.confirm is not None:  # its proof was to be confirmed, and was not
+    elif last.confirm is not None:  # nobody has tested what its proof assumes
         last = _without_proof(last)
     return replace(
         found, reason=_full_reason(found.status, found.reason, last), check=check, model=last.model,
         lower_bound=last.lower_bound, layer=last.layer,
-        # What the answers contradict is not known, however much of it there is.
+        # If answers contradict the model, none of it counts as known.
         known=0.0 if found.status is Status.MISMATCH else last.share,
         guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
     )  # fmt: skip
 
 
 def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
-    """Each step with the queries spent so far, and how the attack ended."""
+    """Return each step with the queries spent so far, the status, and its reason."""
     steps: list[tuple[int, Step]] = []
     try:
         for step in method.steps(witness):
@@ -254,7 +260,7 @@ def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], 
     except NotFinite:
         reason = "no weights fit the answers: the next question would not be finite"
         return steps, Status.MISMATCH, reason
-    except (OracleError, InputError) as error:  # a target may also find its questions unfit
+    except (OracleError, InputError) as error:  # an oracle may refuse a query as wrong input
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
         return steps, end.status, end.reason
@@ -266,7 +272,7 @@ def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], 
 def _examine(
     found: Extraction, method: Method, witness: Witness, steps: list[tuple[int, Step]]
 ) -> tuple[Extraction, Step]:
-    """The extraction with its verdict, and the last step, without its proof if that fails."""
+    """Return the extraction with its verdict, and the last step, without a refuted proof."""
     _, last = steps[-1]
     try:
         exam = method.examine(witness.inner, last)
@@ -307,13 +313,13 @@ def _examine(
 def _explore(
     method: Method, witness: Witness, exam: Exam, known: Domain, step: Step, error: float
 ) -> tuple[Domain, bool]:
-    """The domain in which model and target agree, and whether they differ beyond it."""
+    """Return the domain in which model and target agree, and whether they differ outside it."""
 
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
         return (
             exam.agrees(given, answers, error)
             or exam.explained(step, sequences, answers)
-            # The model inherits the answers' errors, and far out they weigh more.
+            # The model inherits the answers' errors, which count for more in long tokens.
             or within_own_error(
                 witness.inner, sequences, given, answers, exam.precision, _SLACK * ALLOWED
             )
@@ -325,12 +331,13 @@ def _explore(
 
 
 def _without_proof(step: Step, why: str = "") -> Step:
+    """Return the step without its guarantee, with the reason as a remark."""
     remark = "; ".join(part for part in (step.remark, why) if part)
     return replace(step, guarantee=None, guarantee_v=None, remark=remark)
 
 
 def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
-    """The step, without its guarantee where the guarantee's assumption does not hold."""
+    """Return the step, without its guarantee if what that assumes does not hold."""
     if step.guarantee is None or status in (Status.MISMATCH, Status.WITHIN):
         return _without_proof(step)
     if step.confirm is None:
@@ -351,7 +358,7 @@ def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
 
 
 def _full_reason(status: Status, reason: str, last: Step | None) -> str:
-    """The reason, with what the last step knows: the share of unknowns, remarks, a guarantee."""
+    """Return the reason with what the last step adds: the known share, a remark, a proof."""
     if last and last.layer:
         return f"{reason}; {last.layer}"
     if status is Status.BUDGET:

@@ -1,16 +1,16 @@
 """One head of low rank, with as many queries as it has unknowns: d + 2rd − r².
 
 Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) draws random
-measurements and solves a convex program (nuclear_norm.py). Queries may adapt, though, and every
-bilinear form is exact, so a cross approximation needs no program. With `Z = Δ W Xᵀ`,
+measurements and solves a convex program (nuclear_norm.py). Here queries are adaptive and every
+bilinear form is exact, so a cross approximation is enough. With `Z = Δ W Xᵀ`,
 
     repeat: measure a column of Z;  if it lies in the span of the earlier ones, stop;
-            choose the row where it sticks out most, and measure that row;
+            choose the row of its largest part outside that span, and measure that row;
     Z = C · C[I]⁻¹ · Z[I]      C: the columns, I: the chosen rows
 
-Entries where rows and columns cross are asked once: d + 2rd − r² in all. With the rank unknown
-the column that ends the search is one more, d − r queries. C is orthogonalised before the solve,
-so small singular values of W cost no precision.
+Entries where rows and columns cross are measured once: d + 2rd − r² in all. If the rank is not
+known, one more column ends the search, with d − r queries. C is orthogonalised before the solve, so
+small singular values of W cost no precision.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class LowRank(Method):
     rank: int | None = setting(None, "rank of W; found if not given")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = setting(
-        1e-11, "what counts as rounding in a new column, relative to the largest"
-    )
+    resolution: float = setting(1e-11, "size of rounding in a new column, relative to the largest")
 
     def __post_init__(self) -> None:
         expect_count("rank", self.rank, 0)
@@ -63,7 +61,7 @@ class LowRank(Method):
         cross = _Cross(BilinearForms(oracle, v, headroom=64), probes.deltas, X)
 
         def so_far(rank: int) -> Step:
-            """What there is so far of a W of at most this rank."""
+            """Return what is known of a W of at most this rank."""
             columns, rows = cross.factors()
             W = probes.solve(columns) @ (rows @ X)
             return Step(
@@ -75,7 +73,7 @@ class LowRank(Method):
         yield so_far(limit)
         try:
             while len(cross.rows) < limit and cross.grow(self.resolution):
-                # Looking costs d²k: at powers of two only, and at the end.
+                # A step costs d²k operations: only at powers of two, and at the end.
                 if len(cross.rows).bit_count() == 1:
                     yield so_far(limit)
         except BudgetExhausted:
@@ -85,12 +83,13 @@ class LowRank(Method):
 
 
 def expect_rank(rank: int | None, d: int) -> None:
+    """Raise InputError if the rank exceeds the dimension."""
     if rank is not None and rank > d:
         raise InputError(f"the rank must not exceed the dimension, {d}: got {rank}")
 
 
 def degrees_of_freedom(d: int, r: int) -> int:
-    """Degrees of freedom of v and of a d×d matrix of rank r."""
+    """Return the degrees of freedom of v and of a d×d matrix of rank r."""
     return d + 2 * r * d - r * r
 
 
@@ -108,9 +107,9 @@ class _Cross:
         self.rows: list[int] = []
 
     def grow(self, resolution: float) -> bool:
-        """One more column and row; False if the column brought nothing new.
+        """Measure one more column and row; return False if the column is in the span already.
 
-        If the budget ends, what was there before stays as it was.
+        If the budget ends, the state stays as it was.
         """
         j = self.columns
         self._fill([i for i in range(len(self._X)) if i not in self.rows], [j])
@@ -120,7 +119,7 @@ class _Cross:
         fresh = self._outside(column)
         norm = torch.linalg.vector_norm(fresh)
         if self._forms.largest == 0 or norm <= resolution * self._largest:
-            return False  # nothing but rounding
+            return False  # only rounding is outside of the span
         span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
         row = self._pivot(span)
         self._fill([row], range(self.columns, len(self._X)))
@@ -129,18 +128,18 @@ class _Cross:
         return True
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """`Z = columns @ rows`: an orthonormal basis, and its coefficients from the rows."""
+        """Return `Z = columns @ rows` as an orthonormal basis and its coefficients."""
         basis = self._span.mT
         return basis, torch.linalg.solve(basis[self.rows], self._Zt[:, self.rows].mT)
 
     def _outside(self, column: Tensor) -> Tensor:
-        """What is left of a column outside the span, projected twice against rounding."""
+        """Return the part of a column outside the span, projected twice against rounding."""
         for _ in range(2):
             column = column - (column @ self._span.mT) @ self._span
         return column
 
     def _pivot(self, span: Tensor) -> int:
-        """The row where the newest direction sticks out of what the chosen rows explain."""
+        """Return the row where the newest direction is furthest from what chosen rows explain."""
         basis = span.mT
         k = len(self.rows)
         newest = basis[:, k]

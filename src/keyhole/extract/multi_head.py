@@ -1,13 +1,14 @@
 """Many heads, exactly: H(d² + d) queries, or H(2rd − r² + d) for rank r, and about H(2d + 130).
 
-The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
-Fix the asking token x and put `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and
-x+D2 that take the attention of all other heads and none of its own (heads/masks.py), so that
+The target is `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i` with H unknown. Fix the last token x
+and let `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and x+D2 that take all the
+attention of the other heads and none of its own (heads/masks.py), so that
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(g_lᵀδ)·v_lᵀδ:
 
-one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attention with Queries*
-(arXiv 2601.16873) applies to it. Nothing is assumed about the v, nor about H against d. The stages:
+this is one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attention with
+Queries* (arXiv 2601.16873) applies to it. Nothing is assumed about the v, nor about H against d.
+The stages:
 
     Σ_h v_h = f([e_i])                                        d queries
     heads/far_field.py    the directions of g_h        about (d + 60)H
@@ -15,20 +16,21 @@ one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attenti
                           separates                    2dH
     `Columns`             W_h at all x                 d(d − 1)H + dH, less for low rank
 
-Without masks every crossing would have to be found again at d tokens; with them the far field is
-needed at one token only and to a few digits, and all parameters come from the near field, to
+Without masks, every hyperplane would have to be found again at d tokens. With them, the far field
+is needed at one token only and to a few digits, and all parameters come from the near field, to
 rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv 2608.03294,
 multi_head_as_published.py, takes 4Hd² − 2H + 1.)
 
-Limits. Heads with equal W act as one and heads with v = 0 are invisible (Proposition 7.1): what is
-returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
+Limits. Heads with equal W act as one, and heads with v = 0 are invisible (Proposition 7.1): the
+result is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
-fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
-1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
-prints the worst of its related cases. Heads with positively proportional W (in one dimension, all
-of one sign) are separated if they are at most four, their v do not add up to zero, and their slopes
-are neither too close nor too far apart for float64: more, or too close ones, are *not applicable*;
-where their v cancel no far field shows them, and the fresh queries call the rest a *mismatch*.
+fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is only known
+to 1e-5. Precision falls if there are as many lines as dimensions or more: benchmarks/extraction.py
+prints the worst of such cases. Heads with positively proportional W (in one dimension, all of one
+sign) are separated if there are at most four, if their v do not add up to zero, and if the ratios
+of their W are neither too close to 1 nor too large for float64. If not, the status is *not
+applicable*; but if their v cancel, no far field shows them, and the fresh queries call the result a
+*mismatch*.
 """
 
 from __future__ import annotations
@@ -64,11 +66,11 @@ from keyhole.extract.output_layer import exact_decimals
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
 
-_LINEAR = 1e-9  # length-one answers must be linear to this
-_ATTEMPTS = 3  # tokens x_0
-_DECIMALS = 12  # of rounded answers, beyond which they are exact
-_WRONG = 1e-3  # beyond this an attempt has mistaken something, and the next is more cautious
-_CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes through 0
+_LINEAR = 1e-9  # the relative error to which answers of length one must be linear
+_ATTEMPTS = 3  # tokens x_0 that are tried
+_DECIMALS = 12  # answers rounded to more decimals count as exact
+_WRONG = 1e-3  # after a larger error, the next attempt is more cautious
+_CAUTION = 8.0  # an opposite pair swaps unnoticed where W x passes through 0: stay closer to x_0
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,12 @@ class MultiHead(Method):
         return self.heads * (dim * dim + 3 * dim + 60) + dim + 60
 
     def most_queries(self, dim: int, attempts: int = _ATTEMPTS) -> int | None:
-        """The bound that docs/mathematics.md proves, for heads in general position."""
+        """Return the bound that docs/mathematics.md proves, for heads in general position."""
         if self.heads is None:
             return None
-        tests = 1 if self.heads + 1 < dim // 2 else 3  # of every mask at every token (`pull`)
+        tests = (
+            1 if self.heads + 1 < dim // 2 else 3
+        )  # of every mask at every token (`leak_probes`)
         each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
         return dim + 4 + attempts * each
 
@@ -149,7 +153,7 @@ class MultiHead(Method):
 
 
 def _inexact(oracle: Oracle) -> bool:
-    """Are answers rounded, or do they change where a question says the same in other words?"""
+    """Return whether answers are rounded, or change for equivalent queries."""
     draw = torch.Generator().manual_seed(0)
     questions = torch.randn(4, 2, oracle.dim, generator=draw, dtype=torch.float64)
     answers = ask_scores(oracle, questions)
@@ -161,9 +165,9 @@ def _inexact(oracle: Oracle) -> bool:
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
-    """Σ_h v_h from d answers of length one; four more tell whether they are linear.
+    """Return Σ_h v_h from d answers of length one, with four more to test whether they are linear.
 
-    The v_h may add up to zero: an answer of length two tells what is large and what is rounding.
+    The v_h may add up to zero, so an answer of length two shows what size is more than rounding.
     """
     d = oracle.dim
     v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
@@ -185,7 +189,7 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
 def _attempt(
     oracle: Oracle, v: Tensor, stream: torch.Generator, caution: float
 ) -> Generator[Step, None, Step]:
-    """One extraction from a fresh x_0; caution keeps the other tokens near it."""
+    """Run one extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
     if not len(rays):
         if len(lines.g):
@@ -209,7 +213,7 @@ def _attempt(
 
 
 def _step(rays: Rays, columns: Columns | None) -> Step:
-    """Slope k of a ray is the head (c_k W, V_k); a head with W = 0 comes last.
+    """Return the step: slope k of a ray is the head (c_k W, V_k); a head with W = 0 comes last.
 
     Before any columns are known, W is known at x_0.
     """
@@ -234,7 +238,7 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
 
 
 def _remark(rays: Rays, columns: Columns | None) -> str:
-    """How many heads were found, of which ranks, and which of them are related."""
+    """Return how many heads were found, of which ranks, and how they are related."""
     heads = int(rays.slopes.sum()) + int(rays.v0.any())
     parts = [f"{heads} head{'s' if heads > 1 else ''}"]
     ranks = [] if columns is None else sorted(set(columns.rank.tolist()))
@@ -254,38 +258,39 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 
 
 def _miss(oracle: Oracle, model: Oracle, stream: torch.Generator) -> float:
-    """Eight answers tell whether another x_0 is worth its price; the judge decides the rest."""
+    """Return the error on eight answers, to decide whether another x_0 is worth its cost."""
     seed = int(torch.randint(2**31, (), generator=stream))
     return Exam.draw(oracle, seed, lengths=(4,)).grade(model).worst
 
 
-# W of every ray on all of space, full rank or low, from isolated gates.
+# W of every ray on all of space, of full or low rank, from isolated gates.
 #
-# Asking tokens `x_j = x_0 + η_j u_j`, with u_j orthonormal and orthogonal to x_0: the masks built
-# at x_0 still hold there, since their margins are relative to |D|. So
+# Take last tokens `x_j = x_0 + η_j u_j`, with u_j orthonormal and orthogonal to x_0. The masks
+# built at x_0 still hold there, since their margins are relative to |D|. So
 #
 #     W x_0 = g_0,    W u_j = (g(x_j) − g_0) / η_j.
 #
-# One answer per (x_j, ray) proves the masks and is the baseline of the others: its probe ω pulls at
-# every other head (`g_kᵀω` about 4), so that a leak shows, and has no value for its own, so that a
-# sound mask leaves nothing of it. (Where lines crowd or share a ray it takes three.) η_j is halved
-# where a mask leaks. The baseline is measured rather than predicted because the oracle's rounding
-# of `v_kᵀ(x+D)` is then the same as in the answers that it is subtracted from.
+# One answer per (x_j, ray) tests the masks, and is the baseline of the others. Its probe ω has
+# `g_kᵀω` of about 4 for every other head, so that a leak shows, and no value for its own head, so
+# that a sound mask leaves nothing of it. (If there are many lines, or two heads on one, it takes
+# three answers.) If a mask leaks, η_j is halved. The baseline is measured, not predicted, so that
+# the oracle's rounding of `v_kᵀ(x+D)` is the same in it and in the answers that it is subtracted
+# from.
 #
 # Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a few
-# more at a time, until some bring nothing new. Then the singular vectors of all of them span the
-# columns of W, and every further one needs r answers instead of d: about `rd + (d − r)r` in all,
-# and d − r more for each column that was measured in vain.
+# more at a time, until one is in the span of the others. Then the singular vectors of all of them
+# span the columns of W, and every further column needs r answers instead of d: about `rd + (d −
+# r)r` in all, and d − r more for each column that brought nothing new.
 
 _EPSILON = torch.finfo(torch.float64).eps
 _HALVINGS = 14
 _REACH = 6.0  # the largest gᵀδ of probes
-_NOISE = 256.0  # a column this many times above rounding is something new
+_NOISE = 256.0  # a column must be so many times above rounding to count as new
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The asking tokens and the answers at δ = 0."""
+    """The last tokens and the answers at δ = 0."""
 
     B: Tensor  # (d, d): x_0's direction, then the u_j
     eta: Tensor  # (d,): |x_0|, then the η_j
@@ -294,7 +299,7 @@ class Tokens:
 
 
 class Columns:
-    """Measures the columns `W u_j` of every ray, a wave at a time."""
+    """Measures the columns `W u_j` of every ray, a few at a time."""
 
     def __init__(
         self,
@@ -303,7 +308,7 @@ class Columns:
         rays: Rays,
         v: Tensor,
         stream: torch.Generator,
-        caution: float = 1.0,
+        caution: float,
     ) -> None:
         reach = _REACH * lengths(lines.g) / lengths(rays.g).unsqueeze(1)
         masks = mask_others(lines, rays.line, rays.sign, reach, stream, rays.other_values())
@@ -311,7 +316,7 @@ class Columns:
         self._rays = rays
         d = len(v)
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
-        self._tokens = asking_tokens(self._isolated, lines, rays, v, step, stream)
+        self._tokens = last_tokens(self._isolated, lines, rays, v, step, stream)
         self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
         self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
@@ -322,27 +327,27 @@ class Columns:
         noise = _EPSILON * values * (lengths(masks.D).amax(1) + lengths(rays.x)) / signal
         self._resolution = _NOISE * noise * lengths(rays.g)
         self._growing = torch.ones(len(rays), dtype=torch.bool)
-        self._stop = torch.full((len(rays),), d)  # columns measured on all rows
+        self._stop = torch.full((len(rays),), d)  # how many columns are measured on all rows
         self.rank = torch.full((len(rays),), d)
         self.done = 1
         self.complete = False
 
     @property
     def matrices(self) -> Tensor:
-        """W (R, d, d) of each ray's first slope, zero where it was never measured."""
+        """W (R, d, d) of each ray's first slope, zero where it was not measured."""
         return (self._measured / self._tokens.eta.unsqueeze(1)).mT @ self._tokens.B
 
     @property
     def unknowns(self) -> int:
-        """Degrees of freedom of all heads, as far as their ranks are known."""
+        """The degrees of freedom of all heads, as far as their ranks are known."""
         d = len(self._rays.x)
         return sum(degrees_of_freedom(d, int(r)) for r in self.rank)
 
     @property
     def known(self) -> int:
-        """How many of them are measured.
+        """How many of the unknowns are measured.
 
-        Of a W of rank r, m columns are r numbers each once their span, r(d − r) more, is known.
+        For a W of rank r, m columns are r numbers each once their span, r(d − r) more, is known.
         """
         d = len(self._rays.x)
         if self.complete:
@@ -353,7 +358,7 @@ class Columns:
         )
 
     def grow(self) -> None:
-        """One more wave; or the rest, once every rank is known."""
+        """Measure a few more columns, or the rest once every rank is known."""
         d = len(self._rays.x)
         live = self._growing.nonzero().squeeze(1)
         if not len(live) or self.done == d:
@@ -368,7 +373,7 @@ class Columns:
         self.done = stop
 
     def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
-        """The logits (J, w, k) of probes (w, k, d) of some rays, for columns start to stop."""
+        """Return the logits (J, w, k) of probes (w, k, d) of some rays, for a range of columns."""
         tokens, some = self._tokens, slice(start, stop)
         used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
         owner, rows = rays.unsqueeze(1).expand_as(used)[used], deltas[used]
@@ -382,7 +387,7 @@ class Columns:
         return z
 
     def _weigh(self, live: Tensor, stop: int) -> None:
-        """Which rays have shown all their columns: some of the last wave bring nothing new."""
+        """Find the rays whose rank is known, since some of the last columns bring nothing new."""
         fresh = self._measured[live, self.done : stop]
         known = self._basis[live, : self.done]
         for _ in range(2):  # twice against rounding
@@ -393,7 +398,7 @@ class Columns:
         self._settle_rank(live[~new], stop)
 
     def _settle_rank(self, rays: Tensor, stop: int) -> None:
-        """The columns of these rays are the span of their first singular vectors."""
+        """Set the rank and the span of the columns of these rays from singular vectors."""
         if not len(rays):
             return
         _, sizes, span = torch.linalg.svd(self._measured[rays, :stop], full_matrices=False)
@@ -404,7 +409,7 @@ class Columns:
         self._basis[rays, :stop] = span * above.unsqueeze(2)
 
     def _finish(self) -> None:
-        """The other columns of rays of low rank, on as many rows as the rank."""
+        """Measure the other columns of rays of low rank, on as many rows as the rank."""
         d = len(self._rays.x)
         for stop in self._stop[self._stop < d].unique().tolist():
             rays = (self._stop == stop).nonzero().squeeze(1)
@@ -416,7 +421,7 @@ class Columns:
         self.complete = True
 
 
-def asking_tokens(
+def last_tokens(
     isolated: IsolatedHeads,
     lines: Lines,
     rays: Rays,
@@ -424,7 +429,7 @@ def asking_tokens(
     step: float,
     stream: torch.Generator,
 ) -> Tokens:
-    """x_j as far from x_0 as every mask allows, each proven by the answer at δ = 0."""
+    """Return x_j as far from x_0 as every mask allows, each tested by the answer at δ = 0."""
     count, d = rays.g.shape
     size = float(lengths(rays.x))
     B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
@@ -455,4 +460,4 @@ def asking_tokens(
         if not len(pending):
             return Tokens(B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base)
         eta[pending] /= 2
-    raise BadToken(Status.MISMATCH, "no asking tokens near x_0 keep the masks")
+    raise BadToken(Status.MISMATCH, "no last tokens near x_0 keep the masks")

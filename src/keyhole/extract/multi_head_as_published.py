@@ -3,18 +3,20 @@
 *Provably Learning Multi-Head Attention with Queries* (arXiv 2608.03294). We had its abstract, not
 its text: "by varying the number of copies of a token, our algorithm obtains samples of a rational
 function whose interpolation separates the canonical heads. Additional queries formed by adding
-selected token vectors then match the same head across different queries", with exactly
-4Hd² − 2H + 1 queries of up to 2H + 1 tokens. That fixes the algorithm but for its choice of sums:
+selected token vectors then match the same head across different queries", with exactly 4Hd² − 2H +
+1 queries of up to 2H + 1 tokens. That determines the algorithm except for the choice of sums:
 
-    f([x+δ, k times ; x]) − vᵀx = Σ_h a_h·k/(k + t_h),    a_h = v_hᵀδ,   t_h = exp(−δᵀW_hx);
+    f([x+δ, k times ; x]) − vᵀx = Σ_h a_h·k/(k + t_h),    a_h = v_hᵀδ,   t_h = exp(−δᵀW_hx).
 
-2H values, k = 1 … 2H, are 2H linear equations for numerator and denominator; roots of the
-denominator are the −t_h, residues the a_h. So each of d² pairs (δ_i, x_j) gives a_h and δ_iᵀW_hx_j
-of every head, in some order (2Hd² queries). Of all pairs but the first a sum is asked as well,
-2H(d² − 1): of (δ_1 + δ_i, x_1), whose a and forms are the sums of those of the same head, then
-of (δ_i, x_1 + x_j). f([x_1]) is the one left: at x_1 the a_h give all v_h, and with them vᵀx.
+2H values, k = 1 … 2H, are 2H linear equations for numerator and denominator; the roots of the
+denominator are the −t_h, and the residues are the a_h. So each of d² pairs (δ_i, x_j) gives a_h and
+δ_iᵀW_hx_j of every head, in some order (2Hd² queries). For all pairs but the first, a sum is
+measured as well, with 2H(d² − 1) queries: first (δ_1 + δ_i, x_1), whose a_h and forms are the sums
+of those of the same head, then (δ_i, x_1 + x_j). The last query is f([x_1]): at x_1 the a_h give
+all v_h, and with them vᵀx.
 
-multi_head.py is ours. This one is a baseline: the equations for 2H coefficients lose digits fast.
+multi_head.py is our method. This one is a baseline: the equations for 2H coefficients lose digits
+fast.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class MultiHeadAsPublished(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d, H = oracle.dim, self.heads
         stream = torch.Generator().manual_seed(self.seed)
-        # Forms δᵀWx of about 1, where W is of ordinary size.
+        # Forms δᵀWx are about 1 if W is of ordinary size.
         delta, x = torch.randn(2, d, d, generator=stream, dtype=torch.float64) / d**0.25
         first = float(ask_scores(oracle, x[:1].unsqueeze(1)))
         alone = torch.full((d,), first, dtype=torch.float64)
@@ -69,10 +71,10 @@ class MultiHeadAsPublished(Method):
         yield Step(planted.MultiHead(list(nothing), list(values)), H * d, unknowns)
         v = values.sum(0)
         for j in range(1, d):
-            here, both = x[j].expand_as(x), (x[0] + x[j]).expand_as(x)
-            each = self._separated(oracle, delta, here, here @ v)
+            last, both = x[j].expand_as(x), (x[0] + x[j]).expand_as(x)
+            each = self._separated(oracle, delta, last, last @ v)
             sums = self._separated(oracle, delta, both, both @ v)
-            # Of one δ the values are those at x_1, and the forms add up.
+            # For one δ the values are those at x_1, and the forms add up.
             sums[:, :, 0] += at_first[:, :, 0].sort(1).values.gather(1, _ranks(sums[:, :, 0]))
             forms[:, :, j] = torch.stack(list(map(_matched, at_first, each, sums)))[:, :, 1].mT
         W = torch.linalg.solve(delta, forms) @ torch.linalg.inv(x.mT)
@@ -88,7 +90,7 @@ class MultiHeadAsPublished(Method):
             )
 
     def _separated(self, oracle: Oracle, delta: Tensor, x: Tensor, alone: Tensor) -> Tensor:
-        """a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
+        """Return a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
         if not len(x):
             return torch.zeros(0, self.heads, 2, dtype=torch.float64)
         copies = torch.arange(1, 2 * self.heads + 1, dtype=torch.float64)
@@ -109,7 +111,7 @@ class MultiHeadAsPublished(Method):
 
 
 def _poles(p: Tensor, q: Tensor) -> Tensor:
-    """a_h and −log t_h of `P/Q`, coefficients from the lowest, Q monic: (H, 2)."""
+    """Return a_h and −log t_h, (H, 2), of `P/Q` with Q monic, lowest coefficients first."""
     if not bool((p.isfinite() & q.isfinite()).all()):
         return torch.full((len(q), 2), math.nan, dtype=torch.float64)
     companion = torch.diag(torch.ones(len(q) - 1, dtype=torch.float64), -1)
@@ -121,7 +123,7 @@ def _poles(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _matched(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
-    """The rows of `other` in the order of `anchor`: each pair adds up to a row of `sums`."""
+    """Return the rows of `other` in the order of `anchor`: each pair adds up to a row of `sums`."""
     added = anchor[:, None] + other
     size = added.abs().flatten(0, 1).amax(0).clamp(min=1e-300)
     off = ((added.unsqueeze(2) - sums) / size).abs().sum(-1).amin(2)

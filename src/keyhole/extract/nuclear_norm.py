@@ -5,14 +5,14 @@ Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), af
 
     W = argmin ‖Z‖_*   subject to   δ_kᵀ Z x_k = logit((f([x_k+δ_k ; x_k]) − vᵀx_k) / vᵀδ_k).
 
-Published as it stands: δ_k and x_k are independent standard Gaussian vectors, none is turned,
-chosen or drawn again (Theorem A.2 is about such pairs alone), and every pair is one measurement.
-Kept as the baseline for low_rank.py, which needs fewer queries and no program.
+This is the theorem as published: δ_k and x_k are independent standard Gaussian vectors, none is
+rotated, chosen or drawn again (Theorem A.2 is about such pairs only), and every pair is one
+measurement. It is the baseline for low_rank.py, which needs fewer queries and no convex program.
 
-One departure, in the numerics: a pair is sent as (sδ_k, sx_k), and the form divided by s², since a
-form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. The first few
-find s, and a pair that was sent at an unsuitable one is sent again, the same pair: a few queries
-more than `expected_queries`. A pair whose vᵀδ is small keeps fewer digits; almost surely none is 0.
+There is one numerical departure. A form of Gaussian pairs has the size of ‖W‖_F, where logits have
+few digits left or none, so a pair is sent as (sδ_k, sx_k), and its form divided by s². The first
+few pairs find s, and a pair whose s proves unsuitable is sent again: this takes a few queries more
+than `expected_queries`. A pair with a small vᵀδ keeps fewer digits; almost surely none is 0.
 """
 
 from __future__ import annotations
@@ -68,20 +68,17 @@ class NuclearNorm(Method):
         v = read_values(oracle)
         yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns)
         count = self._measurements(d)
-        deltas, xs = self._draw(d, count)
+        stream = torch.Generator().manual_seed(self.seed)
+        deltas, xs = torch.randn(2, count, d, generator=stream, dtype=torch.float64)
         y = BilinearForms(oracle, v).pairs(deltas, xs)
         W = self._program(deltas, xs, y)
         yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
-    def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
-        stream = torch.Generator().manual_seed(self.seed)
-        deltas, xs = torch.randn(2, m, d, generator=stream, dtype=torch.float64)
-        return deltas, xs
-
     def _program(self, deltas: Tensor, xs: Tensor, y: Tensor) -> Tensor:
+        """Solve the convex program for W."""
         cp = _cvxpy()
         d = deltas.shape[1]
-        # The same equations, each divided by ‖δ‖‖x‖: solvers stop on absolute residuals.
+        # Divide each equation by ‖δ‖‖x‖, since solvers stop at absolute residuals.
         lengths = [torch.linalg.vector_norm(t, dim=1, keepdim=True) for t in (deltas, xs)]
         deltas, xs, y = deltas / lengths[0], xs / lengths[1], y / (lengths[0] * lengths[1])[:, 0]
         rows = torch.einsum("ki,kj->kij", deltas, xs).reshape(len(y), d * d)
@@ -91,7 +88,7 @@ class NuclearNorm(Method):
         problem = cp.Problem(cp.Minimize(cp.normNuc(Z)), [fits])
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the judge finds out how inaccurate
+                warnings.simplefilter("ignore", UserWarning)  # the judge measures the error
                 problem.solve(solver="CLARABEL")
         except cp.error.SolverError as error:
             raise Unsuccessful(Status.MISMATCH, f"the convex program failed: {error}") from error
@@ -102,6 +99,6 @@ class NuclearNorm(Method):
 
 def _cvxpy() -> Any:
     try:
-        return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
+        return importlib.import_module("cvxpy")  # by name: it is optional and has no types
     except ModuleNotFoundError as missing:
         raise MissingExtra("NuclearNorm needs CVXPY, which is not installed", "convex") from missing

@@ -9,17 +9,17 @@ Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), fo
 
 and any method for a head learns W from the second line. Departures:
 
-- (Aᵀw)ᵀx is known once the network is, so a head's length-one questions cost nothing.
-- The paper gives up where Aᵀw = 0. But F = φ(attn(X)) with φ known and linear between hyperplanes:
-  with x scaled up by t and δ down by t the score δᵀWx is the same, and for t large enough x and
-  x + δ lie in one region of φ. There, with y = tx + δ/t,
+- (Aᵀw)ᵀx is known once the network is, so a head's queries of length one cost nothing.
+- The paper excludes Aᵀw = 0. But F = φ(attn(X)) with φ known and linear between hyperplanes. If x
+  is scaled up by t and δ down by t, the score δᵀWx is the same, and for large t both x and x + δ
+  lie in one region of φ. There, with y = tx + δ/t,
 
       (F([y ; tx]) − F([tx])) / (F([y]) − F([tx])) = σ(δᵀWx),
 
-  again two queries for one question to a head (F([tx]) = t·F([x]) is shared), now with any v we
-  like. Differences of nearly equal answers cost a factor of about t² in precision, so this is
+  which is again two queries for one query of a head (F([tx]) = t·F([x]) is shared), now with any v
+  we choose. Differences of nearly equal answers cost a factor of about t² in precision, so this is
   the second choice.
-- Only φ = 0 leaves W unknown: then every answer is zero.
+- W remains unknown only if φ = 0: then every answer is zero.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import Oracle, ask
 
-_WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
-_MARGIN = 1.01  # how much farther than x + δ the region's nearest wall has to be
-_FARTHEST = 1e12  # for t²: beyond, nothing is left of the difference
+_WEAK = 1e-3  # if ‖Aᵀw‖ is below this share of the network's size, one region gives more digits
+_MARGIN = 1.01  # the nearest wall of the region must be so many times farther away than x + δ
+_FARTHEST = 1e12  # the largest t²: with a larger one, the difference is lost in rounding
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class OneLayerTransformer(Method):
     seed: int = 0
     tolerance: float = 1e-8
     resolution: float = setting(
-        1e-12, "answers so near to a linear piece are on it; more if they are rounded"
+        1e-12, "how far an answer may be off a linear piece; more if answers are rounded"
     )
 
     def __post_init__(self) -> None:
-        self._network()  # refuses what it cannot use
+        self._network()  # raises InputError for settings that it refuses
 
     def _network(self) -> ReluNetwork:
         return ReluNetwork(
@@ -73,7 +73,7 @@ class OneLayerTransformer(Method):
         attention = self.attention.expected_queries(dim)
         if network is None or attention is None:
             return None
-        return network + 2 * (attention - dim)  # its questions of length one are free
+        return network + 2 * (attention - dim)  # its queries of length one are free
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -94,11 +94,12 @@ class OneLayerTransformer(Method):
 
 
 def _sum(*counts: int | None) -> int | None:
-    """How many unknowns there are in all; None where some of them are not counted yet."""
+    """Return how many unknowns there are in all; None if some of them are not counted yet."""
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
 def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
+    """Return a head with the oracle's W, seen through the known network."""
     size = torch.linalg.vector_norm(network.A, dim=1) @ network.w.abs()
     if size == 0:
         raise Unsuccessful(
@@ -153,7 +154,7 @@ class _InOneRegion:
         return _ask_pairs(self._inner, *both, answer)
 
     def _place(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """The sign of δ with the farther wall, and a t for which x ± δ/t² stays before it."""
+        """Return the sign of δ with the farther wall, and a t so that x ± δ/t² is before it."""
         at, move = x @ self._network.A.mT, delta @ self._network.A.mT
         towards = (-move / at).nan_to_num(0.0, _FARTHEST, -_FARTHEST)
         ahead, behind = towards.amax(1), (-towards).amax(1)
@@ -164,7 +165,7 @@ class _InOneRegion:
 def _ask_pairs(
     oracle: Oracle, first: Tensor, second: Tensor, answer: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`answer` of the pairs (n, 2) of scores; if the budget ends, whole pairs are kept."""
+    """Return `answer` of the pairs (n, 2) of scores; if the budget ends, that of whole pairs."""
 
     def paired(scores: Tensor) -> Tensor:
         return answer(scores[: len(scores) // 2 * 2].unflatten(0, (-1, 2)))

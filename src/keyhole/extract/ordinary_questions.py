@@ -1,22 +1,22 @@
-"""One head from ordinary queries: a server finds nothing unusual to refuse (ours).
+"""One head from ordinary queries, in which a server finds nothing unusual to refuse (ours).
 
-The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server may
-refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
-another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those
-suffice:
+The published attacks send unit vectors, single tokens and pairs `[x+δ ; x]`. A server may refuse
+all of that: short sequences, tokens of an odd norm, tokens along one coordinate or along each
+other. It cannot refuse sequences of independent random tokens of an ordinary norm, and those are
+enough:
 
     scores   min_{W, v}  Σ_k (f(X_k) − y_k)²                    Gauss–Newton
     labels   min_{W, v}  Σ_k log(1 + exp(−y_k·f(X_k))),  y = ±1    L-BFGS
 
-from W = 0, where attention is even, and from the v of a linear fit to the means of tokens. Nothing
-proves that it ends at the truth: with tokens as short as is usual attention is nearly even and
-W = 0 nearly true, and a fit that ends elsewhere explains no answers. Answers that are inexact are
-asked for with long tokens too, whose answers tell more of W.
+from W = 0, where attention is uniform, and from the v of a linear fit to the means of tokens. There
+is no proof that this converges to the truth. But with tokens of usual norm attention is nearly
+uniform and W = 0 nearly right, and a fit that converges elsewhere does not explain the answers. If
+answers are inexact, half of the queries have long tokens, whose answers show more of W.
 
-Random labels teach little: an error ε takes unknowns/ε of them. So the attacker asks where the copy
-so far is in doubt: of many random questions those with the smallest |f|, fits again, and so on;
-each round lowers the error by a factor, as in active learning of halfspaces. The length of v cannot
-be known from labels.
+Random labels show little: an error ε takes unknowns/ε of them. So the attacker asks where the copy
+is in doubt: of many random queries it sends those with the smallest |f|, fits again, and so on.
+Each round divides the error by a factor, as in active learning of halfspaces. Labels do not show
+the length of v.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 
 _EPSILON = torch.finfo(torch.float64).eps
-_STREAM = 0x4F524449  # keeps the judge's questions apart from the attack's
+_STREAM = 0x4F524449  # so that the judge has other queries than the attack
 _PER_KIND = 4
-_NORMS = (0.7, 1.4)  # of the usual one: the judge's two kinds of questions
+_NORMS = (0.7, 1.4)  # of the usual one: the two kinds of the judge's queries
 _SHORT, LONG = 0.55, 1.4  # of the usual norm: tokens for exact answers, and the longest for others
-_COARSE = 0.1  # the largest relative error of an approximation, where answers are inexact
-_EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's error
-_MOST = 4500  # unknowns that are fitted at once
-_APART = 0.85  # |cosine| that two tokens of one sequence may have
-_PEAK = 0.9  # |coordinate| that a unit token may have
+_COARSE = 0.1  # the largest relative error of an approximation, if answers are inexact
+_EXPLAINED = (  # the largest root mean square residual of a right model, in units of the error
+    8.0  # the largest root mean square residual of a right model, in units of an answer's error
+)
+_MOST = 4500  # the most unknowns that are fitted at once
+_APART = 0.85  # the largest |cosine| of two tokens of one sequence
+_PEAK = 0.9  # the largest |coordinate| of a unit token
 _DRAWS = 100
 
 
 def usual_norm_of(dim: int) -> float:
-    """d^¼: the scores of a W of spectral norm 2 then have a deviation of about 1.
+    """Return d^¼, with which the scores of a W of spectral norm 2 have a deviation of about 1.
 
-    So they have in a working layer, and nobody knows better of a target that is a black box.
+    That is so in a trained layer, and of a black box no better guess is possible.
     """
     return dim**0.25
 
 
 def ordinary_sequences(count: int, length: int, dim: int, stream: torch.Generator) -> Tensor:
-    """Random unit tokens (count, length, dim), none along an axis or another of its sequence."""
+    """Return random unit tokens (count, length, dim), none along an axis or another token."""
     kept, found = list[Tensor](), 0
     for _ in range(_DRAWS):
         units = torch.randn(2 * count + 64, length, dim, generator=stream, dtype=torch.float64)
@@ -78,18 +80,18 @@ def ordinary_sequences(count: int, length: int, dim: int, stream: torch.Generato
             return torch.cat(kept)[:count]
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"{dim} dimensions are too few for {length} tokens of which none are alike",
+        f"{dim} dimensions are too few for {length} tokens that all differ",
     )
 
 
 @dataclass(frozen=True)
 class OrdinaryQuestions(Method):
-    """Extraction of one head by random tokens of an ordinary norm, `min_tokens` or more of them."""
+    """Extraction of one head by sequences of `min_tokens` random tokens of an ordinary norm."""
 
     usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
     min_tokens: int = setting(2, "tokens of a sequence, at least 2")
     answer_error: float = setting(0.0, "how far an answer may be off")
-    oversampling: float = setting(1.5, "questions for each unknown")
+    oversampling: float = setting(1.5, "queries for each unknown")
     seed: int = 0
     tolerance: float = 1e-8
 
@@ -106,22 +108,25 @@ class OrdinaryQuestions(Method):
     def length(self) -> int:
         return max(self.min_tokens, 2)
 
+    def norm(self, dim: int) -> float:
+        """Return the usual norm of a token."""
+        return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
+
     def draw(self, count: int, dim: int, factor: float, stream: torch.Generator) -> Tensor:
-        """Ordinary sequences (count, n, d), their tokens of so many usual norms."""
-        norm = usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
-        return factor * norm * ordinary_sequences(count, self.length, dim, stream)
+        """Return ordinary sequences (count, n, d) of tokens of `factor` times the usual norm."""
+        return factor * self.norm(dim) * ordinary_sequences(count, self.length, dim, stream)
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
-        """Fresh questions of the ordinary kind: others are not answered."""
+        """Return fresh queries of the ordinary kind: others are not answered."""
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
-        norm = usual_norm_of(oracle.dim) if self.usual_norm is None else self.usual_norm
         factors = torch.tensor(_NORMS, dtype=torch.float64).repeat_interleave(_PER_KIND)
         sets: list[tuple[Tensor, Tensor]] = []
         for more in (0, 1, 4):
             # Few dimensions hold few tokens that differ, and longer sequences may be refused.
             with suppress(*((Unsuccessful, Refused) if more else ())):
                 units = ordinary_sequences(len(factors), self.length + more, oracle.dim, stream)
-                sets.append(within_reach(oracle, norm * factors[:, None, None] * units))
+                scaled = self.norm(oracle.dim) * factors[:, None, None] * units
+                sets.append(within_reach(oracle, scaled))
         return Exam(tuple(sets), excused=_COARSE if self.answer_error else NEARLY)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
@@ -129,7 +134,7 @@ class OrdinaryQuestions(Method):
         unknowns = _expect_few(d, _MOST)
         stream = torch.Generator().manual_seed(self.seed)
         X = self.draw(self.expected_queries(d), d, _SHORT, stream)
-        if self.answer_error:  # every other one is long
+        if self.answer_error:  # long tokens in every other sequence
             X[::2] *= LONG / _SHORT
         y = ask_scores(oracle, X)
         if not bool(y.any()):
@@ -145,7 +150,7 @@ class OrdinaryQuestions(Method):
 
 
 def _expect_few(dim: int, most: int) -> int:
-    """How many unknowns there are, if not too many to be fitted at once."""
+    """Return the number of unknowns; raise Unsuccessful if too many to be fitted at once."""
     unknowns = dim * dim + dim
     if unknowns > most:
         raise Unsuccessful(
@@ -157,22 +162,22 @@ def _expect_few(dim: int, most: int) -> int:
 
 _OPENING = 4.0  # labels for each unknown in the first round
 _EACH = 2.0  # … and in every other one
-_CHOICE = 12  # questions drawn for each one that is asked
+_CHOICE = 12  # queries drawn for each one that is sent
 _STEPS = 100  # of L-BFGS in a round
 _FURTHER = 1.2  # of the usual norm: tokens of the last rounds
-_SHARP = 5.0  # the length of v in the first fit, which is how sure it is of its labels
-_RIDGE = 1e-9  # on v: labels that are all explained would make it infinite
+_SHARP = 5.0  # the length of v in the first fit, which sets how certain the fit is of its labels
+_RIDGE = 1e-9  # on v: without it, a v that explains all labels would become infinite
 _TESTED = 400  # fresh labels for the judge
-_WRONG = 0.05  # of them: more is no approximation
-_DOUBT = 0.1  # of the largest answer: closer to 0 a label may be wrong
+_WRONG = 0.05  # a larger share of wrong labels is no approximation
+_DOUBT = 0.1  # if a score is below this share of the largest, its label may be wrong
 
 
 @dataclass(frozen=True)
 class OrdinaryLabels(OrdinaryQuestions):
     """Extraction of one head from labels (1 or 0) of random tokens of norm `usual_norm`."""
 
-    oversampling: float = setting(_EACH, "questions for each unknown, in a round")
-    rounds: int = setting(18, "of asking where the copy so far is in doubt")
+    oversampling: float = setting(_EACH, "queries for each unknown, in a round")
+    rounds: int = setting(18, "rounds of queries where the copy is in doubt")
     most: int = setting(1200, "unknowns that are fitted; more take hours")
 
     def __post_init__(self) -> None:
@@ -206,13 +211,13 @@ class OrdinaryLabels(OrdinaryQuestions):
                 X = torch.cat([X, asked])
                 y = torch.cat([y, 2 * ask_scores(oracle, asked) - 1])
             model = _fitted(X, y, model)
-            # Labels bring digits little by little: all that are wanted bring all of them.
+            # Each label shows a part of the digits, so the known share grows with their number.
             known = unknowns * len(y) // self.expected_queries(d)
             yield Step(model, known=known, unknowns=unknowns)
 
 
 def _fitted(X: Tensor, y: Tensor, start: Head) -> Head:
-    """The nearest minimum of the logistic loss, by L-BFGS."""
+    """Return the nearest minimum of the logistic loss, by L-BFGS."""
     W, v = start.W.clone().requires_grad_(), start.v.clone().requires_grad_()
     search = torch.optim.LBFGS(
         [W, v], max_iter=_STEPS, history_size=30, line_search_fn="strong_wolfe",
@@ -232,7 +237,7 @@ def _fitted(X: Tensor, y: Tensor, start: Head) -> Head:
 
 @dataclass(frozen=True)
 class LabelExam(Exam):
-    """Fresh ordinary questions (m, n, d) and their labels: the share that a model gets wrong."""
+    """Fresh ordinary queries and their labels: the error is the share that a model gets wrong."""
 
     def grade(self, model: Oracle) -> Check:
         ((questions, labels),) = self.sets

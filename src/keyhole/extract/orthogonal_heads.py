@@ -1,20 +1,21 @@
-"""Many heads in orthogonal subspaces, with or without knowing the subspaces.
+"""Many heads in orthogonal subspaces, with or without knowledge of the subspaces.
 
 Appendix C of *Provably Learning Attention with Queries* (arXiv 2601.16873). Assumption C.1: head h
-has `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h. On sequences inside
-one subspace only its head answers (Proposition C.2), so with known bases Theorem 4.1 inside each
-of them takes Σ_h (k_h² + k_h) queries.
+has `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h. On sequences inside one
+subspace only its head answers (Proposition C.2), so with known bases Theorem 4.1 inside each of
+them takes Σ_h (k_h² + k_h) queries.
 
-Without bases the paper conjectures a route by Hessians. Here it gives, of each head, a part of
-its subspace that holds v_h (`finest_blocks`). That is enough:
+Without bases, the paper conjectures a way by Hessians. Here the Hessians give, for each head, a
+part of its subspace that holds v_h (`finest_blocks`). That is enough:
 
     v_h′ᵀδ = 0 for all h′ ≠ h   ⇒   f([x+δ ; x]) = vᵀx + σ(δᵀW_hx)·v_hᵀδ   for every x,
 
-so head h alone answers, as in Theorem 4.1. Its rows `W_hᵀδ` lie in its subspace again: they are
-the next δ, until nothing new comes. In all about d + d(d+1)·levels + d²/2 … d² queries.
+so only head h answers, as in Theorem 4.1. Its rows `W_hᵀδ` lie in its subspace again, and are the
+next δ, until no new direction is found. In all this takes about d + d(d+1)·levels + d²/2 … d²
+queries.
 
-A head with W_h = 0 curves nothing; it is what is left of v. docs/orthogonal_heads.md says, with
-figures, where this works and where it breaks.
+A head with W_h = 0 has no curvature; it is what the other heads leave of v.
+docs/orthogonal_heads.md shows, with figures, where this works and where it fails.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
 
 _ORTHOGONAL = 1e-8
-_SILENT = 1e-13  # a v_h shorter than this, next to the whole of v, is rounding
+_SILENT = 1e-13  # relative to the whole of v, a shorter v_h is rounding
 
 
 @dataclass(frozen=True)
 class OrthogonalHeads(Method):
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
-    `bases` holds one d×k matrix with orthonormal columns per head; the fields after `tolerance` are
-    for their search, where there are none.
+    `bases` holds one d×k matrix with orthonormal columns per head. Without bases the subspaces are
+    searched, with the fields after `tolerance`.
     """
 
     bases: Sequence[Tensor] | None = field(
@@ -92,7 +93,7 @@ class OrthogonalHeads(Method):
             yield from self._inside(oracle, self.bases)
 
     def _inside(self, oracle: Oracle, bases: Sequence[Tensor]) -> Iterator[Step]:
-        """Theorem 4.1 in each subspace; heads with v_h = 0 answer nothing and are left out."""
+        """Apply Theorem 4.1 in each subspace; heads with v_h = 0 never answer and are left out."""
         d = oracle.dim
         unknowns = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
         v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
@@ -128,8 +129,8 @@ class OrthogonalHeads(Method):
         if not heads:  # nothing curves: W = 0
             yield Step(MultiHead([nothing], [v]), known=d, unknowns=d)
             return
-        # Directions that no row led to may still be columns of some W_h; but not those where a
-        # head without scores would answer too.
+        # Directions that no row led to may still be columns of some W_h. Leave out the direction
+        # where a head with W_h = 0 would answer too.
         rest = _rest(heads, v, self.resolution)
         left = _complement([*(head.basis for head in heads), rest], d)
         if len(left):
@@ -140,7 +141,7 @@ class OrthogonalHeads(Method):
 
     @property
     def step(self) -> float:
-        """The size of scores where rounding, ε/z, and truncation, z^(2·levels), balance."""
+        """The size of scores for which rounding, ε/z, equals truncation, z^(2·levels)."""
         return self.precision ** (1 / (2 * self.levels + 1))
 
     @property
@@ -150,11 +151,11 @@ class OrthogonalHeads(Method):
 
     @property
     def resolution(self) -> float:
-        """What counts as zero in rows of W_h, next to the largest: errors of Hessians grow."""
+        """The relative size below which rows of W_h are zero; they inherit errors of Hessians."""
         return min(max(1e-7, 100 * self.noise), 1e-2)
 
     def _blocks(self, oracle: Oracle, v: Tensor, stream: torch.Generator) -> list[Tensor]:
-        """A part of each head's subspace (d×k) that holds its v_h."""
+        """Return a part of each head's subspace (d×k) that holds its v_h."""
         forms = QuadraticForms(oracle, v, self.step, self.levels)
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
         hessians = [forms.hessian(x, stream) for x in xs]
@@ -163,7 +164,7 @@ class OrthogonalHeads(Method):
 
 
 def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
-    """Theorem 4.1 with v known: d² queries."""
+    """Apply Theorem 4.1 with v known: d² queries."""
     probes = ProbeBasis.draw(v, stream)
     X = random_orthogonal(len(v), stream)
     Zt = torch.empty(len(v), len(v), dtype=torch.float64)  # row j: Δ W x_j
@@ -183,7 +184,7 @@ class _Inside:
 
 
 class _Alone:
-    """The oracle less what other heads add to `[x+δ ; x]` where their v_hᵀδ is zero: `v_hᵀx`."""
+    """The oracle less `v_hᵀx`, which other heads add to `[x+δ ; x]` where their v_hᵀδ is zero."""
 
     def __init__(self, oracle: Oracle, others: Tensor) -> None:
         self._oracle, self._others = oracle, others
@@ -194,14 +195,14 @@ class _Alone:
 
 
 class _Growth:
-    """One head: rows of W_h, each of which may show a new direction of its subspace."""
+    """One head: rows of W_h, each of which may lead to a new direction of its subspace."""
 
     def __init__(
         self, oracle: Oracle, v: Tensor, block: Tensor, others: list[Tensor], resolution: float
     ) -> None:
         self.v = block @ (block.mT @ v)
         self._forms = BilinearForms(_Alone(oracle, v - self.v), self.v)
-        # W_h x = 0 for x in the other subspaces, as far as they are known.
+        # W_h x = 0 for x in the known parts of the other subspaces.
         self._X = _complement(others, len(v))
         self._resolution = resolution
         self._unit = self.v / lengths(self.v)
@@ -213,13 +214,13 @@ class _Growth:
         return self.basis.mT @ self._rows
 
     def run(self, part: Tensor) -> None:
-        """Follow the rows of W_h, starting from a part of its subspace, until nothing is new."""
+        """Follow the rows of W_h from a part of its subspace until no direction is new."""
         fresh = self._outside(torch.cat([part, self._along_v]))
         while len(fresh) and len(self.basis) < len(self._X):
             fresh = self._outside(self._add(fresh))
 
     def extend(self, directions: Tensor, stream: torch.Generator) -> None:
-        """Add directions that this head may have too: one query asks whether it has any."""
+        """Add directions that this head may have too, if one query shows that it has any."""
         mix = torch.randn(len(directions), generator=stream, dtype=torch.float64) @ directions
         x = torch.randn(len(self._X), generator=stream, dtype=torch.float64) @ self._X
         mix, x = mix / lengths(mix), x / lengths(x)
@@ -234,13 +235,13 @@ class _Growth:
         return rows
 
     def _measure(self, deltas: Tensor) -> Tensor:
-        """`δᵀW_h` for each δ."""
+        """Return `δᵀW_h` for each δ."""
         out = torch.empty(len(self._X), len(deltas), dtype=torch.float64)
         self._forms.grid(deltas, self._X, out)
         return out.mT @ self._X
 
     def _outside(self, rows: Tensor) -> Tensor:
-        """Orthonormal directions of the rows that the basis does not hold yet."""
+        """Return orthonormal directions of the rows that are not in the basis yet."""
         size = torch.linalg.vector_norm(rows, dim=1).max()
         for _ in range(2):
             rows = rows - (rows @ self.basis.mT) @ self.basis
@@ -249,13 +250,13 @@ class _Growth:
 
 
 def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
-    """The direction of what the heads leave of v, as a row; none if they leave nothing."""
+    """Return the direction of what the heads leave of v, as a row; no row if they leave nothing."""
     rest = v - torch.stack([head.v for head in heads]).sum(0)
     return (rest / lengths(rest)).unsqueeze(0)[: int(lengths(rest) > resolution * lengths(v))]
 
 
 def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
-    """What is known: the heads so far, and one with W = 0 for what they leave of v."""
+    """Return what is known: the heads so far, and one with W = 0 for what they leave of v."""
     d = len(v)
     parts = [(head.weights(), head.v) for head in heads]
     for unit in _rest(heads, v, resolution):
@@ -265,7 +266,7 @@ def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
 
 
 def _complement(parts: list[Tensor], d: int) -> Tensor:
-    """Orthonormal rows that span what the given rows leave."""
+    """Return orthonormal rows that span the complement of the given rows."""
     if not parts:
         return torch.eye(d, dtype=torch.float64)
     _, sizes, right = torch.linalg.svd(torch.cat(parts), full_matrices=True)
@@ -280,7 +281,7 @@ def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
 
 
 def load_bases(path: str | Path) -> list[Tensor]:
-    """The tensors of a .safetensors file, one d×k matrix with orthonormal columns for each head."""
+    """Read bases from a .safetensors file: one d×k matrix with orthonormal columns per head."""
     _, tensors = read_tensors(path, "a .safetensors file of bases")
     bases = [tensors[name] for name in sorted(tensors)]
     try:
@@ -291,6 +292,7 @@ def load_bases(path: str | Path) -> list[Tensor]:
 
 
 def _check_bases(bases: Sequence[Tensor]) -> None:
+    """Raise InputError unless all columns together are orthonormal."""
     if not len(bases):
         raise InputError("bases must hold at least one basis")
     for basis in bases:
@@ -312,21 +314,21 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
 #
 #     φ_x(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ,    ∇²φ_x(0) = ¼ Σ_h (g_h v_hᵀ + v_h g_hᵀ).
 #
-# If the heads live in orthogonal subspaces, all these Hessians are block-diagonal in one basis. The
+# If the heads are in orthogonal subspaces, all these Hessians are block-diagonal in one basis. The
 # paper proposes finite differences and a finest simultaneous block-diagonalisation (Murota et al.)
-# and proves nothing. What makes it work here:
+# without proof. What makes it work here:
 #
 # - `φ_x(δ) − ½vᵀδ = ½ Σ_h tanh(g_hᵀδ/2)·v_hᵀδ` is even in δ, and v is known exactly: one answer
 #   gives one entry of the quadratic form with an error of second order, z²/12 for scores of size z.
-#   With x shortened by as much as δ is lengthened, rounding costs ε/z. Measured, relative to the
-#   largest entry: 1e-10 with one answer per entry, 2e-12 with two (one step of Richardson).
-# - A Hessian has rank 2H only, so one x cannot show whole subspaces. It need not: two x show
-#   `span(v_h, W_h x_1, W_h x_2)` of each head, and that already is a block that no basis splits
-#   further. The rest of a subspace is grown from it (orthogonal_heads.py).
-# - The commutant is computed on the range of the Hessians alone: 3H dimensions instead of d.
+#   If x is shortened by as much as δ is lengthened, rounding costs ε/z. Measured errors, relative
+#   to the largest entry: 1e-10 with one answer per entry, 2e-12 with two (one step of Richardson).
+# - A Hessian only has rank 2H, so one x cannot show whole subspaces, but two are enough: they show
+#   `span(v_h, W_h x_1, W_h x_2)` of each head, a block that no basis splits further. The rest of
+#   the subspace is grown from it (`_Growth`).
+# - The commutant is computed on the range of the Hessians only: 3H dimensions instead of d.
 
 _REACH = 2.0**40
-_START = 2.0**-16  # s² of the first look at the size of the scores
+_START = 2.0**-16  # s² at which the size of the scores is first measured
 _LARGEST = 2.0**30
 _TRIES = 12
 _LARGE = 1e-2
@@ -342,7 +344,7 @@ class QuadraticForms:
     levels: int
 
     def hessian(self, x: Tensor, stream: torch.Generator) -> Tensor:
-        """∇²φ_x(0), from d(d+1)/2 forms in a random orthonormal basis."""
+        """Return ∇²φ_x(0), from d(d+1)/2 forms in a random orthonormal basis."""
         d = len(x)
         Q = random_orthogonal(d, stream)
         i, j = torch.triu_indices(d, d)
@@ -360,7 +362,7 @@ class QuadraticForms:
         return Q.mT @ off @ Q
 
     def _extrapolated(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
-        """Richardson's table: errors are even powers of the scale, which is halved each time."""
+        """Extrapolate by Richardson: errors are even powers of the scale, halved each time."""
         table: list[Tensor] = []
         for level in range(self.levels):
             row = [self._forms(deltas, x, square / 2**level)]
@@ -370,7 +372,7 @@ class QuadraticForms:
         return table[-1]
 
     def _forms(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
-        """`(φ_x(tδ) − ½t·vᵀδ) / t²` with `t·x` in place of x: the score is square·δᵀWx."""
+        """Return `(φ_x(tδ) − ½t·vᵀδ) / t²` with `t·x` in place of x: the score is square·δᵀWx."""
         long, short = _REACH, square / _REACH
         tokens = torch.empty(len(deltas), 2, len(x), dtype=torch.float64)
         tokens[:, 1] = short * x
@@ -379,7 +381,7 @@ class QuadraticForms:
         return (answers / long - short / long * (self.v @ x) - deltas @ self.v / 2) / square
 
     def _scale(self, Q: Tensor, x: Tensor) -> float | None:
-        """The square at which scores come out at about `step`; None if nothing curves."""
+        """Return the square with scores of about the size `step`; None if nothing is curved."""
         probes = (self.v / torch.linalg.vector_norm(self.v) + Q[:4]) / 2**0.5
         square = _START
         for _ in range(_TRIES):
@@ -396,7 +398,7 @@ class QuadraticForms:
 
 
 def finest_blocks(hessians: list[Tensor], noise: float, stream: torch.Generator) -> list[Tensor]:
-    """Orthonormal bases (d×k) of the finest subspaces that all symmetric matrices leave alone.
+    """Return orthonormal bases (d×k) of the finest subspaces that all symmetric matrices preserve.
 
     `noise` is the error of the matrices, relative to the largest.
     """
@@ -407,21 +409,21 @@ def finest_blocks(hessians: list[Tensor], noise: float, stream: torch.Generator)
     commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], noise)
     mix = torch.randn(len(commuting), generator=stream, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(torch.einsum("c,cij->ij", mix, commuting))
-    # As many different eigenvalues as the commutant has dimensions: cut at the widest gaps.
+    # There are as many eigenvalues as the commutant has dimensions: cut at the widest gaps.
     cuts = values.diff().argsort(descending=True)[: len(commuting) - 1].sort().values + 1
     return [frame @ block for block in torch.tensor_split(vectors, cuts.tolist(), dim=1)]
 
 
 def _gap(sizes: Tensor, noise: float) -> int:
-    """How many of the falling sizes stand above their widest gap, their noise being `noise`."""
+    """Return how many of the falling sizes are above their widest gap, if noise has this size."""
     logs = torch.cat([sizes, sizes.new_tensor([noise])]).clamp(min=noise).log()
     drops = logs[:-1] - logs[1:]
-    drops[sizes[1:].ge(_LARGE).nonzero()] = 0  # what is large is not noise, whatever follows
+    drops[sizes[1:].ge(_LARGE).nonzero()] = 0  # large sizes are not noise
     return int(drops.argmax()) + 1
 
 
 def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
-    """An orthonormal basis (c, n, n) of the symmetric matrices that commute with all."""
+    """Return an orthonormal basis (c, n, n) of the symmetric matrices that commute with all."""
     n = len(matrices[0])
     i, j = torch.triu_indices(n, n)
     basis = torch.zeros(len(i), n, n, dtype=torch.float64)
@@ -430,6 +432,6 @@ def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
     basis[index, i, j] = basis[index, j, i] = weight
     brackets = torch.cat([(basis @ H - H @ basis).flatten(1) for H in matrices], dim=1)
     left, sizes, _ = torch.linalg.svd(brackets, full_matrices=False)
-    # The identity commutes with everything, so the last size is noise: it need not count.
+    # The identity commutes with everything, so the last size is always noise.
     count = _gap(sizes[:-1], noise) if len(sizes) > 1 else 0
     return torch.einsum("ac,aij->cij", left[:, count:], basis)

@@ -2,27 +2,27 @@
 
     y = W h + b + c·1,    W (v, d),  h the state behind the final norm,  v ≫ d
 
-with c = 0 for logits and c = −log Σ exp for log-probabilities. The answers y to random prompts all
-lie in the space that the columns of W (and b) span, whatever the model computes before: n of them,
-as rows of Y, have rank min(n, r), so that singular values fall off a cliff at r once n > r. The
-right singular vectors are a basis of that space, W·A for an invertible A. From log-probabilities
-the mean over tokens is taken off first: W is then known up to a row that is added to all rows.
+with c = 0 for logits and c = −log Σ exp for log-probabilities. Whatever the model computes before,
+the answers y to random prompts all lie in the space that the columns of W (and b) span: n of them,
+as rows of Y, have rank min(n, r), so for n > r singular values fall off a cliff at r. The right
+singular vectors are a basis of that space, W·A for an invertible A. From log-probabilities the mean
+over tokens is subtracted first: W is then known up to a row that is added to all rows.
 
-r is d, or near it (which, and how that shows: `OutputMatrix.width`). The fewest answers that do
-are r. We ask for r/12 more (16 at least), because errors of the answers count by the smallest
-singular value, which grows like √n − √r.
+r is d, or near it (`OutputMatrix.width` says which, and how that shows). At least r answers are
+needed. We send r/12 more (16 at least), because the effect of errors of the answers depends on the
+smallest singular value, which grows like √n − √r.
 
-What it gives away is the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, and nothing else. Where W is
-the table of input embeddings too (tied), those are known up to the same map: which differences of
-tokens are parallel, which tokens depend on each other linearly, and all angles and distances after
-whitening by the table's own covariance, which are entries of P. Lengths, cosines and inner products
-of the table itself are W M Wᵀ for an unknown metric M, d(d + 1)/2 numbers. (The final
-norm puts all h on one ellipsoid, which tells M; that takes d(d + 1)/2 answers: `rotation`.)
+This gives away the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, and nothing else. If W is also the
+table of input embeddings (tied), those are known up to the same map: which differences of tokens
+are parallel, which tokens are linearly dependent, and all angles and distances after whitening by
+the table's own covariance, which are entries of P. Lengths, cosines and inner products of the table
+itself are W M Wᵀ for an unknown metric M of d(d + 1)/2 numbers. (The final norm puts all h on one
+ellipsoid, which determines M; that takes d(d + 1)/2 answers: `rotation`.)
 
-Departures. The paper takes the steepest fall of singular values; ours must end on flat ground, or
-above what rounding can cause (`cliff`), so that answers which are too few give no
-width at all. Targets that give only the best k are asked for tokens that a bias raises
-(token_answers.py): ⌈(v − 1)/(k − 1)⌉ questions a row for all of W, r/(k − 1) for the width.
+Departures. The paper takes the steepest fall of singular values. Ours must end on values that are
+nearly equal, or above what rounding can cause (`cliff`), so that too few answers give no width at
+all. If a target gives only the best k tokens, a bias raises the wanted ones (token_answers.py): ⌈(v
+− 1)/(k − 1)⌉ queries a row for all of W, r/(k − 1) for the width.
 """
 
 from __future__ import annotations
@@ -50,26 +50,28 @@ from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
-_FIRST = 32  # rows before the first look
-_SPARE = 16  # rows beyond the rank, at least
-_SHARE = 12  # and one for so many of the rank
-_ELLIPSOID = 1e-2  # how far answers may be off |n|² = d
-_COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no more
+_FIRST = 32  # rows before the rank is first computed
+_SPARE = 16  # rows beyond the rank, at least,
+_SHARE = 12  # or this fraction of the rank
+_ELLIPSOID = 1e-2  # the largest error of |n|² = d, relative to d
+_COLUMNS = (  # tokens for each row that a singular value decomposition uses
+    8  # tokens for each row that enter a singular value decomposition: all would show no more
+)
 
 
 @dataclass(frozen=True)
 class OutputLayer(Method):
-    """The width of a language model and the matrix of its last layer, up to its symmetry."""
+    """Extraction of a language model's width and of its last matrix, up to its symmetry."""
 
     top: int | None = setting(
-        None, "log-probabilities that the target gives at a time, if not all; 0: a token alone"
+        None, "how many log-probabilities the target gives, if not all; 0: only a token"
     )
     tokens: int | None = setting(
-        None, "with top: rows of the matrix to read; as many as the width takes"
+        None, "with top: rows of the matrix to read; by default as many as the width needs"
     )
     length: int = setting(4, "tokens of a random prompt")
-    rotation: bool = setting(False, "ask as much as it takes to know the matrix up to a rotation")
-    most: int = setting(20_000, "prompts that are asked at most")
+    rotation: bool = setting(False, "send enough prompts to know the matrix up to a rotation")
+    most: int = setting(20_000, "the most prompts to send")
     seed: int = 0
     tolerance: float = 1e-5
 
@@ -117,7 +119,7 @@ class OutputLayer(Method):
             yield self._up_to_rotation(step, step.layer)
 
     def _up_to_rotation(self, step: LayerStep, layer: LastLayer) -> LayerStep:
-        """The step with its matrix on the axes of the ellipsoid that the final norm makes."""
+        """Return the step with its matrix on the axes of the ellipsoid of the final norm."""
         model = step.matrix
         differing = model.dim - model.constant
         needed, why, found = equations(differing, model.constant), "", None
@@ -140,7 +142,7 @@ class OutputLayer(Method):
         if self.top is None:
             return WholeVectors(oracle, prompts, vocabulary)
         if vocabulary is None:
-            # Only a whole answer tells; a function in this process gives one.
+            # Only a whole answer shows the vocabulary; a function in this process gives one.
             whole = WholeVectors(oracle, prompts, None)
             vocabulary = len(whole.fresh(prompts))
         return ChosenTokens(
@@ -177,11 +179,11 @@ class _Look:
 
     @property
     def goal(self) -> int:
-        """Rows to go on to: a few more, or what lifts the smallest singular value above zero."""
+        """How many rows to read: those that the rank needs, or a few more to find it."""
         count, rank = len(self.rows), self.cliff.rank
         if self.cliff.seen:
-            return max(count, _enough(rank))
-        return _more(count)
+            return max(count, rank + max(_SPARE, rank // _SHARE))
+        return max(count + _SPARE, count * 17 // 16)
 
     def step(self, stated: int | None) -> LayerStep:
         model, cliff, whole = self._model(), self.cliff, self.cliff.seen
@@ -200,7 +202,7 @@ class _Look:
         )
 
     def _model(self) -> OutputMatrix:
-        """A basis of what the rows span: where they differ first, then what they share."""
+        """Return a basis of the rows' span: where they differ first, then what they share."""
         Q, R = torch.linalg.qr(taken_off(self.rows, self.centred).mT)
         rank, mean = self.cliff.rank, R.mean(1, keepdim=True)
         basis = torch.linalg.svd(R)[0][:, :rank]
@@ -215,36 +217,27 @@ class _Look:
         )
 
 
-def _more(count: int) -> int:
-    return max(count + _SPARE, count * 17 // 16)
-
-
-def _enough(rank: int) -> int:
-    return rank + max(_SPARE, rank // _SHARE)
-
-
 def taken_off(rows: Tensor, centred: bool) -> Tensor:
-    """Without the number that all tokens of a log-probability vector share."""
+    """Return the rows without the number that all tokens of log-probabilities share."""
     return rows - rows.mean(1, keepdim=True) if centred else rows
 
 
-# The width behind many answers: where their singular values fall off a cliff, and onto what.
+# The rank of many answers: where their singular values fall off a cliff.
 #
-# Answers without rounding, as rows of Y (n, m), have rank r: behind r singular values come zeros.
-# What is printed has errors. Those of rounding to a step s are known, of standard deviation σ =
-# s/√12, and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and
-# Pastur), so that whatever stands out beyond that is not rounding. Other errors (float32, a
-# server's own arithmetic) differ from row to row; there the cliff must be steep, and the ground
-# behind it flat in comparison: singular values of answers alone decay smoothly, and have no cliff
-# while n ≤ r. A steep cliff is looked for first, since answers of six digits may have other errors
-# that are larger.
+# Exact answers, as rows of Y (n, m), have rank r: all singular values after the first r are zero.
+# Printed answers have errors. Errors of rounding to a step s have the standard deviation σ = s/√12,
+# and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and Pastur), so a
+# larger singular value is not rounding. Other errors (float32, a server's own arithmetic) have no
+# known size. There the cliff must be steep, and the values after it nearly equal in comparison:
+# singular values of answers without errors decay smoothly, and have no cliff while n ≤ r. A steep
+# cliff is tried first, since answers of six digits may have other, larger errors.
 #
-# Subtracting the mean answer tells whether they share a constant: all of them lie on one plane
-# through the origin, of dimension r, or on one next to it, of dimension r − 1.
+# Subtracting the mean answer shows whether the answers share a constant: then they lie in an affine
+# space of dimension r − 1, and not only in a linear space of dimension r.
 
-_STEEP = 10.0  # a cliff, where nothing is known of the errors
-_STEEP_KNOWN = 1.3  # where they are those of rounding
-_BEYOND = 1.1  # of the largest singular value that rounding can have
+_STEEP = 10.0  # ratio of a cliff, if nothing is known of the errors,
+_STEEP_KNOWN = 1.3  # and if the errors are those of rounding
+_BEYOND = 1.1  # times the largest singular value that rounding can have
 _BLOCK = 32
 _DECIMALS = 6
 _FLOAT32 = 2.0**-23
@@ -252,11 +245,11 @@ _FLOAT32 = 2.0**-23
 
 @dataclass(frozen=True)
 class Cliff:
-    """`rank` singular values stand out: the last of them, and the first of the others.
+    """The number of singular values that stand out, the last of them, and the first of the others.
 
-    `seen` says that the fall between them is a cliff. If not, there are `rank` directions or more.
-    `constant` says that the mean answer has one of them to itself. `blocks` come from arithmetic in
-    blocks of 32 numbers (oracle/planted.py): one for each, far below the others.
+    `seen` means that the fall between them is a cliff; if not, `rank` is a lower bound. `constant`
+    means that the mean answer is one of the directions. `blocks` come from arithmetic in blocks of
+    32 numbers (oracle/planted.py): one for each block, far below the others.
     """
 
     rank: int
@@ -268,7 +261,10 @@ class Cliff:
 
 
 def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
-    """The cliff of answers (n, m), at least `spare` before the last; `step` of their rounding."""
+    """Find the cliff of answers (n, m), at least `spare` before the last singular value.
+
+    `step` is that of their rounding, if it is known.
+    """
     n, m = answers.shape
     sizes = torch.linalg.svdvals(answers)
     least = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
@@ -288,7 +284,7 @@ def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
 
 
 def _blocks(values: list[float], rank: int, constant: int) -> int:
-    """How many of the directions are one for each 32 of the others, behind a fall of their own."""
+    """Return how many directions are one for each 32 of the others, after a fall of their own."""
     blocks, rest = divmod(rank - constant, _BLOCK + 1)
     width = blocks * _BLOCK + constant
     steep = blocks and not rest and values[width - 1] >= _STEEP * values[width]
@@ -296,7 +292,7 @@ def _blocks(values: list[float], rank: int, constant: int) -> int:
 
 
 def _steepest(values: list[float], spare: int) -> Cliff:
-    """The steepest fall, if the ground behind it is flatter than the fall is steep."""
+    """Return the steepest fall, if it is steeper than the decay after it."""
     ratios = [values[i] / values[i + 1] for i in range(len(values) - spare)]
     falls = [
         (ratio, i + 1)
@@ -310,6 +306,7 @@ def _steepest(values: list[float], spare: int) -> Cliff:
 
 
 def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
+    """Return the fall at `edge`, the largest singular value of rounding errors."""
     rank = sum(value > edge for value in values)
     if rank in (0, len(values)):
         return Cliff(rank, values[rank - 1] if rank else 0.0, 0.0, seen=False)
@@ -318,14 +315,14 @@ def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
 
 
 def decimals_of(answers: Tensor) -> int | None:
-    """To how many digits after the point answers are rounded; None where they are not.
+    """Return to how many decimals answers are rounded; None if they are not.
 
-    A number that went through float32 is off its digits by its own rounding.
+    A number that was stored in float32 is off its decimals by that rounding.
     """
     for decimals in range(_DECIMALS + 1):
         shifted = answers * 10.0**decimals
         allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
-        if float(allowed.max()) > 0.05:  # there anything is nearly a whole number
+        if float(allowed.max()) > 0.05:  # then any number is nearly whole
             return exact_decimals(answers, decimals)
         if bool(((shifted - shifted.round()).abs() <= allowed).all()):
             return decimals
@@ -333,7 +330,7 @@ def decimals_of(answers: Tensor) -> int | None:
 
 
 def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
-    """The same for numbers that kept float64: the fewest decimals that all of them share."""
+    """Return the fewest decimals that all numbers in float64 have, from `least` to `most`."""
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
         if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
@@ -342,34 +339,36 @@ def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> in
 
 
 # The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The Geometry of
-# Last-Layer Model Stealing*, of which we had the abstract, not the text): answers satisfy linear
+# Last-Layer Model Stealing*, of which we had the abstract, not the text). Answers satisfy linear
 # equations, which the singular values show, and one quadratic equation, since the final norm puts
 # all states on an ellipsoid. With n(x) the normalised state, |n|² = d, G the gain of the norm and B
 # the basis that was found,
 #
 #     y = W (G n + β) = B z,    z = c + C n,    (z − c)ᵀ N (z − c) = 1,    N⁻¹ = d·C Cᵀ.
 #
-# N and c are linear in answers: d(d + 1)/2 unknowns (and d more where answers share a constant),
-# one equation an answer. Then W G = B C is B·(N⁻¹/d)^½ up to a rotation, and with it the lengths,
-# cosines and inner products of its rows; the rotation itself is a symmetry of everything before,
-# and no answer tells it. It applies where the norm's ε is nothing next to a state, the states fill
-# the ellipsoid (the equations have full rank), and d is small enough to be asked for: 166,176
-# answers at d = 576. Answers that were kept apart say whether it is one.
+# Each answer is one linear equation for N and c, of d(d + 1)/2 unknowns (and d more if answers
+# share a constant). Then W G = B C is B·(N⁻¹/d)^½ up to a rotation, which gives the lengths,
+# cosines and inner products of its rows. The rotation is a symmetry of everything before the layer,
+# and no answer shows it. This works if the norm's ε is negligible, if the states fill the ellipsoid
+# (the equations have full rank), and if d is small: d = 576 takes 166,176 answers. Answers that the
+# fit did not use show whether it is an ellipsoid.
 
-_KEPT = 16  # answers that the fit does not see
+_KEPT = 16  # answers that the fit does not use
 _EQUATIONS = 1.25  # equations for each unknown
-_REGULAR = 1e-9  # of the largest pivot: where the equations leave nothing open
+_REGULAR = (  # smallest pivot, relative to the largest, of equations that determine M
+    1e-9  # of the largest pivot: with smaller ones, the equations do not determine the solution
+)
 
 
 def equations(dim: int, shifted: bool) -> int:
-    """How many answers it takes."""
+    """Return how many answers an ellipsoid takes."""
     return int(_EQUATIONS * (dim * (dim + 1) // 2 + shifted * dim)) + 2 * _KEPT
 
 
 def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | None:
-    """(C Cᵀ)^½ from coordinates (n, r) of answers, and how far those kept apart are off |n|² = d.
+    """Return (C Cᵀ)^½ from coordinates (n, r) of answers, and the error of |n|² = d on unused ones.
 
-    None where the equations are not regular, or their solution is no ellipsoid.
+    Return None if the equations are not regular, or if their solution is no ellipsoid.
     """
     expect_memory(3 * 8 * len(z) * z.shape[1] ** 2 // 2, f"an ellipsoid in {z.shape[1]} dimensions")
     white = torch.linalg.cholesky(torch.linalg.inv(z.mT @ z / len(z)))
@@ -397,21 +396,20 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
     return (sides / (width * axes).sqrt()) @ sides.mT, off
 
 
-# The judge of a last layer: fresh prompts, and what of their answers no state can explain.
+# The judge of a last layer: the part of fresh answers that no state can explain.
 #
-# An answer y of the layer is W h: what remains of it outside of the columns of W is error, of the
-# matrix and of the answer. Fresh answers that are rounded cannot agree to more than their digits,
-# nor the matrix that came from such: there a matrix is known approximately if it explains most of
-# them.
+# An answer y of the layer is W h: its part outside of the columns of W is error, of the matrix and
+# of the answer. Rounded answers, and a matrix from such answers, are only exact to their digits;
+# then a matrix counts as approximate if it explains most of them.
 
 _FRESH = 8
 _TINY = torch.finfo(torch.float64).tiny
-_ROUNDED = 0.1  # of the answers' size, where all of it lies outside of a wrong matrix
+_ROUNDED = 0.1  # the largest share of rounded answers that a right matrix leaves
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep(Step):
-    """A last layer, with where its answers come from."""
+    """A last layer, with the source of its answers."""
 
     matrix: OutputMatrix
     answers: Answers
@@ -419,7 +417,7 @@ class LayerStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExam(Exam):
-    """Fresh answers of the layer, and what the proposed matrix does not explain of them."""
+    """Fresh answers of the layer, and the part that the proposed matrix does not explain."""
 
     outside: Tensor
     layer: LastLayer

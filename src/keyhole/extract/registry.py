@@ -44,9 +44,9 @@ from keyhole.oracle import SignOnly as Thresholded
 class Row:
     """One exposure that the audit tries a method on.
 
-    `reads` is the kind of answers the method needs, `settings` its hyperparameters there. `view`
-    degrades the answers as a server might, to find out whether that would help; `budget` is the
-    share of the unknowns that the attacker may ask for.
+    `reads` is the kind of answers that the method needs, and `settings` are its hyperparameters
+    there. `view` degrades the answers as a server might, to find out whether that would help.
+    `budget` is the share of the unknowns that the attacker may spend in queries.
     """
 
     exposure: Exposure
@@ -72,7 +72,7 @@ def tolerant(
     answer_error: float, max_norm: float | None = None, bound: float | None = None,
     margin: float | None = None, repeats: int = 1, seed: int = 0,
 ) -> Tolerant:  # fmt: skip
-    """`answer_error` is how far an answer may be off, `max_norm` the largest norm of a token."""
+    """Make Tolerant; `answer_error` is its tolerance, which other methods use for another thing."""
     return Tolerant(
         answer_error, bound=bound, margin=margin, max_norm=max_norm, repeats=repeats, seed=seed
     )
@@ -81,7 +81,7 @@ def tolerant(
 def tolerant_as_published(
     answer_error: float, bound: float, margin: float, seed: int = 0
 ) -> TolerantAsPublished:
-    """`answer_error` is the theorem's τ."""
+    """Make TolerantAsPublished; `answer_error` is the theorem's τ."""
     return TolerantAsPublished(answer_error, bound, margin, seed)
 
 

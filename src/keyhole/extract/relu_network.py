@@ -5,24 +5,24 @@ Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) ass
 
     φ(x) = E(x) + ℓᵀx,   E(x) = ½ Σ_k w_k |a_kᵀx|,   ℓ = ½ Aᵀw = the odd part of φ:  2d queries
 
-and E, being even and linear between hyperplanes, is learnt from one half circle:
+and E, which is even and linear between hyperplanes, is learned from one half circle:
 
     find every kink on x(θ) = a cos θ + b sin θ (`find_pieces`)      about 7 queries a kink
-    G_j = ∇E in each piece, at steps across the circle                d − 1 queries a kink
+    G_j = ∇E in each piece, from steps across the circle              d − 1 queries a kink
     G_j − G_{j−1} = ±w_k a_k; its sign along θ is that of w_k
 
 Departures and choices:
 
-- A gradient is taken at steps as long as the piece seems to allow; one more question tests that
-  they stayed inside, and shorter steps follow where they did not.
-- A piece between two close kinks allows short steps only, and its gradient is known worse. The
-  signs of all neurons are known by then, so E is linear in what is missing: a few questions from
-  the whole region where the two neurons differ settle it by least squares (`polish`).
-- What remains between answers and model is again such a function: it is searched once more.
-- The function is what can be known. Parallel neurons merge; antiparallel ones share a hyperplane
-  and leave a linear part; w_k = 0 or a_k = 0 leave nothing. Orientations follow from
-  `Σ_k ±½ w_k a_k = ℓ` where that has an answer (`neurons`); where none is found, two more
-  neurons carry the linear remainder.
+- A gradient is taken at the longest steps that should stay inside its piece. One more query tests
+  that they did, and if not, shorter steps follow.
+- A piece between two close kinks only allows short steps, so its gradient is less exact. By then
+  the signs of all neurons are known, so E is linear in the missing part, and a few queries from the
+  whole region where the two neurons differ give it by least squares (`polish`).
+- The difference between answers and model is again such a function, and is searched once more.
+- Only the function can be known. Parallel neurons merge; antiparallel ones share a hyperplane and
+  leave a linear part; neurons with w_k = 0 or a_k = 0 leave nothing. Orientations follow from
+  `Σ_k ±½ w_k a_k = ℓ` if a solution is found (`neurons`); if not, two more neurons carry the linear
+  remainder.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_MOST = 1024  # neurons, where the caller names no width
-_STEP = 1 / 16  # of the distance to the nearest kink: leaves the piece one time in twenty
+_MOST = 1024  # the most neurons, if the caller gives no width
+_STEP = 1 / 16  # share of the distance to the nearest kink: one step in twenty leaves the piece
 _SHORTER = 0.25
 _TRIES = 8
-_SHORT = 1e-4  # a gradient taken at shorter steps is worth polishing
-_POLISHED = 512  # unknowns of one least squares problem: more take longer than the oracle does
-_CHOICE = 8  # how many vectors to choose each of the polishing questions from
+_SHORT = 1e-4  # gradients taken at shorter steps are polished
+_POLISHED = 512  # the most unknowns of one least squares problem: more take longer than the queries
+_CHOICE = 8  # vectors drawn for each polishing query, from which the best is used
 _ROUNDS = 3
-_SLACK = 1e-4  # of a later round's largest remainder
-_LOOKS = 4  # at the state on the way
+_SLACK = 1e-4  # share of the largest remainder that a later round takes for errors of the folds
+_LOOKS = 4  # intermediate steps
 _CHECKS = 8
-_AGREES = 1e3  # resolutions: what remains is rounding and its growth, not another neuron
-_PER_KINK = 7  # measured: questions on the circle
-_LENGTHS = (1, 1, 1, 1, 1)  # the judge's sequences: other lengths may say something else
+_AGREES = 1e3  # times the resolution: a smaller remainder is rounding, not another neuron
+_PER_KINK = 7  # measured: queries on the circle
+_LENGTHS = (1, 1, 1, 1, 1)  # of the judge's sequences: the network alone answers no longer ones
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ReluNetwork(Method):
     seed: int = 0
     tolerance: float = 1e-8
     resolution: float = setting(
-        1e-12, "answers so near to a linear piece are on it; more if they are rounded"
+        1e-12, "how far an answer may be off a linear piece; more if answers are rounded"
     )
 
     def __post_init__(self) -> None:
@@ -79,14 +79,14 @@ class ReluNetwork(Method):
         return Exam.draw(oracle, self.seed, _LENGTHS)
 
     def expected_queries(self, dim: int) -> int | None:
-        """About; the search on the circle depends on where the kinks lie."""
+        """Return an estimate: the search on the circle depends on where the kinks lie."""
         return None if self.width is None else 2 * dim + self.width * (dim - 1 + _PER_KINK)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
         frame = random_orthogonal(d, stream)
-        target = _Target.meet(oracle, frame, self.resolution)
+        target = _Target.measure(oracle, frame, self.resolution)
         yield _partial(target, d, None if self.width is None else d * max(2, self.width))
         for _ in range(_ROUNDS):
             folds = yield from self._round(target, frame, stream)
@@ -100,7 +100,7 @@ class ReluNetwork(Method):
     def _round(
         self, target: _Target, frame: Tensor, stream: torch.Generator
     ) -> Generator[Step, None, Folds]:
-        """The folds that the target's present remainder shows on one half circle."""
+        """Return the folds that the target's remainder shows on one half circle."""
         d = len(frame)
         if d == 1:
             remainder = target.remainder(frame)
@@ -148,7 +148,7 @@ def _partial(target: _Target, known: int, unknowns: int | None) -> Step:
 
 @dataclass(frozen=True)
 class _Target:
-    """The even part of the oracle's answers, less the folds that are known."""
+    """The even part of the oracle's answers, less the folds found so far."""
 
     oracle: Oracle
     linear: Tensor
@@ -157,11 +157,10 @@ class _Target:
     folds: Folds
 
     @classmethod
-    def meet(cls, oracle: Oracle, frame: Tensor, resolution: float) -> _Target:
-        """`ℓᵀq = (φ(q) − φ(−q))/2` for an orthonormal frame: 2d queries.
+    def measure(cls, oracle: Oracle, frame: Tensor, resolution: float) -> _Target:
+        """Measure `ℓᵀq = (φ(q) − φ(−q))/2` for an orthonormal frame, with 2d queries.
 
-        From here on answers are in units of the largest of these, so that no size of the weights
-        can overflow or vanish.
+        Later answers are in units of the largest of these, so that no size of weights overflows.
         """
         d = len(frame)
         zero = torch.zeros(d, dtype=torch.float64)
@@ -172,28 +171,29 @@ class _Target:
         return replace(blank, linear=0.5 * (answers[:d] - answers[d:]) @ frame, unit=unit)
 
     def network(self, *, orient: bool = True) -> tuple[ReluFfn, int]:
-        """What is known as neurons, and the number of their unknowns."""
+        """Return what is known as neurons, and the number of their unknowns."""
         model, unknowns = neurons(self.folds, self.linear, orient=orient)
         return ReluFfn(self.unit * model.A, model.w), unknowns
 
     def remainder(self, x: Tensor) -> Tensor:
-        """What the answers at (…, d) leave. If the budget ends, the exception holds a part."""
+        """Return what the model does not explain at points (…, d), also when a budget ends."""
         points = x.reshape(-1, x.shape[-1])
 
-        def even(answers: Tensor) -> Tensor:
+        def unexplained(answers: Tensor) -> Tensor:
             at = points[: len(answers)]
             return answers / self.unit - at @ self.linear - self.folds(at)
 
-        rest = ask_through(self.oracle, points.unsqueeze(1), even, ask_scores)
+        rest = ask_through(self.oracle, points.unsqueeze(1), unexplained, ask_scores)
         return rest.reshape(x.shape[:-1])
 
     def tolerance(self, values: Tensor) -> float:
-        """Rounding; and once folds are known, their errors, which are not to be taken for kinks."""
+        """Return the error of values: rounding, and that of the folds once some are known."""
         largest = float(values.abs().max())
         slack = _SLACK * largest if len(self.folds) else 0.0
         return max(self.resolution * max(1.0, largest), slack)
 
     def agrees(self, stream: torch.Generator) -> bool:
+        """Return whether random points leave no remainder but rounding."""
         x = random_units(_CHECKS, len(self.linear), stream)
         return float(self.remainder(x).abs().max()) <= _AGREES * self.resolution
 
@@ -214,7 +214,7 @@ class _Gradients:
         self._measured = torch.full(pieces.kinks.shape, len(frame) == 2)
 
     def measure(self, indices: Tensor) -> None:
-        """Complete the gradients of some pieces; d − 1 queries each, more where a step fails."""
+        """Complete the gradients of some pieces: d − 1 queries each, more if a step is too long."""
         if not len(self._across):
             return
         test = -self._across.sum(0, keepdim=True) / math.sqrt(len(self._across))
@@ -236,7 +236,7 @@ class _Gradients:
             self._steps[indices] *= _SHORTER
 
     def _record(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Gradients from answers at steps across the circle; returns the pieces that were left."""
+        """Set gradients from values at steps across the circle; return the pieces steps left."""
         steps, levels = self._steps[rows].unsqueeze(1), self._levels[rows].unsqueeze(1)
         rises = values - levels
         slopes = rises[:, :-1] / steps
@@ -247,8 +247,8 @@ class _Gradients:
         return rows[(rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)]
 
     def folds(self) -> tuple[Folds, int]:
-        """`n_k = ±(G_k − G_{k−1})`, and how many of them are known in all directions."""
-        # Half a turn on, E is the same and its gradient the opposite.
+        """Return `n_k = ±(G_k − G_{k−1})`, and how many of them are known in all directions."""
+        # After half a turn, E is the same and its gradient is the opposite.
         before = torch.cat([-self._gradients[-1:], self._gradients[:-1]])
         full = self._measured & self._measured.roll(1)
         jumps = self._gradients - before
@@ -259,7 +259,7 @@ class _Gradients:
         return Folds(jumps, signs), int(full.sum())
 
     def polish(self, stream: torch.Generator) -> None:
-        """Mend the gradients that were taken at short steps, with d + 2 queries each."""
+        """Improve the gradients that were taken at short steps, with d + 2 queries each."""
         d = len(self._centres[0])
         worst = self._steps.argsort()[: max(1, _POLISHED // d)]
         worst = worst[self._steps[worst] < _SHORT]
@@ -275,7 +275,7 @@ class _Gradients:
         self._gradients[worst] += least_squares(rows, missing).reshape(-1, d)
 
     def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
-        """Unit vectors that lie, like piece j, between its two folds, and clear of all others."""
+        """Return unit vectors between the two folds of piece j, and far from all others."""
         d = len(self._centres[0])
         units = folds.normals / torch.linalg.vector_norm(folds.normals, dim=1, keepdim=True)
         pair = units[[j, (j + 1) % len(units)]]
@@ -290,30 +290,30 @@ class _Gradients:
 
 # All kinks of a piecewise linear function on one half circle.
 #
-# A function that is linear between hyperplanes through the origin is, along `x(θ) = a cos θ + b sin
-# θ`, a piece `p cos θ + q sin θ` between kinks. A generic line crosses every hyperplane once,
-# possibly far out; on the half circle, its projective form, nothing is at infinity. An even
-# function has E(θ + π) = E(θ), so the half circle closes and has no ends to treat apart.
+# A function that is linear between hyperplanes through the origin has, along `x(θ) = a cos θ + b
+# sin θ`, the form `p cos θ + q sin θ` between kinks. A half circle crosses every hyperplane once.
+# An even function has E(θ + π) = E(θ), so the half circle closes and has no ends that need special
+# treatment.
 #
-# The search asks one batch a level. Three neighbouring answers that fit one piece settle the two
-# arcs between them. Where an arc stays open between two settled ones, their pieces meet in it at
-# some angle: the kink, if there is only one. The next questions stand just before and just after
-# that angle; if each still fits its piece, the arc between them is the kink, known to rounding
-# without a long bisection. The meeting point itself would be a poor witness: two kinks of opposite
-# sign can lie both on the same side of it, and then it fits both pieces. Other open arcs are
-# halved.
+# Each level of the search sends one batch. If three neighbouring answers fit one piece, the two
+# arcs between them are settled. If an open arc lies between two settled ones, their pieces
+# intersect at some angle in it: the kink, if there is only one. The next queries are just before
+# and just after that angle. If each still fits its piece, the arc between them holds the kink,
+# which is then known to rounding without a long bisection. (A query at the intersection itself
+# would be no test: with two kinks of opposite sign on the same side of it, it fits both pieces.)
+# Other open arcs are halved.
 
 _FIRST = 16  # points of the first level
 _LEVELS = 64
-_FINEST = 1e-10  # arcs shorter than this are not divided: what is in them counts as one kink
-_REACH = 0.05  # an arc is settled by a neighbour at least this long in comparison
+_FINEST = 1e-10  # shorter arcs are not divided: what is in them counts as one kink
+_REACH = 0.05  # an arc is only settled by a neighbour at least this long relative to it
 _LONGER = 4.0
-_CLEAR = 1e3  # how far next to a kink to ask: there its two pieces differ by so many tolerances
+_CLEAR = 1e3  # the queries next to a kink are where its two pieces differ by so many tolerances
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Kinks in rising order; piece j runs from kink j to the next, the last to kinks[0] + π.
+    """Kinks in rising order; piece j is from kink j to the next, the last one to kinks[0] + π.
 
     `planar` (m, 2) holds p and q of each piece, for angles between kinks[0] and kinks[0] + π.
     """
@@ -329,10 +329,10 @@ class Pieces:
 def find_pieces(
     values: Callable[[Tensor], Tensor], tolerance: Callable[[Tensor], float], limit: int
 ) -> Pieces:
-    """Every kink of `values`, a function of angles with period π.
+    """Return every kink of `values`, a function of angles with period π.
 
-    `tolerance` says, for the answers so far, how far from a piece they may lie and be on it. More
-    than `limit` kinks end the search.
+    `tolerance` returns, for the values so far, how far a value may be off its piece. Raise
+    Unsuccessful if there are more than `limit` kinks.
     """
     t = (torch.arange(_FIRST, dtype=torch.float64) + 0.5) * (math.pi / _FIRST)
     y = values(t)
@@ -351,9 +351,9 @@ def find_pieces(
 
 
 class _Search:
-    """What the answers so far say: which arcs are settled, and where to ask next.
+    """What the values so far show: which arcs are settled, and which angles to ask for next.
 
-    Arc i runs from point i to the next, the last one round to the first.
+    Arc i is from point i to the next one, and the last arc from the last point to the first.
     """
 
     def __init__(self, t: Tensor, y: Tensor, tolerance: float) -> None:
@@ -367,7 +367,7 @@ class _Search:
         self._settled = by_left | by_right
         between = self._settled.roll(1) & self._settled.roll(-1) & ~self._settled
         meeting, self._bend = self._meetings()
-        # Short neighbours say too little about their pieces to tell a kink from rounding.
+        # From short neighbours, the pieces are too inexact to tell a kink from rounding.
         doubt = 4 * tolerance * (1 / before + 1 / after.roll(-1))
         self._meets = between & (meeting > 0) & (meeting < after) & (self._bend > doubt)
         self._meeting = torch.where(self._meets, meeting, after / 2)
@@ -375,7 +375,7 @@ class _Search:
         self._bridge = ~self._settled & (sharp | (after <= _FINEST))
 
     def _meetings(self) -> tuple[Tensor, Tensor]:
-        """How far past point i the pieces before and after arc i meet, and how they differ."""
+        """Return how far after point i the pieces around arc i meet, and how much they differ."""
         # With angles counted from point i, both pieces are `p cos + q sin`.
         p, back, turn = self._y, self._arcs.roll(1), self._arcs
         q = (p * back.cos() - p.roll(1)) / back.sin()
@@ -387,7 +387,7 @@ class _Search:
         return angle, torch.hypot(p_far - p, q_far - q)
 
     def next_points(self) -> Tensor:
-        """Two points next to each meeting, and the middle of every other open arc."""
+        """Return two points next to each meeting, and the middle of every other open arc."""
         meets = self._meets & ~self._bridge
         halved = ~(self._settled | self._bridge | self._meets | self._waiting())
         start, at, length = self._t[meets], self._meeting[meets], self._arcs[meets]
@@ -398,12 +398,12 @@ class _Search:
         return torch.cat([start + left, start + right, middles]).remainder(math.pi)
 
     def _waiting(self) -> Tensor:
-        """Open arcs next to a much longer open one, which once divided may settle them."""
+        """Return open arcs next to a much longer open one, which may settle them once divided."""
         open_arcs = torch.where(self._settled, 0.0, self._arcs)
         return torch.maximum(open_arcs.roll(1), open_arcs.roll(-1)) > _LONGER * self._arcs
 
     def pieces(self) -> Pieces:
-        # A kink may also have hit a point: both arcs next to it are settled, yet it is no bridge.
+        # A kink may also be exactly at a point: both arcs next to it are settled.
         hit = ~self._straight & ~self._bridge & ~self._bridge.roll(1)
         (i,) = (hit | self._bridge).nonzero(as_tuple=True)
         kinks = self._t[i] + torch.where(hit, 0.0, self._meeting)[i]
@@ -415,6 +415,7 @@ class _Search:
 
 
 def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """Return p and q (m, 2) of each piece by least squares."""
     m = len(kinks)
     ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
     middles, reach = (kinks + ends) / 2, torch.sin((ends - kinks) / 2)
@@ -432,20 +433,20 @@ def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
 
 # Sums of folds, `E(x) = ½ Σ_k s_k |n_kᵀx|` with s_k = ±1: the even part of a ReLU network.
 #
-# A neuron w·ReLU(aᵀx) is the fold of n = |w|·a with s = sign(w), plus a linear function. From folds
-# and the linear part ℓ of the whole, neurons are made again:
+# A neuron w·ReLU(aᵀx) is the fold of n = |w|·a with s = sign(w), plus a linear function. Folds and
+# the linear part ℓ of the whole are turned into neurons again:
 #
 #     E(x) + ℓᵀx = Σ_k s_k ReLU(o_k n_kᵀx) + rᵀx,   r = ℓ − ½ Σ_k s_k o_k n_k,   any o_k = ±1.
 #
-# The true orientations make r = 0. With n_k independent they are the solution of a linear system.
-# With up to about 2d neurons the cube [−1, 1]^m generically meets the affine space of solutions in
-# that corner alone, and alternating reflections find it. Beyond, it is a subset-sum problem: of few
-# neurons all corners are tried, of more it is left alone, and two neurons, ReLU(rᵀx) − ReLU(−rᵀx),
-# carry the remainder, so that the function is exact.
+# The true orientations make r = 0. If the n_k are independent, they solve a linear system. With up
+# to about 2d neurons, the cube [−1, 1]^m generically meets the affine space of solutions only in
+# that corner, and alternating reflections find it. With more neurons it is a subset-sum problem: if
+# they are few, all corners are tried; if not, two more neurons, ReLU(rᵀx) − ReLU(−rᵀx), carry the
+# remainder, so that the function is exact in any case.
 
 _REFLECTIONS = 200
-_FEW = 14  # neurons, of whose orientations all are tried
-_EXACT = 1e-10  # of the sum of the folds: a remainder below is rounding
+_FEW = 14  # neurons for which all orientations are tried
+_EXACT = 1e-10  # a remainder below this share of the sum of the folds is rounding
 
 
 @dataclass(frozen=True)
@@ -473,9 +474,9 @@ class Folds:
 def neurons(
     folds: Folds, linear: Tensor, *, orient: bool = True, exact: float = _EXACT
 ) -> tuple[ReluFfn, int]:
-    """A network with these folds and this linear part, and the number of its unknowns.
+    """Return a network with these folds and this linear part, and the number of its unknowns.
 
-    Up to `exact` of the sum of the folds, a remainder is an error and not two neurons.
+    A remainder of up to `exact` of the sum of the folds counts as an error, not as two neurons.
     """
     halves = 0.5 * folds.signs.unsqueeze(1) * folds.normals
     o = _orientations(halves, linear, exact) if orient else torch.ones_like(folds.signs)
@@ -483,7 +484,7 @@ def neurons(
     A, w = o.unsqueeze(1) * folds.normals, folds.signs
     size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(linear)
     if torch.linalg.vector_norm(remainder) <= exact * size:
-        # ℓ was read directly and is the better known: spread the difference over the neurons.
+        # ℓ was read directly and is more exact: spread the difference over the neurons.
         A = A + (2 / max(1, len(w))) * torch.outer(w, remainder)
         return ReluFfn(A, w), max(A.numel(), len(linear))
     A = torch.cat([A, torch.stack([remainder, -remainder])])
@@ -492,12 +493,12 @@ def neurons(
 
 
 def _orientations(halves: Tensor, linear: Tensor, exact: float) -> Tensor:
-    """Signs o with `oᵀ halves = ℓ` if they are found, else some signs."""
+    """Return signs o with `oᵀ halves = ℓ` if they are found, and other signs if not."""
     inverse = torch.linalg.pinv(halves)  # (d, m)
     size = torch.linalg.vector_norm(halves, dim=1).sum()
     z = torch.zeros(len(halves), dtype=torch.float64)
     o = torch.ones_like(z)
-    # With independent normals there is one solution, and the first look finds it.
+    # With independent normals there is one solution, and the first pass finds it.
     independent = int(torch.linalg.matrix_rank(halves)) == len(halves) if len(halves) else True
     for _ in range(1 if independent else _REFLECTIONS):
         solution = z - (z @ halves - linear) @ inverse

@@ -1,4 +1,4 @@
-"""`keyhole extract` as a function: open a target, choose a method, ask, judge."""
+"""`keyhole extract` as a function: open a target, choose a method, run it, judge the result."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def run(
     notice: Notice = ignored,
     **options: Any,
 ) -> Extraction:
-    """Read the weights of a target back from its answers.
+    """Extract the weights of a target from its answers.
 
-    `target` is what the command line takes (a .safetensors file, an address, `demo`,
-    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, `MODEL:block.LAYER`, for its last
-    layer a language model or a server of one) or any oracle; `method` a name of the registry or a
-    method with hyperparameters of your own. `options` are the hyperparameters of a named method:
-    what it does not have is refused. The `bases` of orthogonal heads may be a .safetensors file
-    that holds one for each head. `reference` is a model's file or folder, with whose last layer the
-    stolen one is compared. `budget` is the most queries to ask; `ledger` the file that remembers
-    every answer, from which a run that was stopped goes on. `endpoint` says how a server is asked,
-    `authorized` that it may be though it is another machine; `notice` is called with what a person
-    should know at once.
+    `target` is any oracle, or what the command line takes: a .safetensors file, an address, `demo`,
+    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, `MODEL:block.LAYER`, or, for its last
+    layer, a language model or a server of one. `method` is a name of the registry, or a method with
+    hyperparameters of your own. `options` are the hyperparameters of a named method; unknown ones
+    are refused. The `bases` of orthogonal heads may be a .safetensors file that holds one for each
+    head.
+
+    `reference` is a model's file or folder, whose last layer is compared with the extracted one.
+    `budget` is the largest number of queries. `ledger` is the file that stores every answer, so
+    that a stopped run can resume. `endpoint` has the options for a server; `authorized` confirms
+    that another machine may be attacked. `notice` is called with what the user should know at once.
     """
     expect_count("budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):

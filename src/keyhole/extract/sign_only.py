@@ -1,29 +1,30 @@
 """One head from the signs of its scores: one bit per query (ours).
 
 After Theorem B.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873, Appendix B).
-Signs do not change with the length of v, so ‖v‖ = 1 is taken. With `x = λ·x_j` and `δ = (c/λ)·p_i`,
+Signs do not depend on the length of v, so let ‖v‖ = 1. With `x = λ·x_j` and `δ = (c/λ)·p_i`,
 
     f([x+δ ; x]) > 0  ⟺  σ(z) > λ²·|vᵀx_j| / (c·vᵀp_i),   z = c·p_iᵀWx_j,  vᵀp_i > 0 > vᵀx_j,
 
-and z does not depend on λ: choosing λ compares z with any threshold t, λ² = σ(t)·c·vᵀp_i/|vᵀx_j|.
+and z does not depend on λ: the choice of λ compares z with any threshold t, λ² =
+σ(t)·c·vᵀp_i/|vᵀx_j|.
 
 sign_only_as_published.py has the theorem as it stands. Departures:
 
-- v. The paper averages signs, O(d/ε²) queries for an error ε of v; since W is read through v, an
-  error ε of W takes O(d⁴‖W‖²/ε²) of them. Bisecting the ratios of v's coordinates, in a random
-  basis and to the largest, needs O(d·log 1/ε).
-- Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x run through random orthonormal
-  bases of which every element has the same inner product with v.
+- v. The paper averages signs, with O(d/ε²) queries for an error ε of v; since W is read through v,
+  an error ε of W takes O(d⁴‖W‖²/ε²) of them. Bisection of the ratios of v's coordinates, in a
+  random basis and relative to the largest one, takes O(d·log 1/ε).
+- Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x are random orthonormal bases in
+  which every element has the same inner product with v.
 - Brackets. The paper bisects λ in an interval that a known ‖W‖ ≤ B gives. Here a few entries find
   the scale first, and thresholds halve the probability mass of a Student distribution of that
-  scale: no bound is needed, no level is spent on an empty range, outliers take a few more.
-- `accuracy` is promised for every entry of W and of v: widths of brackets and the error of v are
-  carried through to `guarantee`. That costs up to log₂ d bits an entry above the lower bound of
-  (d² + d − 1)·log₂(1/ε) queries for entries of size 1; the length of v cannot be known.
-- Wrong labels. One is enough to send a bisection to the wrong half, and its bracket then ends at
-  that label. So the judge has both ends of every bracket asked twice more, in other words: a token
-  twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`, which mean the
-  same to a head. Labels that lie at random or by the question differ there, and nothing is proved.
+  scale. So no bound is needed, no level is spent on an empty range, and outliers take a few more.
+- `accuracy` is promised for every entry of W and of v: the widths of brackets and the error of v
+  are carried through to `guarantee`. That costs up to log₂ d bits an entry above the lower bound of
+  (d² + d − 1)·log₂(1/ε) queries for entries of size 1. The length of v cannot be known.
+- Wrong labels. A single one can send a bisection to the wrong half, and its bracket then ends at
+  that label. So the judge repeats the queries at both ends of every bracket twice, in an equivalent
+  form: a token twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`. If
+  labels are wrong at random or by the query, some differ, and nothing is called proved.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from keyhole.extract.halfspace import EPSILON, Ratios, bisect, centre, signs
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_SHARE = 0.15  # of the error allowed to W, for what an inexact v does to it
+_SHARE = 0.15  # share of W's allowed error that the error of v may cause
 _SCOUTS = 8
-_LOOK = 3  # levels of bisection between two looks at the state
-_SCALES = 32  # factors of four tried on the way to a scale
-_BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie differs
+_LOOK = 3  # levels of bisection between two steps
+_SCALES = 32  # factors of four that are tried for a scale
+_BEYOND = 3.0  # times the error of a threshold: so far from it, only a wrong label differs
 
 
 @dataclass(frozen=True)
 class SignOnly(SignMethod):
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
-    The oracle answers 1.0 where the score is positive and else 0.0; the model answers with scores,
+    The oracle answers 1.0 if the score is positive and 0.0 if not. The model answers with scores,
     and `oracle.SignOnly(model)` answers like the oracle.
     """
 
@@ -74,7 +75,7 @@ class SignOnly(SignMethod):
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
         direction = Ratios(oracle, stream)
-        # Enough for a W of size 1; a larger one is met with more below.
+        # Enough for a W of size 1; for a larger one, v is sharpened again below.
         direction.sharpen(self._needed(d, 1.0))
         forms = _Forms(oracle, direction, stream)
         yield self._step(direction, forms)
@@ -91,7 +92,7 @@ class SignOnly(SignMethod):
         yield self._step(direction, forms)
 
     def _needed(self, d: int, largest: float) -> float:
-        """How well v must be known for W's sake; `_Forms.carried` read backwards, for z ≤ 1."""
+        """Return how exact v must be for W's sake; the inverse of `_Forms.carried`, for z ≤ 1."""
         gain = 2 * d * (1 + math.e) * max(largest, self.accuracy / d)
         return min(self.accuracy, _SHARE * self.accuracy / gain)
 
@@ -124,14 +125,14 @@ class _Forms:
         self._low = torch.full((d * d,), -math.inf, dtype=torch.float64)
         self._high = -self._low
         self._stream = stream
-        self.largest = 1.0  # about; tokens are scaled so that forms of this size give z = ±1
+        self.largest = 1.0  # approximate; tokens are scaled so that such forms give z = ±1
 
     @property
     def width(self) -> Tensor:
         return self._high - self._low
 
     def scout(self, smallest: float) -> None:
-        """Find the size of the forms from a few: they stay below it, but not below a quarter."""
+        """Find the size of the forms from a few of them, to a factor of four."""
         rows = torch.randperm(len(self._low), generator=self._stream)[:_SCOUTS]
         zero = torch.zeros_like(self._low)
         positive = self._compare(rows, zero)
@@ -155,7 +156,7 @@ class _Forms:
                 return
 
     def bisect(self, accuracy: float) -> Iterator[int]:
-        """Halve all brackets until W is known to `accuracy`, one batch a level."""
+        """Halve all brackets until W is known to `accuracy`, one batch per level."""
         spread = float(self._P.abs().sum(0).max() * self._X.abs().sum(0).max())
         prior = self.largest / 3.5  # Student's scale, if the forms are Gaussian
 
@@ -173,26 +174,26 @@ class _Forms:
         return bisect(self._low, self._high, narrow, median, self._above)
 
     def shift(self, forms: Tensor) -> Tensor:
-        """How far an error of v (and rounding) may have moved a threshold at `forms`."""
+        """Return how far an error of v (and rounding) may have moved a threshold at `forms`."""
         relative = 2 * self._relative
         if relative >= 1:
             return torch.full_like(forms, math.inf)
-        # logit(σ(t)·ρ) − t, for ρ off 1 by `relative` or more after it
+        # logit(σ(t)·ρ) − t, for a ρ that differs from 1 by `relative`
         return -math.log1p(-relative) * (1 + torch.exp(forms / self.largest)) * self.largest
 
     @property
     def _relative(self) -> float:
-        """The largest relative error of any vᵀp or vᵀx; all of them are ±1/√d, about."""
+        """The largest relative error of any vᵀp or vᵀx, which are all about ±1/√d."""
         v = self._direction.v
         weakest = float(torch.minimum((self._P @ v).min(), (self._X @ v).abs().min()))
         return (self._direction.error + 8 * EPSILON * len(v)) / weakest
 
     def carried(self) -> float:
-        """How far an error of v may have moved any entry of W.
+        """Return how far an error of v may have moved any entry of W.
 
-        A form moves by g_ij·(a_i + b_j) at most: a and b are the relative errors of vᵀp_i and
-        vᵀx_j, ‖a‖ and ‖b‖ at most `_relative`, since P and X are orthonormal; g is the slope of
-        the logit. Entries of W = PᵀFX move by no more than the norm of that matrix.
+        A form moves by g_ij·(a_i + b_j) at most. a and b are the relative errors of vᵀp_i and
+        vᵀx_j, with ‖a‖ and ‖b‖ at most `_relative`, since P and X are orthonormal; g is the slope
+        of the logit. Entries of W = PᵀFX move by no more than the norm of that matrix.
         """
         relative, d = self._relative, len(self._P)
         if relative >= 0.5:
@@ -204,7 +205,7 @@ class _Forms:
         return norm * relative / (1 - relative)
 
     def solve(self) -> tuple[Tensor, float]:
-        """W from the middles of the brackets, and a bound on the error of its entries."""
+        """Return W from the middles of the brackets, and a bound on the error of its entries."""
         d = len(self._P)
         known = torch.isfinite(self.width)
         middle = torch.where(known, centre(self._low, self._high), 0.0)
@@ -212,7 +213,7 @@ class _Forms:
         return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max()) + self.carried()
 
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
-        """`_above`, kept in the brackets with a margin for what a better v may say."""
+        """Run `_above`, and narrow the brackets with a margin for the error of v."""
         above = self._above(rows, thresholds)
         slack = self.shift(thresholds)
         low, high = thresholds - slack, thresholds + slack
@@ -225,7 +226,7 @@ class _Forms:
         return above
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Pairs of tokens (m, 2, d) whose signs the brackets rest on, and which are positive."""
+        """Return pairs of tokens (m, 2, d) at the ends of all brackets, and which are positive."""
         rows, slack = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
         pairs = torch.cat(
             [self._pairs(rows, self._low - slack), self._pairs(rows, self._high + slack)]
@@ -233,13 +234,13 @@ class _Forms:
         return pairs, torch.arange(len(pairs)) < len(rows)
 
     def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
-        """Which of the forms lie above their thresholds: one query each."""
+        """Return which of the forms are above their thresholds, with one query each."""
         if not bool(thresholds[rows].isfinite().all()):
             raise Unsuccessful(Status.MISMATCH, "the signs of some pairs never change")
         return signs(self._oracle, self._pairs(rows, thresholds))
 
     def _pairs(self, rows: Tensor, thresholds: Tensor) -> Tensor:
-        """Sequences (rows, 2, d) with a positive score where a form is above its threshold."""
+        """Return sequences (rows, 2, d) with a positive score if a form is above its threshold."""
         v, d = self._direction.v, len(self._P)
         p, x = self._P[rows // d], self._X[rows % d]
         c = 1 / self.largest
@@ -250,5 +251,5 @@ class _Forms:
 
 
 def _student(x: Tensor) -> Tensor:
-    """2F − 1 for Student's distribution with two degrees of freedom; ±1 at ±∞."""
+    """Return 2F − 1 for Student's distribution with two degrees of freedom; ±1 at ±∞."""
     return torch.where(torch.isinf(x), x.sign(), x / (2 + x * x).sqrt())

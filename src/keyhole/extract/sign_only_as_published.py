@@ -1,15 +1,15 @@
-"""Theorem B.1 as published: one head from signs, an average for v, a bisection for each entry.
+"""Theorem B.1 as published: one head from signs, by an average for v and bisection for W.
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in advance:
-‖W‖ ≤ B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. With c = ∓1/B, so that
-c·v_i·v_j < 0, and the unit vectors,
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in advance: ‖W‖ ≤
+B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. With c = ∓1/B, so that c·v_i·v_j < 0,
+and the unit vectors,
 
     v̂ = mean of sign(vᵀx)·x / E|x_1|,  x uniform on the sphere                     m queries
     f([λe_j + (c/λ)e_i ; λe_j]) changes its sign at  λ² = σ(z)·|v_i| / (B·|v_j|),  z = c·W_ij
 
 and |z| ≤ 1 puts that λ between √(σ(−1)η/B) and √(σ(1)/(ηB)): bisect there, once for each entry.
-Then σ(ẑ) = clip(λ̂²·B·r̂) with r̂ = |v̂_j|/|v̂_i|, cut to [η, 1/η], and Ŵ_ij = logit(σ(ẑ))/c. With κ the
-slope of the logit between σ(±1), an error of ε_v in each entry of v̂ and of ε_λ in λ̂ leave
+Then σ(ẑ) = clip(λ̂²·B·r̂) with r̂ = |v̂_j|/|v̂_i|, cut to [η, 1/η], and Ŵ_ij = logit(σ(ẑ))/c. With
+κ the slope of the logit between σ(±1), an error of ε_v in each entry of v̂ and of ε_λ in λ̂ leave
 
     |Ŵ_ij − W_ij| ≤ Bκ·( (B/η)·2λ_max·ε_λ + σ(1)·2u/(1 − u) ),   u = ε_v/η.
 
@@ -17,10 +17,10 @@ Half of ε/d for each gives ε_λ and ε_v, and with them the number of queries:
 
     m + d²·⌈log₂((λ_max − λ_min)/2ε_λ)⌉,   m = 2·ln(2d/p) / (E|x_1|·ε_v)²   (Hoeffding),
 
-for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` says so in advance;
+for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` states that in advance, and
 `guarantee` follows from the brackets, entry by entry. The constants are those of the proof's own
-steps, which the paper sums up as O(·). sign_only.py is our version: no B, no η,
-no chance, far fewer queries.
+steps, for which the paper writes O(·). sign_only.py is our version, with no B, no η, no failure
+probability and far fewer queries.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
 _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
-_EXACT = 1e-6  # error on fresh queries up to which nothing is missing
-_ASIDE = 1e-9  # of λ: where a bracket's end is asked again, clear of rounding
+_EXACT = 1e-6  # error on fresh queries up to which a model counts as recovered
+_ASIDE = 1e-9  # share of λ: repeated queries are so far outside a bracket, for rounding
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the theorem asks for, before anything is: errors of v̂ and λ̂, brackets, queries."""
+    """What the theorem needs, known in advance: errors of v̂ and λ̂, brackets, queries."""
 
     values_error: float  # ε_v
     scale_error: float  # ε_λ
@@ -184,7 +184,7 @@ class _Entries:
         return bisect(self._low, self._high, lambda: width, centre, self._above)
 
     def _above(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """Which entries change their sign beyond these λ: there v_j's does not prevail yet."""
+        """Return which entries change their sign at a larger λ."""
         positive = signs(self._oracle, self._pairs(rows, scales))
         return positive != (self.v[self._j[rows]] > 0)
 
@@ -195,7 +195,7 @@ class _Entries:
         return torch.stack([last + self._c[rows, None] / scale * units[self._i[rows]], last], 1)
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Both ends of every bracket as pairs of tokens, and which of them are positive."""
+        """Return pairs of tokens at both ends of every bracket, and which of them are positive."""
         rows = torch.arange(len(self._low))
         low, high = self._low * (1 - _ASIDE), self._high * (1 + _ASIDE)
         with_v = self.v[self._j] > 0
@@ -204,7 +204,7 @@ class _Entries:
         )
 
     def solve(self) -> tuple[Tensor, Interval]:
-        """Ŵ as the theorem has it, and what the brackets prove."""
+        """Return Ŵ as in the theorem, and the interval that the brackets prove."""
         ratio, least, most = self._ratios()
         W, first, second = (
             (self._bound * scale.square() * r).clamp(_LOW, _HIGH).logit() / self._c
@@ -218,7 +218,7 @@ class _Entries:
         return W.view(shape), Interval(low.view(shape), high.view(shape))
 
     def _ratios(self) -> tuple[Tensor, Tensor, Tensor]:
-        """|v_j|/|v_i|: estimated, and at least and at most what it is; 1 where i = j."""
+        """Return the estimate of |v_j|/|v_i| and its lower and upper bound; 1 where i = j."""
         size, error = self.v.abs(), self.plan.values_error
         below, above = (size - error).clamp(min=self._margin), (size + error).clamp(max=1.0)
         same = self._i == self._j

@@ -6,9 +6,9 @@ parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i` are learnable from 
     v_i = f([e_i])                                                    d queries
     δᵀWx = logit((f([x+δ ; x]) − vᵀx) / vᵀδ)  for d probes δ, d tokens x   d² queries
 
-and `Z = Δ W Xᵀ` is solved for W. Departures: both bases are rotated at random and the probes
-lean towards v (bilinear.py says why); the theorem's unit vectors would do in exact arithmetic.
-d² + d is also the number of unknowns, so no attack on scores can ask less without knowing more.
+and `Z = Δ W Xᵀ` is solved for W. Departures: both bases are rotated at random, and v̂ is added to
+the probes (bilinear.py says why); in exact arithmetic the theorem's unit vectors would do. d² + d
+is also the number of unknowns, so no attack on scores can need fewer queries without knowing more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SingleHead(Method):
 
 
 def _doubling(d: int) -> Iterator[tuple[int, int]]:
-    """0–1, 1–2, 2–4, …: looks at the state on the way, at a cost that is a fraction of the last."""
+    """Yield 0–1, 1–2, 2–4, …: all steps together cost a fraction more than the last one alone."""
     start = 0
     while start < d:
         stop = min(d, max(1, 2 * start))

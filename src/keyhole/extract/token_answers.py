@@ -1,20 +1,21 @@
-"""The answers that an extraction of the last layer is made of: one row for each random prompt.
+"""The answers from which a last layer is extracted: one row for each random prompt.
 
-`WholeVectors` are one question a row. `ChosenTokens` ask a target that gives only the best k for
-tokens of their own choice, k − 1 at a time and a reference: a bias raises them above all others,
-and differences to the reference do not depend on what the others have. With k = 1 the raised token
-is sampled, and its log-probability is as it was (oracle/completions.py). With k = 0 there are no
+`WholeVectors` takes one query a row. `ChosenTokens` is for a target that gives only the best k
+tokens: it chooses k − 1 tokens and a reference for each query, and a bias raises them above all
+others. Differences to the reference do not depend on the bias. If k = 1, the raised token is
+sampled and its log-probability is as it was (oracle/completions.py). If k = 0 there are no
 log-probabilities: which of two raised tokens is sampled, at temperature 0, is one bit, the sign of
-ℓ_i − ℓ_j + t for biases that differ by t, and bisecting t measures the difference. Without a bias
-sampled tokens give only inequalities ℓ_i ≥ ℓ_j, which any width satisfies: no rank follows.
+ℓ_i − ℓ_j + t for biases that differ by t, and bisection of t measures the difference. Without a
+bias, sampled tokens give only inequalities ℓ_i ≥ ℓ_j, which any width satisfies, so they give no
+rank.
 
-The bias is added to a logit in float32, where every doubling of the sum costs a binary digit: the
-smallest that lifts the tokens is used, and more for a token that the others leave a probability of
-exactly zero. The reference gets some more, so that it is the token that is sampled; servers say
-nothing of one that is half a character.
+The bias is added to a logit in float32, where every doubling of the sum costs a binary digit. So
+the smallest bias that raises the tokens is used, and a larger one for a token whose probability is
+still exactly zero. The reference has a larger bias, so that it is the token that is sampled:
+servers give nothing for a token that is half a character.
 
-Rows in which something is absent, or so improbable that float32 holds no digits of it, are set
-aside: they are paid for, not used.
+A row with a missing number, or with one so improbable that float32 has no digits of it, is paid for
+but not used.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
-_LEAST = -85.0  # the logarithm of what float32 holds with all its digits
-_SET_ASIDE = 16  # rows in a row, of which none can be used
-_TOGETHER = 64  # rows whose questions are asked at once: several servers may share them
+_LEAST = -85.0  # the logarithm of the smallest number that float32 holds with all digits
+_SET_ASIDE = 16  # unusable rows after which the attack gives up
+_TOGETHER = 64  # rows whose queries are sent at once: several servers may share them
 _BIASES = (16.0, 32.0, 64.0, 128.0)
-_FURTHER = 48.0  # more bias for tokens of zero probability, too little to pass the reference
+_FURTHER = 48.0  # more bias for tokens of zero probability, too little to exceed the reference
 _RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
-_FIRMLY = 60.0  # raised above all other tokens; a bias may be 100, as OpenAI has it
-_REFERENCE = 16.0  # more, for the reference
-_NORMALISED = 0.5  # how far rounded log-probabilities may be from adding up to one, in logarithms
+_FIRMLY = 60.0  # raises above all other tokens; OpenAI allows biases up to 100
+_REFERENCE = 16.0  # added to the bias of the reference
+_NORMALISED = 0.5  # how far the logarithm of the sum of rounded probabilities may be from 0
 
 
 class Prompts:
-    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is.
+    """Random prompts of one length; while the vocabulary is not known, prompts of zeros.
 
-    None comes twice: equal answers would look like a rank that the layer does not have.
+    No prompt comes twice: equal answers would look like a rank that the layer does not have.
     """
 
     def __init__(self, length: int, stream: torch.Generator) -> None:
@@ -59,6 +60,7 @@ class Prompts:
         self._drawn: set[tuple[int, ...]] = set()
 
     def draw(self, vocabulary: int | None) -> Tensor:
+        """Return a new prompt; raise Unsuccessful if there are no more."""
         while vocabulary is None or len(self._drawn) < vocabulary**self.length:
             prompt = torch.randint(0, vocabulary or 1, (self.length,), generator=self._stream)
             if (ids := tuple(prompt.tolist())) not in self._drawn or vocabulary is None:
@@ -70,7 +72,7 @@ class Prompts:
 
 
 class WholeVectors:
-    """A number for every token of the vocabulary from each question."""
+    """Answers with a number for every token of the vocabulary."""
 
     step: float | None = None
 
@@ -85,7 +87,7 @@ class WholeVectors:
         return torch.arange(self.vocabulary or 0)
 
     def rows(self, count: int) -> Tensor:
-        """The first so many usable rows (count, tokens), asked for where they are missing."""
+        """Return the first `count` usable rows (count, tokens); missing ones are queried."""
         # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
         size = self.vocabulary or 0
         expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
@@ -94,11 +96,11 @@ class WholeVectors:
         return torch.stack(self._rows[:count])
 
     def complete(self) -> Tensor:
-        """The rows that are there without asking."""
+        """Return the rows that are there, without queries."""
         return torch.stack(self._rows) if self._rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
-        """One more row, of another prompt, that is not kept."""
+        """Return one more row, of another prompt, without keeping it."""
         for _ in range(_SET_ASIDE):
             answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
             self.vocabulary = len(answer)
@@ -112,7 +114,7 @@ class WholeVectors:
 
 
 class ChosenTokens:
-    """Tokens in a random order, `top` of them in a question; more of them as more rows come."""
+    """Tokens in random order, `top` of them in a query; more rows use more tokens."""
 
     def __init__(
         self, oracle: Oracle, prompts: Prompts, vocabulary: int, top: int, tokens: int | None,
@@ -132,7 +134,7 @@ class ChosenTokens:
 
     @property
     def step(self) -> float | None:
-        """That of the numbers, where they are bisected."""
+        """The step of the numbers, if they are bisected."""
         return None if self._top else 2 * _RANGE / 2**_BITS
 
     @property
@@ -158,7 +160,7 @@ class ChosenTokens:
         return self._another(prompts)[1]
 
     def _another(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """A prompt of which the target says something of every token, and its row."""
+        """Return a prompt for which the target gives all tokens, and its row."""
         for _ in range(_SET_ASIDE):
             prompt = prompts.draw(self.vocabulary)
             row = self._read([prompt], [self._chosen])[0]
@@ -167,7 +169,7 @@ class ChosenTokens:
         raise Unsuccessful(Status.NOT_APPLICABLE, "of some tokens the target says nothing")
 
     def _complete(self, numbers: list[int]) -> None:
-        """The numbers that rows miss; another prompt where there are none."""
+        """Query the numbers that rows miss, with another prompt if there are none."""
         known = [self._rows[number] for number in numbers]
         more = self._read(
             [self._asked[number] for number in numbers],
@@ -179,7 +181,7 @@ class ChosenTokens:
                 self._asked[number], self._rows[number] = self._another(self._prompts)
 
     def _open(self) -> None:
-        """The first prompt, and a reference of which the target says something."""
+        """Find the first prompt, and a reference token that the target gives."""
         prompt = self._prompts.draw(self.vocabulary)
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
@@ -197,7 +199,7 @@ class ChosenTokens:
         )
 
     def _choose(self, count: int) -> None:
-        """More tokens, of those that the first prompt gets a number for."""
+        """Choose more tokens, among those that the target gives for the first prompt."""
         while len(self._chosen) < count:
             many = self._top - 1 if self._top else count - len(self._chosen)
             group = list(itertools.islice(self._order, max(1, many)))
@@ -209,7 +211,7 @@ class ChosenTokens:
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
     def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
-        """Logits of tokens of each prompt, but for one number that all of a prompt share."""
+        """Return the logits of tokens of each prompt, up to a constant for each prompt."""
         reference, size = self._chosen[0], self._top - 1
         parts: list[list[Tensor]] = []
         asked: list[tuple[int, list[int]]] = []  # the prompt's number, and what is raised
@@ -235,7 +237,7 @@ class ChosenTokens:
         return [torch.cat(part) for part in parts]
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
-        """ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
+        """Return ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
         low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
         step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
         pairs = torch.tensor([[reference, token] for token in others], dtype=torch.float64)
@@ -252,8 +254,10 @@ class ChosenTokens:
         return torch.where(inside, low + step / 2, ABSENT)
 
     def _raise(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
-        """Logits of raised tokens (groups, tokens), each behind its prompt. Those that the largest
-        bias leaves a probability of zero, next to the reference that is sampled, get more of it.
+        """Return logits of raised tokens (groups, tokens), each group after its prompt.
+
+        Tokens that the largest bias leaves at probability zero, next to the sampled reference, get
+        more.
         """
         tokens = torch.tensor(groups)
         values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
@@ -280,29 +284,29 @@ Answers = WholeVectors | ChosenTokens  # rows of answers, and the tokens that th
 
 
 def is_normalised(answers: Tensor) -> bool:
-    """Are whole answers (b, v) log-probabilities? Logits add up to anything."""
+    """Return whether whole answers (b, v) are log-probabilities, which add up to one."""
     return bool((torch.logsumexp(answers, 1).abs() <= _NORMALISED).all())
 
 
-# A stolen last layer next to the true one: what the best linear map leaves of the difference.
+# An extracted last layer compared with the true one, after the best linear map.
 #
-# The truth is W (v, d); what is known of it is a basis B of its columns, for some tokens i and,
-# from log-probabilities, up to a row that is added to all. The best map A and row c minimise
+# The truth is W (v, d); the extraction gives a basis B of its columns, for some tokens and, from
+# log-probabilities, up to a row that is added to all. The best map A and row c minimise
 #
 #     ‖W − B A − 1 cᵀ‖_F      A = Bᵀ(W − 1 wᵀ),  w the mean row of W
 #
-# because B is orthonormal and, there, orthogonal to 1. Only the judge and benchmarks see W.
+# because B is orthonormal and, there, orthogonal to 1. Only the judge and benchmarks know W.
 
 
 def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
-    """The matrix of a model's file or folder, in float64, and whether it is the inputs' table."""
+    """Return a model's matrix in float64, and whether it is also the table of inputs."""
     model = open_model(str(reference), task="causal").model
     W = unembedding(model).weight
     return W.detach().double().cpu(), W is model.get_input_embeddings().weight
 
 
 def compared(result: Extraction, reference: str | Path) -> Extraction:
-    """The same result, with how far its matrix is from the one that the reference holds."""
+    """Return the result with the distance of its matrix from that of the reference."""
     layer, model = result.layer, result.model
     if layer is None or not isinstance(model, OutputMatrix):
         return result
@@ -318,7 +322,7 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
 
 
 def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:
-    """The RMS of what the best map leaves of W, and relative to that of W itself."""
+    """Return the RMS of W − B A − 1 cᵀ for the best map, and relative to that of W."""
     W = truth[model.tokens.long()]
     if centred:
         W = W - W.mean(0)

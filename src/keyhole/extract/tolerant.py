@@ -1,8 +1,8 @@
-"""One head from answers that are off by up to ±τ, with the error of the result proved (ours).
+"""One head from answers that are off by up to ±τ, with a proved error of the result (ours).
 
-After Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if every
-answer is within τ of the truth, probes whose α stays away from 0 and 1 give W to accuracy ε for
-τ polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
+After Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if every answer
+is within τ of the truth, probes whose α is not near 0 or 1 give W to accuracy ε for τ polynomial in
+ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
 
     v_i = f([e_i]) ± τ;   α = (f([x+δ ; x]) − vᵀx) / vᵀδ;   δᵀWx = logit(α ± error of α).
 
@@ -10,13 +10,12 @@ tolerant_as_published.py has the theorem as it stands. Departures:
 
 - The error is not the theorem's worst case. Each answer gives an interval for one bilinear form
   δᵀWx, and every later step (quotient, logit, linear solve) uses interval arithmetic, so
-  `guarantee` follows from the answers themselves. ‖v‖ ≤ 1 is not needed, since v is read first.
-  `bound` (‖W‖ ≤ B) and `margin` (η) make intervals narrower. Floating-point rounding widens them,
-  to first order.
+  `guarantee` follows from the answers. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤
+  B) and `margin` (η) make intervals narrower. Floating-point rounding widens them, to first order.
 - Probes are amplified. The error of α is τ/|vᵀδ|, so δ is made t times longer and x t times
-  shorter: the logit stays the same, the error of α falls by t. So a server that rounds its answers
-  is protected only if it also bounds the norm of tokens. `max_norm` states that bound, and t is the
-  largest that it allows. Without it t = τ/`precision`: beyond that the oracle's floating-point
+  shorter: the logit stays the same, and the error of α is divided by t. So a server that rounds its
+  answers is protected only if it also bounds the norm of tokens. `max_norm` is that bound, and t
+  the largest that it allows. Without it t = τ/`precision`: beyond that, the oracle's floating-point
   error exceeds τ. v is read with t as well.
 - Probes have a large component along v (bilinear.py), and each is sent alone as well: vᵀδ is then
   known to τ/‖δ‖, √d times better than from the entries of v. This takes d² + 2d queries, and a few
@@ -24,10 +23,10 @@ tolerant_as_published.py has the theorem as it stands. Departures:
 - `repeats` measures everything again with other probes, and intersects the intervals. This helps
   even if the oracle repeats its error whenever a query is repeated. Estimates are averaged; with
   `refine`, up to 1,200 unknowns are fitted to all answers by least squares instead, which reduces
-  random errors. Either way the result is moved into the proved intervals.
-- The assumption is tested: the judge asks every query twice more, with the sequence repeated two
-  and three times, to which a head gives the same answer. If answers are more than 2τ apart, one of
-  them is not within τ, and nothing is called proved.
+  random errors. In both cases the result is moved into the proved intervals.
+- The assumption is tested: the judge sends every query twice more, with the sequence repeated two
+  and three times, to which a head gives the same answer. If two answers are more than 2τ apart, one
+  of them is not within τ, and nothing is called proved.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which a model counts as exact
-_WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
-_FITTED = 1200  # unknowns up to which all answers are fitted at once
+_WITHIN = 1 - 1e-12  # share of `max_norm` that tokens use, so that rounding does not exceed it
+_FITTED = 1200  # the most unknowns that are fitted to all answers at once
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Tolerant(Method):
 
     @property
     def assumed(self) -> str:
-        """What a guarantee rests on: the tolerance, and whatever else was stated."""
+        """What a guarantee rests on: the tolerance, and the other bounds that were stated."""
         stated = [
             *([] if self.bound is None else [f"‖W‖ ≤ {self.bound:g}"]),
             *([] if self.margin is None else [f"|v_i| ≥ {self.margin:g} or 0"]),
@@ -98,7 +97,7 @@ class Tolerant(Method):
         return f"every answer is within ±{self.tolerance:g} of one head{more}"
 
     def reach(self, signal: float = 1.0) -> float:
-        """The norm of tokens that are sent; for longer ones rounding would exceed τ."""
+        """Return the norm of the tokens to send; with a larger one, rounding would exceed τ."""
         ample = max(1.0, self.tolerance / (self.precision * signal))
         return ample if self.max_norm is None else min(ample, _WITHIN * self.max_norm)
 
@@ -120,7 +119,7 @@ class Tolerant(Method):
                 yield state.step()
                 raise
             state.add(forms, probes)
-            # A fit to all answers is slow: one after rounds 1, 2, 4, … and after the last.
+            # A step fits all answers, which is slow: only after rounds 1, 2, 4, … and the last.
             if (number + 1).bit_count() == 1 or number + 1 == self.repeats:
                 yield state.step()
 
@@ -161,7 +160,7 @@ class _State:
             )
 
     def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
-        """Send each probe alone for vᵀδ, and prepare to measure δᵀWx with them."""
+        """Send each probe alone for vᵀδ, and return the forms to measure with these probes."""
         deltas = probes.deltas
         deltas = deltas / torch.linalg.vector_norm(deltas, dim=1, keepdim=True)
         v, method = self.v, self._method
@@ -179,6 +178,7 @@ class _State:
         )
 
     def add(self, forms: Forms, probes: ProbeBasis) -> None:
+        """Intersect W with what complete forms prove, and keep their estimate and answers."""
         middle, radius = self._solve(forms, probes)
         self.W = self.W.meet(Interval.around(middle, radius), weights_named(self._method.bound))
         self._answers.append(forms.asked)
@@ -186,7 +186,7 @@ class _State:
         self._known = middle.numel()
 
     def add_incomplete(self, forms: Forms, probes: ProbeBasis) -> None:
-        """Estimate W from the complete columns, if there is no estimate yet; nothing is proved."""
+        """Estimate W from the complete columns if there is no estimate; this proves nothing."""
         if self._estimates:
             return
         columns = forms.interval.finite.all(0)
@@ -223,18 +223,18 @@ class _State:
         )
 
     def _solve(self, forms: Forms, probes: ProbeBasis) -> tuple[Tensor, Tensor]:
-        """W from the forms, and a bound on the error of each entry."""
+        """Return W from the forms, and a bound on the error of each entry."""
         inverse = probes.solve(torch.linalg.vector_norm(probes.deltas, dim=1).diag())
         W = inverse @ forms.interval.middle @ forms.X
         d = len(W)
-        # Rounding of scores, their exponentials and this solve, to first order, by the estimate W.
+        # To first order: rounding of scores, of their exponentials and of this solve.
         rounding = (
             (4 * d + 16) * self._method.precision * forms.deltas.abs() @ W.abs() @ forms.X.abs().mT
         )
         return W, inverse.abs() @ (forms.interval.radius + rounding) @ forms.X.abs()
 
     def _ask_alone(self, oracle: Oracle, tokens: Tensor, reach: float) -> Interval:
-        """`vᵀx` for unit tokens, each sent as a sequence of its own."""
+        """Return `vᵀx` for unit tokens, each sent as a sequence of its own."""
         scaled = reach * tokens
         answers = ask_scores(oracle, scaled.unsqueeze(1))
         self._answers.append(SingleTokens(scaled, answers))

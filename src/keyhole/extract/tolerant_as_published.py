@@ -1,30 +1,31 @@
 """Theorem 6.1 as published: one head from answers within ±τ, by unit probes and d² + d queries.
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. Known in advance:
-‖W‖ ≤ B, and η, below which no |v_i| lies but 0. With a = ½, b = 1/B and the unit vectors,
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. Known in advance: ‖W‖ ≤ B,
+and η: every |v_i| is 0 or at least η. With a = ½, b = 1/B and the unit vectors,
 
     v̂_i = f([e_i]) ± τ, and 0 where |v̂_i| < η/2                                  d queries
     α̂ = (f([b·e_j + a·u ; b·e_j]) − b·v̂_j) / (a·v̂ᵀu),   u = e_i, or e_i + e_k where v_i = 0
     uᵀWe_j = 2B·logit(clip(α̂))                                                    d² queries
 
 where |v̂_k| is the largest; W_ij is the form, or the form less Ŵ_kj. Since |ab·W_ij| ≤ ½ (for sums
-1/√2, as ‖e_i + e_k‖ = √2), α stays where the slope of the logit is κ = 2 + 2·cosh(1/√2) at most
-(Lemma A.1). With |v̂ᵀu| ≥ η/2 the steps of the proof add up to
+1/√2, as ‖e_i + e_k‖ = √2), the slope of the logit at α is κ = 2 + 2·cosh(1/√2) at most (Lemma A.1).
+With |v̂ᵀu| ≥ η/2 the steps of the proof add up to
 
     |α̂ − α| ≤ (τ + bτ + aτ)·2/(aη),   |Ŵ_ij − W_ij| ≤ 2·2B·κ·|α̂ − α| = 2κ(12B + 8)·τ/η =: ε/d,
 
-a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤ ε, and ‖v̂ − v‖ ≤ √d·τ ≤ ε:
+including a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤ ε, and ‖v̂ − v‖ ≤
+√d·τ ≤ ε:
 
     τ(ε, B, η, d) = ε / max(2κ·d·(12B + 8)/η, √d).
 
-`tolerance_for` is that, `accuracy_for` its inverse: they are known before anything is asked, and
-every result says them (`stated`). `guarantee` is reported with it: it follows from the answers by
-intervals, entry by entry, and is never larger than ε/d. tolerant.py is our version: no B and no η,
-longer probes, far smaller errors.
+This is `tolerance_for`, and `accuracy_for` is its inverse. Both are known in advance, and every
+result states them (`stated`). `guarantee` is reported as well: it follows from the answers by
+intervals, entry by entry, and is never larger than ε/d. tolerant.py is our version, with no B and
+no η, longer probes and far smaller errors.
 
-Where the paper says O(·) the constants here are those of its own steps; it takes ‖W‖ for any norm
-that bounds |uᵀWx|, and so does this. What it does not say: τ < η/2 is needed to tell zeros of v,
-and for ε ≤ 1 it follows.
+Where the paper writes O(·), the constants here are those of its own steps. It takes ‖W‖ for any
+norm that bounds |uᵀWx|, and so does this. It does not mention that τ < η/2 is needed to tell zeros
+of v; for ε ≤ 1 that follows.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
+_EXACT = 1e-8  # relative error on fresh queries up to which a model counts as recovered
 _EPSILON = torch.finfo(torch.float64).eps
 _DELTA = 0.5  # a, the length of δ
 _SINGLE, _SUM = 0.5, math.sqrt(0.5)  # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
-_SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: of the logit, where α of either may be
+_SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: the largest slope of the logit at these α
 
 
 def accuracy_for(tolerance: float, bound: float, margin: float, dim: int) -> float:
-    """ε, what the theorem states for answers within ±τ."""
+    """Return ε, the accuracy that the theorem states for answers within ±τ."""
     return tolerance * max(2 * _SLOPE * dim * (12 * bound + 8) / margin, math.sqrt(dim))
 
 
 def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> float:
-    """τ(ε, B, η, d): how exact answers must be for the theorem to state ε."""
+    """Return τ(ε, B, η, d), how exact answers must be for the theorem to state ε."""
     return accuracy / accuracy_for(1.0, bound, margin, dim)
 
 
@@ -122,7 +123,7 @@ class TolerantAsPublished(Method):
         yield self._step(v, probes, [alone, probes.asked])
 
     def _zeros(self, v: Tensor) -> Tensor:
-        """Which entries are 0; one that is neither that nor beyond the margin contradicts it."""
+        """Return which entries are 0; raise Unsuccessful if one is between 0 and the margin."""
         rounding = 8 * _EPSILON * float(v.abs().max())
         between = (v.abs() > self.tolerance + rounding) & (
             v.abs() < self.margin - self.tolerance - rounding
@@ -152,7 +153,7 @@ class TolerantAsPublished(Method):
 
 
 class _Probes:
-    """The d² length-two probes; answers not asked for yet are NaN."""
+    """The d² probes of length two; answers that are still missing are NaN."""
 
     def __init__(self, method: TolerantAsPublished, v: Tensor) -> None:
         self._method, self._v = method, v
@@ -171,7 +172,7 @@ class _Probes:
             self.asked.answers[rows] = answers
 
     def solve(self) -> tuple[Tensor, Interval]:
-        """Ŵ as the theorem has it, and what the answers prove."""
+        """Return Ŵ as in the theorem, and the interval that the answers prove."""
         alpha, error = self._gates()
         reach = torch.where(self._sums, _SUM, _SINGLE).to(torch.float64).unsqueeze(1)
         low, high = torch.sigmoid(-reach), torch.sigmoid(reach)
@@ -193,7 +194,7 @@ class _Probes:
         return W, Interval(least, most)
 
     def _gates(self) -> tuple[Tensor, Tensor]:
-        """α̂ and a bound on its error, entry (i, j) for u_i and e_j."""
+        """Return α̂ and a bound on its error, entry (i, j) for u_i and e_j."""
         v, d = self._v, len(self._v)
         b, tau = 1 / self._method.bound, self._method.tolerance
         radius = torch.where(v == 0, 0.0, tau)  # zeros of v are known exactly

@@ -1,21 +1,21 @@
 """The far field of many heads: linear regions, and the hyperplanes between them.
 
-Fix the asking token x and put `g_h = W_h x`:
+Fix the last token x and let `g_h = W_h x`:
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 
-Far out every gate is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` across `g_hᵀδ = 0`. On
-a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head crosses once. Three neighbouring samples of
-one region, being of the form `p cos θ + q sin θ`, satisfy
+For long δ every gate is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` across `g_hᵀδ = 0`.
+On a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head has one crossing. Three neighbouring
+samples of one region have the form `p cos θ + q sin θ`, so they satisfy
 
-    φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0;
+    φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0.
 
-intervals that lie in no such triple are divided until only crossings are left (`find_lines`
-reads the normals there).
+Intervals that are in no such triple are divided until only crossings are left (`find_lines` reads
+the normals there).
 
-Heads W and −W with equal v cancel in every answer of length two: σ(z) + σ(−z) = 1. A third token
-`x + D`, D a thousand times as long as δ, takes the whole attention of heads with `gᵀD > 0` and none
-of the others', so that one of the two is left and the same search finds it.
+Heads W and −W with equal v cancel in every answer of length two, since σ(z) + σ(−z) = 1. A third
+token `x + D`, D a thousand times as long as δ, takes all the attention of heads with `gᵀD > 0` and
+none of the others', so that one of the two is left and the same search finds it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.oracle.protocol import Oracle
 
-FAR = 1e10  # of the radius where gates saturate: transitions stay narrower than `_WIDTH`
-_WIDTH = 1e-7  # crossings are isolated to this angle
-_EXACT = 1e-10  # jumps below this share of the answers are not seen
+FAR = 1e10  # times the radius where gates saturate: transitions stay narrower than `_WIDTH`
+_WIDTH = 1e-7  # the angle to which crossings are isolated
+_EXACT = 1e-10  # the smallest jump that is found, relative to the largest answer
 _BEYOND = 1e3  # |D| / |δ| of the third token
 _SAMPLES = 25  # on the half circle, to begin with
-_PARTS = 8  # a doubtful interval is divided into
-_MOST = 8192  # samples on a circle: more regions than that are no heads
+_PARTS = 8  # into which an interval with a crossing is divided
+_MOST = 8192  # samples on a circle: heads do not make more regions than that
 _TRIES = 4
-_GAP, _JUMP = 3e-3, 0.01  # between crossings, and at them, of a circle that needs no better one
+_GAP, _JUMP = 3e-3, 0.01  # least gaps and jumps of a circle that is good enough
 
 
 class BadToken(Unsuccessful):
-    """This x will not do; another may."""
+    """The attack fails with this x, but may succeed with another."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`φ(ρ·point) / ρ` at one asking token; `away` is the direction of D, if there is a D."""
+    """`φ(ρ·point) / ρ` at one last token; `away` is the direction of D, if there is a D."""
 
     oracle: Oracle
     x: Tensor
     v: Tensor
     away: Tensor | None = None
-    drift: float = 0.0  # what the heads that sit on D add, per unit of ρ
+    drift: float = 0.0  # what the heads that attend to D add, per unit of ρ
 
     def hiding(self, away: Tensor, rho: float) -> Probe:
-        """The same with a third token; its constant part is measured once, at radius ρ."""
+        """Return the probe with a third token; its constant part is measured once, at radius ρ."""
         probe = Probe(self.oracle, self.x, self.v, away)
         drift = float(probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([rho]))[0])
         return Probe(self.oracle, self.x, self.v, away, drift)
@@ -73,7 +73,7 @@ class Probe:
 
 
 def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
-    """The largest radius where some gate on two random rays is still open; None if none ever is.
+    """Return the largest radius where a gate on two random rays is open; None if none ever is.
 
     `φ(tu)/t` goes from ½vᵀu to its limit; the slowest gate of a ray has |z| about 14 there.
     """
@@ -109,7 +109,7 @@ class Circle:
         return points(self.a, self.b, theta)
 
     def ratio(self, crossing: Tensor, theta: Tensor, y: Tensor) -> Tensor:
-        """(φ − φ before) / (φ after − φ before): σ(z) where a single head crosses."""
+        """Return (φ − φ before) / (φ after − φ before): σ(z) if a single head crosses."""
         wave = torch.stack([torch.cos(theta), torch.sin(theta)], -1)
         before = (wave * self.regions[crossing]).sum(-1)
         after = (wave * self.regions[crossing + 1]).sum(-1)
@@ -120,25 +120,26 @@ class Circle:
         return (self.left + self.right) / 2
 
     def gaps(self) -> Tensor:
-        """From each crossing to the nearest other one; θ + π is the same hyperplane again."""
+        """Return the angle from each crossing to the nearest other one, modulo π."""
         mid = self.middle
         around = torch.cat([mid[-1:] - math.pi, mid, mid[:1] + math.pi])
         step = around.diff()
         return torch.minimum(step[1:], step[:-1])
 
     def quality(self) -> float:
-        """1 for a circle that needs no better one."""
+        """Return 1 for a circle that is good enough, and less for others."""
         wave = torch.stack([torch.cos(self.middle), torch.sin(self.middle)], -1)
         jumps = (wave * self.regions.diff(dim=0)).sum(-1).abs() / self.scale
         return min(float(self.gaps().min()) / _GAP, float(jumps.min()) / _JUMP, 1.0)
 
 
 def points(a: Tensor, b: Tensor, theta: Tensor) -> Tensor:
+    """Return a cos θ + b sin θ for each angle."""
     return torch.cos(theta).unsqueeze(-1) * a + torch.sin(theta).unsqueeze(-1) * b
 
 
 def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
-    """Of a few circles the one with most crossings, then widest gaps and largest jumps, if any."""
+    """Return, of a few circles, one with most crossings, then widest gaps and largest jumps."""
     best: Circle | None = None
     reached = (0, 0.0)
     for _ in range(_TRIES):
@@ -154,7 +155,7 @@ def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | N
 
 
 def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
-    """All crossings on a random half circle; None if there are none or two are too close."""
+    """Return all crossings on a random half circle; None if there are none or two are too close."""
     plane = torch.randn(len(probe.x), 2, generator=stream, dtype=torch.float64)
     a, b = torch.linalg.qr(plane).Q.mT
     theta = torch.linspace(0.0, math.pi, _SAMPLES, dtype=torch.float64)
@@ -177,9 +178,9 @@ def _sample(probe: Probe, rho: float, a: Tensor, b: Tensor, theta: Tensor) -> Te
 
 
 def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
-    """Which intervals between samples lie in a triple of neighbours that one region explains.
+    """Return which intervals between samples are in a triple of neighbours in one region.
 
-    Triples of very unequal spacing are not believed: they would hide a jump.
+    Triples of very unequal spacing do not count: they could hide a jump.
     """
     gap = theta.diff()
     first, second = gap[:-1], gap[1:]
@@ -194,7 +195,7 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
 
 
 def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> Circle | None:
-    """Neighbouring clear intervals are a region; what separates two regions is a crossing."""
+    """Join neighbouring clear intervals to regions; what separates two regions is a crossing."""
     edge = torch.zeros(1, dtype=torch.long)
     change = torch.cat([edge, clear.long(), edge]).diff()
     first, last = (change == 1).nonzero().squeeze(1), (change == -1).nonzero().squeeze(1)
@@ -211,28 +212,30 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
 
 # The normals of the hyperplanes where the far field jumps, to the few digits that masks need.
 #
-# At a crossing all other gates are saturated, so with the regions on both sides known
+# At a crossing δ* all other gates are saturated, so if the regions on both sides are known,
 #
 #     (φ − region before) / (region after − region before) = σ(gᵀδ),
 #
-# and d answers around it give g. Only the direction and rough length of g are wanted here (masks.py
-# isolates the head afterwards, and everything is measured again in the near field). The probes'
-# length is tiny next to |δ*|, so the regions' values at δ* serve for all of them and their linear
-# maps are never measured: d queries a head instead of 3d.
+# and d answers around it give g. Only the direction and rough length of g are needed: masks.py then
+# isolates the head, and everything is measured again in the near field. The probes differ from δ*
+# by so little that the regions' values at δ* can be used for all of them, and the linear maps of
+# the regions are never measured: d queries a head instead of 3d.
 
-_ISOLATED = 400.0  # radius of a crossing, in saturation radii per gap: other gates at |z| > 5000
-_PARALLEL = 0.9995  # cosine above which two normals are one line's
-_MIDDLE = 0.18  # a ratio between this and 1 − this lies well inside the transition
-_OPEN = 4.0  # |z| of the slowest gate at the saturation radius: from 1 to 14
-_SCOUTS = 6  # directions that set the step before the others are asked
+_ISOLATED = (  # radius of a crossing in saturation radii per gap: other gates have |z| > 5000
+    400.0  # radius of a crossing, in saturation radii per gap: there other gates have |z| > 5000
+)
+_PARALLEL = 0.9995  # with a larger cosine, two normals belong to one line
+_MIDDLE = 0.18  # a ratio between this and 1 − this is well inside the transition
+_OPEN = 4.0  # |z| of the slowest gate at the saturation radius, which is from 1 to 14
+_SCOUTS = 6  # directions that determine the step before the others are measured
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The hyperplanes at one asking token: a head's `W x` is along ±g of one of them.
+    """The hyperplanes at one last token: a head's `W x` has the direction ±g of one of them.
 
-    `slow` is the slope of the slowest head on the line relative to |g| (several may share it), and
-    `scale` the size of the values.
+    `slow` is the slope of the slowest head on the line relative to |g| (several may share a line),
+    and `scale` the size of the values.
     """
 
     g: Tensor  # (L, d)
@@ -248,7 +251,7 @@ class Lines:
         return Lines(factor * self.g, self.slow, self.scale)
 
     def union(self, other: Lines) -> Lines:
-        """Lines of both, parallel ones once."""
+        """Return the lines of both, parallel ones once."""
         unit = self.g / torch.linalg.vector_norm(self.g, dim=1, keepdim=True)
         others = other.g / torch.linalg.vector_norm(other.g, dim=1, keepdim=True)
         known = ((others @ unit.mT).abs() > _PARALLEL).any(1)
@@ -260,13 +263,13 @@ class Lines:
 
 
 def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
-    """Every hyperplane that answers of length two show."""
+    """Return every hyperplane that answers of length two show."""
     radius = saturation_radius(probe, stream)
     return Lines.none(len(probe.x)) if radius is None else _lines(probe, radius, stream)
 
 
 def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
-    """Hyperplanes as a third token shows them, which parts heads that cancel in length two."""
+    """Return the hyperplanes that a third token shows: it separates heads that cancel otherwise."""
     (away,) = random_units(1, len(probe.x), stream)
     radius = saturation_radius(Probe(probe.oracle, probe.x, probe.v, away), stream)
     if radius is None:
@@ -288,12 +291,12 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     g = _normals(probe, circle, theta, slope, rho, stream)
     if not bool((torch.linalg.vector_norm(g, dim=1) > 0).all()):
         raise BadToken(Status.MISMATCH, "a jump of the far field has no normal")
-    # Where several gates share a line, g stands for the slowest, and that is only a guess.
+    # If several gates share a line, g is that of the slowest, and only a guess.
     return Lines(g * slow.unsqueeze(1), torch.where(slow < 1, 0.7, 1.0).double(), circle.scale)
 
 
 def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """The angle where the ratio is ½ at radius ρ, and dz/dθ there."""
+    """Return the angle where the ratio is ½ at radius ρ, and dz/dθ there."""
 
     def ratio(theta: Tensor, rows: Tensor) -> Tensor:
         return circle.ratio(rows, theta, probe(circle.points(theta), rho[rows]))
@@ -328,9 +331,10 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor) -> Tensor:
-    """The slope of the slowest gate at each crossing relative to the central one: 1 if alone.
+    """Return the slope of the slowest gate at each crossing relative to the central one.
 
-    A gate that is not one logistic shows at z = ±4, ±9; its slowest part is where it settles.
+    It is 1 for a gate that is one logistic, which answers at z = ±4, ±9 show. Otherwise the
+    distance at which the ratio settles gives the slope of the slowest.
     """
 
     def ratio(rows: Tensor, z: Tensor) -> Tensor:
@@ -358,9 +362,9 @@ def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Te
 def _normals(
     probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor, stream: torch.Generator
 ) -> Tensor:
-    """g of each crossing, from σ(z* + τgᵀu_i) in d directions.
+    """Return g of each crossing, from σ(z* + τgᵀu_i) in d directions.
 
-    A few directions first set the step τ; ratios out of the middle are asked again with τ/6.
+    A few directions first determine the step τ; ratios far from ½ are measured again with τ/6.
     """
     crossings, d = len(theta), len(probe.x)
     U = random_orthogonal(d, stream)
@@ -370,7 +374,7 @@ def _normals(
     r = torch.full_like(step, torch.nan)
     for turn in range(12):
         bad = ~((r > 0.05) & (r < 0.95))
-        if turn == 1:  # carry over what the first directions say; the good ones are done
+        if turn == 1:  # the first directions determine the step of the others
             step[bad[:, :_SCOUTS].any(1), _SCOUTS:] /= 6
         if turn:
             step = torch.where(bad & ~r.isnan(), step / 6, step)

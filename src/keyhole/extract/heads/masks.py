@@ -1,9 +1,9 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-The target is a sum of heads, and the last token x is the query. x enters head h only through
-`g_h = W_h x`. A *line* l is the direction of some g_h, up to sign; far_field.py finds lines, with
-g_l the normal of the plane where the head's gate is half open. A *ray* is a line with a sign s, and
-usually one head lies on it. The *near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
+The target is a sum of heads, and the last token x is the query. x enters head h only through `g_h =
+W_h x`. A *line* l is the direction of some g_h, up to sign; far_field.py finds lines, with g_l the
+normal of the plane where the head's gate is half open. A *ray* is a line with a sign s, and usually
+has one head. The *near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
 
 In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
 
@@ -11,16 +11,16 @@ In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(g�
 
 Up to e^{−margin}, which is below rounding,
 
-- a head of another line gives all its attention to D1 or D2, whichever has gᵀD > 0: δ gets none;
-- a head on the opposite ray, `W x = −s g_l`, attends only to them too. If there may be one,
-  μ' = 2μ: with μ' = μ it would divide its attention, and its answer would depend on both;
+- a head of another line gives all its attention to D1 or D2, whichever has gᵀD > 0, and none to δ;
+- so does a head on the opposite ray, `W x = −s g_l`. If there may be one, μ' = 2μ: with μ' = μ it
+  would divide its attention, and its answer would depend on both;
 - a head with `W x = +s g_l` gives D1 and D2 no attention.
 
 So only the near field of one head is left, whatever H, d and the values are:
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(s g_lᵀδ)·vᵀδ + v_0ᵀδ/4
 
-(v_0: the value of a head with W = 0). The normals are needed to a few per cent only. If it costs
+(v_0: the value of a head with W = 0). The normals are only needed to a few per cent. If it costs
 little margin, D1 and D2 are orthogonal to the other heads' values: then the masked heads add
 nothing to the answers, and no digits are lost to cancellation.
 """
@@ -39,10 +39,10 @@ from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
 MARGIN = 50.0  # e^{−50} is far below rounding
-_SPARE = 2.0  # factor on margins, so that the masks also serve other tokens x nearby
+_SPARE = 2.0  # factor on margins, so that the masks also work at other tokens x nearby
 _PULL = 4.0  # g_kᵀω of a probe that shows whether a mask leaks
 _SIGNS = 256  # sign patterns that are tried for w
-_STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w where lines are crowded
+_STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w if there are many lines
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Masks:
 
 @dataclass(frozen=True)
 class IsolatedHeads:
-    """Asks about one head at a time, with all others masked; `v0` is the value of W = 0."""
+    """Queries one head at a time, with all others masked; `v0` is the value of W = 0."""
 
     oracle: Oracle
     D: Tensor
     v0: Tensor
 
     def grid(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
-        """`f([x_j + row_p ; x_j + D_owner ; x_j]) − v_0ᵀrow_p/4`, (J, P), for all x and all rows.
+        """Return `f([x_j + row_p ; x_j + D_owner ; x_j]) − v_0ᵀrow_p/4`, (J, P).
 
-        `owner` (P,) says to which ray a row belongs.
+        `owner` (P,) is the ray of each row.
         """
         if not (len(x) and len(rows)):
             return x.new_empty(len(x), len(rows))
@@ -80,7 +80,7 @@ class IsolatedHeads:
         return torch.cat(parts, 1) - rows @ self.v0 / 4
 
     def pairs(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
-        """The same for pairs of x_b and row_b, (B,)."""
+        """Return the same for pairs of x_b and row_b, (B,)."""
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
         for b in range(0, len(rows), size):
@@ -89,7 +89,7 @@ class IsolatedHeads:
         return torch.cat(parts) - rows @ self.v0 / 4
 
     def _offsets(self, rows: Tensor, owner: Tensor) -> Tensor:
-        """[δ ; D1 ; D2 ; 0] for each row."""
+        """Return [δ ; D1 ; D2 ; 0] for each row."""
         offsets = rows.new_zeros(len(rows), 4, rows.shape[1])
         offsets[:, 0] = rows
         offsets[:, 1:3] = self.D.index_select(0, owner)
@@ -101,7 +101,7 @@ class IsolatedHeads:
         return scalar(ask(self.oracle, tokens.view(-1, *shape[-2:]))).view(shape[:-2])
 
     def at_once(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What each row (R, k, d) adds to the answer of its ray at one token x: (R, k)."""
+        """Return what each row (R, k, d) adds to the answer of its ray at one token x: (R, k)."""
         rays, k, d = rows.shape
         zero = torch.zeros(rays, 1, d, dtype=rows.dtype)
         flat = torch.cat([zero, rows], 1).reshape(-1, d)
@@ -111,7 +111,7 @@ class IsolatedHeads:
 
 
 def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
-    """Masks (D, −D) for every head with W x ≠ 0, as long as |g_kᵀδ| ≤ reach_k."""
+    """Return masks (D, −D) for every head with W x ≠ 0, valid for |g_kᵀδ| ≤ reach_k."""
     norm = lengths(lines.g)
     mu = float((_SPARE * (MARGIN + reach) / (norm * lines.slow)).max())
     unit = lines.g / norm.unsqueeze(1)
@@ -128,7 +128,7 @@ def mask_others(
     stream: torch.Generator,
     values: Tensor | None = None,
 ) -> Masks:
-    """Masks that isolate the rays (line, sign), as long as |g_kᵀδ| ≤ reach[ray, k].
+    """Return masks that isolate the rays (line, sign), valid for |g_kᵀδ| ≤ reach[ray, k].
 
     `values` (R, n, d) are, for each ray, those of all other heads.
     """
@@ -145,7 +145,7 @@ def mask_others(
         kept = (lengths(inside) / norm).amin(1) > 0.1
         best = Masks(best.D, torch.where(kept, best.margin, 0.0))
         if bool((best.margin >= 0.7 / math.sqrt(len(norm))).all()):
-            return best  # about what independent lines allow
+            return best  # near the best margin of independent lines
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
         return free
@@ -165,7 +165,7 @@ def _offsets(
     heavy: Tensor,
     stream: torch.Generator,
 ) -> Masks:
-    """D1 and D2 of the module's formula, for normals G (R, L, d) with reference lengths `norm`."""
+    """Return D1 and D2 of the module's formula, for normals G (R, L, d) with lengths `norm`."""
     rays, count, d = G.shape
     own = G[torch.arange(rays), line]
     others = _others(line, count)
@@ -185,7 +185,7 @@ def _offsets(
 
 
 def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> Tensor:
-    """A unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
+    """Return a unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
 
     If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs, for the best
     of many sign patterns. Otherwise (more lines than dimensions) it ascends from random starts.
@@ -212,7 +212,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
 
 
 def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
-    """Maximise min_k |P_kᵀw| over unit w: ascent on a soft minimum from random starts."""
+    """Maximise min_k |P_kᵀw| over unit w, by ascent on a soft minimum from random starts."""
     rays, k, _ = P.shape
     signs = torch.randn(_STARTS, k, generator=stream, dtype=torch.float64)
     starts = torch.cat([signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1)
@@ -236,13 +236,13 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
 def leak_probes(
     lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator
 ) -> Tensor:
-    """Probes ω (R, k, d) that test a mask: they change the answer only if another head leaks.
+    """Return probes ω (R, k, d) that change the answer only if another head leaks through a mask.
 
     So vᵀω = 0 for the ray's values, and gᵀω = 0 too if dimensions are left. In many dimensions one
     ω has g_kᵀω = `_PULL` for every other head at once: its answer equals the one at δ = 0 only if
-    the mask holds, and serves as the baseline (k = 1). Otherwise heads may pull in opposite
-    directions, and the answers to 0, ω and −ω are compared (k = 3). If the ray's values span all
-    of space, no such ω exists: only 0 is asked, and the test of the whole model must suffice.
+    the mask holds, and is also the baseline (k = 1). Otherwise heads may pull in opposite
+    directions, and the answers to 0, ω and −ω are compared (k = 3). If the ray's values span all of
+    space, there is no such ω: only 0 is sent, and the test of the whole model must be enough.
     """
     rays, slots, d = V.shape
     if slots >= d:
@@ -266,25 +266,25 @@ def leak_probes(
 
 
 def _others(line: Tensor, count: int) -> Tensor:
-    """True for each line that is not the ray's own: (R, L)."""
+    """Return which lines are not the ray's own: (R, L)."""
     return torch.ones(len(line), count, dtype=torch.bool).scatter(1, line.unsqueeze(1), False)
 
 
 # The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y / vᵀδ)`.
 #
-# Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), for one head of
-# many. Usually a ray has one head. Heads with proportional W share a ray (rays.py): then
+# This is Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), for one head
+# of many. Usually a ray has one head. Heads with proportional W share a ray (rays.py): then
 # `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
 #
-# Probes: `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i such that all
-# vᵀδ_i have the same size; q_0 is along the expected g and s_0 small, since gᵀq_0 is large. The
-# rows may span all of space or only the columns of a W of low rank. Diagonal plus rank one is
-# solved in closed form (Sherman–Morrison): with t = Qp and y = Qg,
+# The probes are `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i such that
+# all vᵀδ_i have the same size; q_0 is along the expected g and s_0 small, since gᵀq_0 is large. The
+# rows may span all of space or only the columns of a W of low rank. Such a system, diagonal plus
+# rank one, is solved in closed form (Sherman–Morrison): with t = Qp and y = Qg,
 #
 #     z = Sy + a(tᵀy)    so    y = S⁻¹z − S⁻¹a (tᵀS⁻¹z) / (1 + tᵀS⁻¹a).
 
-_LOGIT = 0.6  # the size of gᵀδ that probes aim at
-_WIDEST = 4.0  # a logit beyond this is measured again with a quarter of δ
+_LOGIT = 0.6  # the size of gᵀδ for which probes are designed
+_WIDEST = 4.0  # a larger logit is measured again with a quarter of δ
 _NEWTON = 50
 
 
@@ -292,7 +292,7 @@ _NEWTON = 50
 class Rays:
     """The heads at x_0, by ray: head k on a ray has slope c_k, `W x_0 = c_k g`, and value V_k.
 
-    Unused places have V_k = 0. `v` is ΣV_k, `v0` the value of heads with W = 0.
+    Unused places have V_k = 0. `v` is ΣV_k, and `v0` the value of heads with W = 0.
     """
 
     x: Tensor
@@ -318,7 +318,7 @@ class Rays:
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def other_values(self) -> Tensor:
-        """For every ray the values of all other heads, (R, n, d)."""
+        """Return the values of all other heads for every ray, (R, n, d)."""
         rays, _, d = self.V.shape
         own = torch.eye(rays, dtype=torch.bool)
         rest = self.V.expand(rays, -1, -1, -1)[~own].view(rays, -1, d)
@@ -339,7 +339,7 @@ class Rows:
 
     @classmethod
     def design(cls, frame: Tensor, rays: Rays) -> Rows:
-        """Probes over the span of `frame` (R or 1, k, d)."""
+        """Design probes over the span of `frame` (R or 1, k, d)."""
         d = frame.shape[2]
         Q = starting_with(rays.g, frame)
         p, agreement = agreeing_direction(rays)
@@ -364,14 +364,14 @@ class Rows:
         return Rows(*(field[rows] for field in fields))
 
     def solve(self, z: Tensor) -> Tensor:
-        """g (R, J, d) of every ray from its logits (J, R, k)."""
+        """Return g (R, J, d) of every ray from its logits (J, R, k)."""
         y, a = z / self.s, self.a / self.s
         along = (y * self.t).sum(2, keepdim=True) / (1 + (self.t * a).sum(1)).unsqueeze(1)
         return (y - along * a).transpose(0, 1) @ self.Q
 
 
 def starting_with(g: Tensor, frame: Tensor) -> Tensor:
-    """The frame (R or 1, k, d) turned by a reflection so that its first row is along ±g (R, d)."""
+    """Return the frame (R or 1, k, d) reflected so that its first row is along ±g (R, d)."""
     mirror = (frame @ g.unsqueeze(2)).squeeze(2)
     mirror = mirror / torch.linalg.vector_norm(mirror, dim=1, keepdim=True)
     mirror[:, 0] += torch.where(mirror[:, 0] < 0, -1.0, 1.0)
@@ -380,9 +380,9 @@ def starting_with(g: Tensor, frame: Tensor) -> Tensor:
 
 
 def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
-    """A unit p (R, d) such that pᵀV_k > 0 for all values of a ray, and the least cosine.
+    """Return a unit p (R, d) such that pᵀV_k > 0 for all values of a ray, and the least cosine.
 
-    For one head it is v/|v|. If values point apart, there is no such p: then p is along Σ c_k V_k,
+    For one head it is v/|v|. If values point apart, there is no such p; then p is along Σ c_k V_k,
     where answers change most with small z.
     """
     p = rays.v.clone()
@@ -406,9 +406,9 @@ def read_logits(
     owner: Tensor,
     tries: int = 6,
 ) -> Tensor:
-    """`g(x_j)ᵀδ_p` (J, P) for rows δ_p of the rays `owner`; NaN where no gate explains the answer.
+    """Return `g(x_j)ᵀδ_p` (J, P) for rows δ_p of the rays `owner`; NaN if no gate fits the answer.
 
-    `base` (J, R) are the answers at δ = 0. Wide logits are measured again with a quarter of δ,
+    `base` (J, R) are the answers at δ = 0. Large logits are measured again with a quarter of δ,
     since gᵀδ is linear in δ.
     """
     z = _logits(rays, rows, owner, isolated.grid(x, rows, owner) - base[:, owner])

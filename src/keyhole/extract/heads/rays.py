@@ -1,9 +1,9 @@
-"""The heads at one asking token, one by one: their values and `g = W x_0`.
+"""The heads at one last token, one by one: their values and `g = W x_0`.
 
-Masks (masks.py) isolate the ray of each line of the far field and each sign; a few answers tell
-whether a head is there, so that opposite heads are found and not guessed. With the gate fully open
-its answer is `vᵀδ`: d answers give v; then d gates in the near field give g, and three more test
-that one logistic explains them.
+Masks (masks.py) isolate the ray of each line of the far field and each sign, and a few answers show
+whether it has a head, so opposite heads are found by measurement. With the gate fully open its
+answer is `vᵀδ`: d answers give v. Then d gates in the near field give g, and three more answers
+test that one logistic explains them.
 
 The v_h must add up to Σ_h v_h, which answers of length one give. If they do not, some heads cancel
 in answers of length two (W and −W with equal v), and a third token is used to find them.
@@ -34,14 +34,14 @@ from keyhole.extract.heads.masks import (
 )
 from keyhole.oracle.protocol import Oracle
 
-NOTHING = 1e-9  # values below this share of the largest are taken for none
+NOTHING = 1e-9  # smaller values, relative to the largest, count as zero
 _OPEN = 60.0  # gᵀδ of an open gate
 _TESTS = torch.tensor([-2.5, 1.0, 3.0], dtype=torch.float64)  # gᵀδ of the answers that test g
-_EXACT = 1e-9  # a gate is one logistic if it predicts other answers to this
+_EXACT = 1e-9  # the relative error to which one logistic must predict other answers
 
 
 def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines, Rays]:
-    """Every head at a random token x_0, and the lines sharpened by what was measured."""
+    """Return every head at a random token x_0, and the lines with more exact normals."""
     x = torch.randn(len(v), generator=stream, dtype=torch.float64)
     x = x / lengths(x)
     frame = random_orthogonal(len(v), stream)
@@ -59,7 +59,7 @@ def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines
 
 @dataclass(frozen=True)
 class _Token:
-    """An asking token x and the lines that the far field has there."""
+    """A last token x and the lines that the far field has there."""
 
     oracle: Oracle
     x: Tensor
@@ -69,7 +69,7 @@ class _Token:
     stream: torch.Generator
 
     def balanced(self) -> _Token:
-        """x scaled so that |W||x|² is about 1: probes are then about as long as x."""
+        """Scale x so that |W||x|² is about 1: probes are then about as long as x."""
         if not len(self.lines.g):
             return self
         size = lengths(self.x)
@@ -82,7 +82,7 @@ class _Token:
         return max(self.lines.scale, float(lengths(self.v)))
 
     def rays(self) -> tuple[Rays | None, float]:
-        """All rays with their values (None if a gate never opens), and the missing share of v."""
+        """Return all rays with values (None if a gate never opens), and the missing share of v."""
         v0 = self._zero_value()
         line = torch.arange(len(self.lines.g)).repeat_interleave(2)
         sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(self.lines.g))
@@ -100,7 +100,7 @@ class _Token:
         return rays, rest / self.scale if self.scale else rest
 
     def _zero_value(self) -> Tensor:
-        """v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked: 2 answers if none."""
+        """Return v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked; 2 answers if 0."""
         x, g = self.x, self.lines.g
         size = 1 / float(lengths(g).max()) if len(g) else float(lengths(x))
         Q = size * self.frame
@@ -115,7 +115,7 @@ class _Token:
         return 4 * isolated.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
 
     def _open_values(self, v0: Tensor, line: Tensor, sign: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Which of the rays have heads, and the sum of their values.
+        """Return which rays have heads, and the sum of each one's values; None if a gate is shut.
 
         All δ of a ray have the same gᵀδ, and doubling one of them shows whether the gate is open.
         """
@@ -150,7 +150,7 @@ class _Token:
 def _settle(
     oracle: Oracle, lines: Lines, rays: Rays, stream: torch.Generator
 ) -> tuple[Lines, Rays]:
-    """g and the slopes of every ray. The second turn has the sharper normals of the first."""
+    """Find g and the slopes of every ray; the second pass has the better normals of the first."""
     todo = torch.arange(len(rays))
     for _ in range(2):
         if not len(todo):
@@ -167,13 +167,9 @@ def _settle(
 
 
 def _near_field(
-    oracle: Oracle,
-    lines: Lines,
-    rays: Rays,
-    values: Tensor,
-    stream: torch.Generator,
+    oracle: Oracle, lines: Lines, rays: Rays, values: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """g of rays from d logits, and whether one logistic explains three more answers."""
+    """Return g of rays from d logits, and whether one logistic explains three more answers."""
     rows = Rows.design(rays.frame.unsqueeze(0), rays)
     count, k, d = rows.deltas.shape
     tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
@@ -200,9 +196,9 @@ def _near_field(
 
 
 def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
-    """Lines with the normals of the near field, where all rays of a line are settled.
+    """Return lines with the normals of the near field, if all rays of a line are settled.
 
-    g is the fastest gate's on the line; `slow` relates the slowest to it.
+    g is that of the fastest gate on the line; `slow` is the slope of the slowest relative to it.
     """
     settled = torch.bincount(rays.line, minlength=len(lines.g)) > 0
     settled[rays.line[unknown]] = False
@@ -216,28 +212,32 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
 
 
-# Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot part them, their gate can:
+# Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot separate them, but their sum
+# of gates can:
 #
 #     y(δ) = Σ_k σ(c_k gᵀδ)·V_kᵀδ,    k = 1 … K ≤ 4.
 #
-# First along one direction e, where `y(te)/t = Σ_k σ(κ_k t)·A_k` has 2K unknowns: slopes from a
-# grid, A by linear least squares, then Levenberg–Marquardt; the smallest K that fits gives the
-# slopes. Then all unknowns (g, c, V) at once, from half as many answers again as unknowns, so that
-# a fit to rounding is a proof. ΣV_k = v is known and joins the equations.
+# First they are fitted along one direction e, where `y(te)/t = Σ_k σ(κ_k t)·A_k` has 2K unknowns:
+# slopes from a grid, A by linear least squares, then Levenberg–Marquardt; the smallest K that fits
+# gives the slopes. Then all unknowns (g, c, V) are fitted at once, from 1.5 times as many answers
+# as unknowns, so a fit to rounding is a proof. ΣV_k = v is known and joins the equations.
 #
-# That the factors c_k are the same at every x is an assumption: the judge's fresh queries test it.
+# It is an assumption that the factors c_k are the same at every x; the judge's fresh queries test
+# it.
 
 MOST = 4  # slopes on a ray
 _PROFILE = 48  # answers along one direction
 _GRID = torch.logspace(-1.4, 1.3, 19, dtype=torch.float64)  # slopes relative to the guess
 _STARTS = 10
-_LIKELY = 1e-8  # as below, along one direction
-_FITS = 1e-10  # misses below this share of the answers are rounding
-_SHARP = 1e-8  # singular values of a fit that settles its unknowns, relative to the largest
+_LIKELY = 1e-8  # like `_FITS`, along one direction
+_FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
+_SHARP = (  # least singular value, relative to the largest, of a fit that determines all
+    1e-8  # the least singular value, relative to the largest, of a fit that determines its unknowns
+)
 
 
 def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator) -> Rays:
-    """The rays with g, c and V of one of them fitted."""
+    """Return the rays with g, c and V of one of them fitted."""
     own = torch.tensor([ray])
     part, values = rays.part(own), rays.other_values()[own]
     guess, v = part.g[0], part.v[0]
@@ -280,7 +280,7 @@ def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
 
 
 def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Multiples t of a direction e with gᵀe about 1: both signs, from 1/16 to 24."""
+    """Return multiples t of a direction e with gᵀe about 1: both signs, from 1/16 to 24."""
     e = torch.randn(len(guess), generator=stream, dtype=torch.float64)
     norm = torch.linalg.vector_norm(guess)
     e = guess / norm + 0.5 * e / torch.linalg.vector_norm(e)
@@ -289,7 +289,7 @@ def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """δ with gᵀδ of both signs from 0.2 to 16 and a random part across."""
+    """Return δ with gᵀδ of both signs from 0.2 to 16 and a random part orthogonal to g."""
     norm = torch.linalg.vector_norm(g)
     across = torch.randn(count, len(g), generator=stream, dtype=torch.float64)
     across = across - (across @ g).unsqueeze(1) * g / norm**2
@@ -299,7 +299,7 @@ def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
 
 
 def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | None:
-    """κ, the largest first, with `profile = Σ_k σ(κ_k t)·A_k` and ΣA = total; None if none fits."""
+    """Return κ, largest first, with `profile = Σ_k σ(κ_k t)·A_k` and ΣA = total, or None."""
     ones = torch.ones(1, count, dtype=torch.float64)
     wanted = torch.cat([profile, torch.tensor([total], dtype=torch.float64)])
 
@@ -320,7 +320,7 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
     inside = (span @ (span.mT @ wanted.unsqueeze(1))).squeeze(2)
     miss = torch.linalg.vector_norm(wanted - inside, dim=1)
     enough = _LIKELY * float(torch.linalg.vector_norm(wanted))
-    # The best start for each largest slope: the very best ones often share one bad valley.
+    # The best start for each largest slope: the best of all often lead to one local minimum.
     best = {float(grid[k, -1]): k for k in miss.argsort(descending=True).tolist()}
     starts = sorted(best.values(), key=miss.tolist().__getitem__)
     for start in starts[: _STARTS if count > 1 else 1]:
@@ -333,7 +333,7 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
 def _projected(
     Phi: Tensor, wanted: Tensor, slope: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Misses and Jacobian of `Φ A = wanted` with the linear unknowns A eliminated.
+    """Return residuals and Jacobian of `Φ A = wanted` with the linear unknowns A eliminated.
 
     `slope(A)` are the derivatives of Φ A by the others (variable projection, after Kaufman).
     """
@@ -347,7 +347,7 @@ def _projected(
 def _fit(
     delta: Tensor, y: Tensor, g: Tensor, c: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """g, c and V from all answers, starting at g and c; None if they do not explain them."""
+    """Fit g, c and V to all answers, starting at g and c; None if they do not explain them."""
     count, d = len(c), len(v)
     weight = float(torch.linalg.vector_norm(delta, dim=1).max())
     tie = weight * torch.eye(d, dtype=torch.float64).repeat(1, count)
@@ -378,13 +378,13 @@ def _fit(
 
 
 def _by_values(delta: Tensor, g: Tensor, c: Tensor) -> Tensor:
-    """Derivatives of y by the values: y is linear in them."""
+    """Return the derivatives of y by the values: y is linear in them."""
     gate = torch.sigmoid((delta @ g).unsqueeze(1) * c)
     return (gate.unsqueeze(2) * delta.unsqueeze(1)).flatten(1)
 
 
 def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
-    """Derivatives of y by (g, log c_2 …)."""
+    """Return the derivatives of y by (g, log c_2 …)."""
     z = (delta @ g).unsqueeze(1) * c
     gate = torch.sigmoid(z)
     slope = gate * (1 - gate) * (delta @ V.mT)
@@ -392,7 +392,7 @@ def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
 
 
 def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
-    """Rounding of 1e-14 in the answers moves the unknowns by about 1e-14 / sharpness."""
+    """Raise BadToken if rounding of 1e-14 in the answers moves the unknowns too far."""
     count, d = V.shape
     by_values = _by_values(delta, g, c).view(-1, count, d)
     by_difference = (by_values[:, 1:] - by_values[:, :1]).flatten(1)  # ΣV is known
