@@ -119,6 +119,6 @@ def test_a_question_that_is_not_finite_is_not_the_oracles_fault(value):
 
     result = settle(Overflowing(), Target())
     assert result.status is Status.MISMATCH
-    assert "the next question would not be finite" in result.reason
+    assert "the next query would not be finite" in result.reason
     assert not asked
     assert result.queries == 0

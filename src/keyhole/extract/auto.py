@@ -212,7 +212,7 @@ class Auto(Method):
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
-            reason = f"asked again, {changed} of {asked} questions {CHANGED}"
+            reason = f"when repeated, {changed} of {asked} queries {CHANGED}"
             return replace(
                 result, status=Status.MISMATCH, reason=reason, guarantee=None, guarantee_v=None
             )
@@ -284,7 +284,7 @@ def _choice(
     answer_error = arithmetic.absolute if unbounded else 0.0
 
     def refined(method: Method) -> Method:
-        return method if arithmetic.exact else Refined(method)
+        return method if arithmetic.exact else Refined(method, method.seed, method.tolerance)
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
@@ -298,9 +298,7 @@ def _choice(
         if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
             method = AttentionLayers(seed=seed, tolerance=accepted)
             why = "one layer would weigh long tokens and short differences alike"
-        return Choice(
-            kind, method, why, arithmetic=arithmetic, fallbacks=others,
-        )  # fmt: skip
+        return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
     if not odd:
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
@@ -397,9 +395,7 @@ _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
 _RAYS = 3
 _TRIES = 16
 _FURTHER = 16.0  # factor on the length of tokens while the answers do not differ yet
-_BEYOND = (  # a link is refuted if it is off by so many times what errors of the answers explain
-    3.0  # a link is refuted if it is off by this multiple of what errors of the answers explain
-)
+_BEYOND = 3.0  # a link is refuted if it is off by so many errors of the answers
 _ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 

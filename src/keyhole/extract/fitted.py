@@ -475,7 +475,7 @@ class _NearField:
         changed = int((off > 4 * self.possible * error).sum())
         if changed:
             raise Unsuccessful(
-                Status.MISMATCH, f"asked again, {changed} of {len(answers)} questions {CHANGED}"
+                Status.MISMATCH, f"when repeated, {changed} of {len(answers)} queries {CHANGED}"
             )
 
 
@@ -600,12 +600,8 @@ class Refined(Method):
     """
 
     method: Method
-    seed: int = 0
-    tolerance: float = 1e-8
-
-    def __post_init__(self) -> None:
-        for name in ("seed", "tolerance"):
-            object.__setattr__(self, name, getattr(self.method, name))
+    seed: int
+    tolerance: float
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         step: Step | None = None

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,13 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, random_units
+from keyhole.extract.bilinear import (
+    ProbeBasis,
+    batch_rows,
+    lengths,
+    random_orthogonal,
+    random_units,
+)
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Attention
@@ -73,10 +79,8 @@ class FullOutput(Method):
         first = Step(_layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
         same = max(_SAME, 16 * self.tolerance)  # inexact answers differ by more
-        single = _SingleHead(vectors, total, stream, same)
-        if single.possible():
-            yield from single.steps(unknowns)
-            if single.confirmed:
+        if _may_be_one_head(vectors, total, stream, same):
+            if (yield from _one_head(vectors, total, stream, unknowns, same)):
                 return
             yield first  # only the sum of the values is known after all
         yield from _several_heads(vectors, total, stream, unknowns, same)
@@ -104,62 +108,55 @@ def _several_heads(
             return
 
 
-class _SingleHead:
-    """The attempt to read the answers as those of one head with values V."""
+def _may_be_one_head(
+    vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
+) -> bool:
+    """Return whether it can be one head; if only the last token answers, test it by a query.
 
-    def __init__(
-        self, vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
-    ) -> None:
-        self._vectors = vectors
-        self._same = same
-        self._V = V
-        self._stream = stream
-        self._keys, self._rank = key_basis(V)
-        self.confirmed = False
+    With one head, the answer to one key has the direction of the key's value. Answers of one number
+    always do. If every token answers, the forms will show it at no cost.
+    """
+    _, rank = key_basis(V)
+    if not rank or vectors.every_token:
+        return bool(rank)
+    key, x = random_units(2, vectors.dim, stream)
+    answer = vectors.respond(key[None, None], x[None])[0, 0]
+    value = key @ V
+    weight = (answer @ value) / (value @ value)
+    return bool(lengths(answer - weight * value) <= same * lengths(value))
 
-    def possible(self) -> bool:
-        """Return whether it can be one head; if only the last token answers, test it by a query.
 
-        With one head, the answer to one key has the direction of the key's value. Answers of one
-        number always do. If every token answers, the forms will show it at no cost.
-        """
-        if not self._rank or self._vectors.every_token:
-            return bool(self._rank)
-        key, x = random_units(2, self._vectors.dim, self._stream)
-        answer = self._vectors.respond(key[None, None], x[None])[0, 0]
-        value = key @ self._V
-        weight = (answer @ value) / (value @ value)
-        apart = torch.linalg.vector_norm(answer - weight * value)
-        return bool(apart <= self._same * torch.linalg.vector_norm(value))
+def _one_head(
+    vectors: VectorOracle, V: Tensor, stream: torch.Generator, unknowns: int, same: float
+) -> Generator[Step, None, bool]:
+    """Read the answers as those of one head with values V; return whether that was right."""
+    d = vectors.dim
+    X = random_orthogonal(d, stream)
+    keys, rank = key_basis(V)
+    forms = LayerForms(vectors, V[None], list(keys.split(rank)))
 
-    def steps(self, unknowns: int) -> Iterator[Step]:
-        d = self._vectors.dim
-        X = random_orthogonal(d, self._stream)
-        forms = LayerForms(self._vectors, self._V[None], list(self._keys.split(self._rank)))
+    def layer(Z: Tensor) -> Attention:
+        """Solve `Z = X W Δᵀ`, known for the first rows of X; the others count as zero."""
+        W = torch.linalg.solve(keys, (X[: len(Z)].mT @ Z).mT).mT
+        return _layer(vectors, W[None], V[None])
 
-        def layer(Z: Tensor) -> Attention:
-            """Solve `Z = X W Δᵀ`, known for the first rows of X; the others count as zero."""
-            W = torch.linalg.solve(self._keys, (X[: len(Z)].mT @ Z).mT).mT
-            return _layer(self._vectors, W[None], self._V[None])
-
-        if self._vectors.every_token:
-            more = random_units(_EXTRA, d, self._stream)
-            Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
-            apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
-            self.confirmed = bool((apart <= self._same * Z.abs().max()).all())
-            if self.confirmed:
-                yield Step(layer(Z[:d]), unknowns, unknowns)
-            return
+    if vectors.every_token:
+        more = random_units(_EXTRA, d, stream)
+        Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
+        apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
+        confirmed, Z = bool((apart <= same * Z.abs().max()).all()), Z[:d]
+    else:
         Z = torch.empty(0, d, dtype=torch.float64)
-        if_one_head = unknowns if self._vectors.outputs > 1 else None  # not tested for m = 1
+        if_one_head = unknowns if vectors.outputs > 1 else None  # not tested for m = 1
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
-            yield Step(layer(Z), self._V.numel() + Z.numel(), if_one_head)
-        self.confirmed = _agrees(self._vectors, layer(Z), self._stream, self._same)
-        if self.confirmed:
-            yield Step(layer(Z), unknowns, unknowns)
+            yield Step(layer(Z), V.numel() + Z.numel(), if_one_head)
+        confirmed = _agrees(vectors, layer(Z), stream, same)
+    if confirmed:
+        yield Step(layer(Z), unknowns, unknowns)
+    return confirmed
 
 
 def key_basis(V: Tensor) -> tuple[Tensor, int]:
@@ -357,10 +354,10 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
     heads, p, _ = values.shape
     inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=_EPSILON)
     weights = (answers @ inverse).unflatten(-1, (heads, p))
-    size = torch.linalg.vector_norm(answers, dim=-1)[..., None, None]
+    size = lengths(answers)[..., None, None]
     spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
     # Answers also hold the values of the queries, each 1/R² of a key's; this allows for many.
-    leak = _LEAK * torch.linalg.vector_norm(values, dim=-1).max()
+    leak = _LEAK * lengths(values).max()
     noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
     rest = 1 - weights.sum(-1, keepdim=True)
     tiny = _EPSILON**2
@@ -442,10 +439,10 @@ class LayerForms:
 
     def _ladder(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
         """Measure at all lengths of the ladder in one sequence, and keep the best of each entry."""
-        lengths = _RUNGS[:, None, None]
-        forms, errors = self._at(self._square, block, (lengths * xs).flatten(0, 1))
-        forms = forms.unflatten(0, (-1, len(xs))) / lengths.unsqueeze(3)
-        errors = errors.unflatten(0, (-1, len(xs))) / lengths.unsqueeze(3)
+        rungs = _RUNGS[:, None, None]
+        forms, errors = self._at(self._square, block, (rungs * xs).flatten(0, 1))
+        forms = forms.unflatten(0, (-1, len(xs))) / rungs.unsqueeze(3)
+        errors = errors.unflatten(0, (-1, len(xs))) / rungs.unsqueeze(3)
         best = errors.argmin(0, keepdim=True)
         return forms.gather(0, best)[0], errors.gather(0, best)[0]
 
@@ -518,12 +515,7 @@ _FAR = 2.0**60
 _ZEROS = 15  # zero tokens, so that the weight of a constant head is far from ½
 _RESOLUTION = 1e-10  # smaller singular values of D, relative to the largest, are rounding
 _EXACT = 1e-6  # how far from ±1 a computed sign may be
-_STEPS = (
-    2.0**-6,
-    2.0**-9,
-    2.0**-12,
-    2.0**-15,
-)  # from δ₀ in step 3
+_STEPS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-15)  # from δ₀ in step 3
 
 
 @dataclass(frozen=True)
@@ -636,7 +628,7 @@ def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
     chosen: list[int] = []
     rows = rows - rows @ torch.linalg.pinv(before) @ before if len(before) else rows
     for _ in range(min(count, len(rows))):
-        norms = torch.linalg.vector_norm(rows, dim=1)
+        norms = lengths(rows)
         if not bool(norms.max() > _EXACT):
             break
         chosen.append(int(norms.argmax()))

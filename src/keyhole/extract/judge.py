@@ -40,9 +40,7 @@ NEARLY = 1e-2  # with a larger relative error, a model is another function, not 
 PER_KIND = 4  # queries of each length and norm
 _TINY_SHARE = 1e-6  # share of the largest answer that is the least size errors are relative to
 _SURE = 4.0  # standard errors by which a fitted model may be off
-_COARSEST = (  # share of an answer: a model known less well than this proves nothing
-    0.05  # share of an answer: a model that is known less well cannot be told from another one
-)
+_COARSEST = 0.05  # of an answer: a less certain model cannot be told from another one
 _INFINITE = 1e99  # stands for an infinite error, because JSON has no infinity
 _SLACK = 4  # outside the exam, a model may have so many times its worst error in it
 JUDGE_STREAM = 0x4A554447  # so that the judge has other queries than any attack
@@ -258,7 +256,7 @@ def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], 
     except BudgetExhausted:
         return steps, Status.BUDGET, f"stopped after {witness.queries:,} queries"
     except NotFinite:
-        reason = "no weights fit the answers: the next question would not be finite"
+        reason = "no weights fit the answers: the next query would not be finite"
         return steps, Status.MISMATCH, reason
     except (OracleError, InputError) as error:  # an oracle may refuse a query as wrong input
         return steps, Status.ORACLE_FAILED, str(error)
@@ -299,7 +297,7 @@ def _examine(
         reason = f"{reason}, tried on {domain}"
         if changed:
             status = Status.MISMATCH
-            reason = f"asked again, {changed} of {len(witness.kept)} questions {CHANGED}"
+            reason = f"when repeated, {changed} of {len(witness.kept)} queries {CHANGED}"
         elif differs:
             status = Status.WITHIN if status is Status.RECOVERED else status
             reason += "; beyond that the target answers differently"

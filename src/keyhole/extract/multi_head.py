@@ -127,7 +127,9 @@ class MultiHead(Method):
         for attempt in range(_ATTEMPTS):
             try:
                 step = yield from _attempt(oracle, v, stream, caution)
-                miss = _miss(oracle, step.model, stream)
+                # Eight answers show whether another x_0 is worth its cost.
+                seed = int(torch.randint(2**31, (), generator=stream))
+                miss = Exam.draw(oracle, seed, lengths=(4,)).grade(step.model).worst
             except BadToken:
                 if attempt == _ATTEMPTS - 1 and best is None:
                     raise
@@ -255,12 +257,6 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     if bool(rays.v0.any()):
         parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
-
-
-def _miss(oracle: Oracle, model: Oracle, stream: torch.Generator) -> float:
-    """Return the error on eight answers, to decide whether another x_0 is worth its cost."""
-    seed = int(torch.randint(2**31, (), generator=stream))
-    return Exam.draw(oracle, seed, lengths=(4,)).grade(model).worst
 
 
 # W of every ray on all of space, of full or low rank, from isolated gates.

@@ -75,7 +75,8 @@ class MultiHeadAsPublished(Method):
             each = self._separated(oracle, delta, last, last @ v)
             sums = self._separated(oracle, delta, both, both @ v)
             # For one δ the values are those at x_1, and the forms add up.
-            sums[:, :, 0] += at_first[:, :, 0].sort(1).values.gather(1, _ranks(sums[:, :, 0]))
+            ranks = sums[:, :, 0].argsort(1).argsort(1)
+            sums[:, :, 0] += at_first[:, :, 0].sort(1).values.gather(1, ranks)
             forms[:, :, j] = torch.stack(list(map(_matched, at_first, each, sums)))[:, :, 1].mT
         W = torch.linalg.solve(delta, forms) @ torch.linalg.inv(x.mT)
         self._require_finite(W)
@@ -130,7 +131,3 @@ def _matched(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
     cost = off.nan_to_num(1e9).clamp(max=1e9)
     _, order = linear_sum_assignment(cost.numpy())
     return other[torch.as_tensor(order)]
-
-
-def _ranks(values: Tensor) -> Tensor:
-    return values.argsort(1).argsort(1)

@@ -48,9 +48,7 @@ _PER_KIND = 4
 _NORMS = (0.7, 1.4)  # of the usual one: the two kinds of the judge's queries
 _SHORT, LONG = 0.55, 1.4  # of the usual norm: tokens for exact answers, and the longest for others
 _COARSE = 0.1  # the largest relative error of an approximation, if answers are inexact
-_EXPLAINED = (  # the largest root mean square residual of a right model, in units of the error
-    8.0  # the largest root mean square residual of a right model, in units of an answer's error
-)
+_EXPLAINED = 8.0  # the largest root mean square residual, in units of the error
 _MOST = 4500  # the most unknowns that are fitted at once
 _APART = 0.85  # the largest |cosine| of two tokens of one sequence
 _PEAK = 0.9  # the largest |coordinate| of a unit token

@@ -54,9 +54,7 @@ _FIRST = 32  # rows before the rank is first computed
 _SPARE = 16  # rows beyond the rank, at least,
 _SHARE = 12  # or this fraction of the rank
 _ELLIPSOID = 1e-2  # the largest error of |n|² = d, relative to d
-_COLUMNS = (  # tokens for each row that a singular value decomposition uses
-    8  # tokens for each row that enter a singular value decomposition: all would show no more
-)
+_COLUMNS = 8  # tokens in a singular value decomposition, for each of its rows
 
 
 @dataclass(frozen=True)
@@ -355,9 +353,7 @@ def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> in
 
 _KEPT = 16  # answers that the fit does not use
 _EQUATIONS = 1.25  # equations for each unknown
-_REGULAR = (  # smallest pivot, relative to the largest, of equations that determine M
-    1e-9  # of the largest pivot: with smaller ones, the equations do not determine the solution
-)
+_REGULAR = 1e-9  # least relative pivot of equations that have one solution
 
 
 def equations(dim: int, shifted: bool) -> int:

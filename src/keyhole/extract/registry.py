@@ -65,7 +65,7 @@ _FEWER = "Count queries per client; a budget below the number of unknowns leaves
 _BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
 _FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
 _LABEL = "Count queries per client: a label is one bit, and the attack needs them all."
-_VECTOR = "Return a score or a label; a vector tells as many numbers as it has."
+_VECTOR = "Return a score or a label; a vector of n numbers gives away n at a time."
 
 
 def tolerant(

@@ -13,6 +13,7 @@ is also the number of unknowns, so no attack on scores can need fewer queries wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,18 +53,11 @@ class SingleHead(Method):
         forms = BilinearForms(oracle, v)
         deltas = probes.deltas
         try:
-            for start, stop in _doubling(d):
+            # Steps at 1, 2, 4, … columns cost little more than the last step alone.
+            powers = [2**k for k in range(d.bit_length()) if 2**k < d]
+            for start, stop in itertools.pairwise([0, *powers, d]):
                 forms.grid(deltas, X[start:stop], Zt[start:stop])
                 yield known(stop)
         except BudgetExhausted:
             yield known(int((~Zt.isnan().any(1)).sum()))
             raise
-
-
-def _doubling(d: int) -> Iterator[tuple[int, int]]:
-    """Yield 0–1, 1–2, 2–4, …: all steps together cost a fraction more than the last one alone."""
-    start = 0
-    while start < d:
-        stop = min(d, max(1, 2 * start))
-        yield start, stop
-        start = stop

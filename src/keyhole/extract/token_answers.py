@@ -166,7 +166,7 @@ class ChosenTokens:
             row = self._read([prompt], [self._chosen])[0]
             if float(row.min()) > ABSENT / 2:
                 return prompt, row
-        raise Unsuccessful(Status.NOT_APPLICABLE, "of some tokens the target says nothing")
+        raise Unsuccessful(Status.NOT_APPLICABLE, "the target gives no number for some tokens")
 
     def _complete(self, numbers: list[int]) -> None:
         """Query the numbers that rows miss, with another prompt if there are none."""

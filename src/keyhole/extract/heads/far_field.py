@@ -221,9 +221,7 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
 # by so little that the regions' values at δ* can be used for all of them, and the linear maps of
 # the regions are never measured: d queries a head instead of 3d.
 
-_ISOLATED = (  # radius of a crossing in saturation radii per gap: other gates have |z| > 5000
-    400.0  # radius of a crossing, in saturation radii per gap: there other gates have |z| > 5000
-)
+_ISOLATED = 400.0  # radius of a crossing per gap, in saturation radii: others have |z| > 5000
 _PARALLEL = 0.9995  # with a larger cosine, two normals belong to one line
 _MIDDLE = 0.18  # a ratio between this and 1 − this is well inside the transition
 _OPEN = 4.0  # |z| of the slowest gate at the saturation radius, which is from 1 to 14

@@ -231,9 +231,7 @@ _GRID = torch.logspace(-1.4, 1.3, 19, dtype=torch.float64)  # slopes relative to
 _STARTS = 10
 _LIKELY = 1e-8  # like `_FITS`, along one direction
 _FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
-_SHARP = (  # least singular value, relative to the largest, of a fit that determines all
-    1e-8  # the least singular value, relative to the largest, of a fit that determines its unknowns
-)
+_SHARP = 1e-8  # least relative singular value of a fit that determines its unknowns
 
 
 def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator) -> Rays:
