@@ -13,8 +13,7 @@ import torch
 from keyhole import extract, oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract import halfspace
-from keyhole.extract.sign_only_as_published import Plan
+from keyhole.extract.sign_only_as_published import CHANCE, Plan, mean_length
 
 
 def planted(dim, seed, margin, scale=0.5):
@@ -55,18 +54,18 @@ def test_the_plan_by_hand():
     assert plan.most == pytest.approx(most)
     assert plan.least == pytest.approx(math.sqrt((1 - high) * margin / bound))
     assert (plan.most - plan.least) / 2**plan.levels <= 2 * plan.scale_error
-    first = halfspace.mean_length(dim) * plan.values_error
-    assert 2 * dim * math.exp(-plan.samples * first**2 / 2) <= halfspace.CHANCE
+    first = mean_length(dim) * plan.values_error
+    assert 2 * dim * math.exp(-plan.samples * first**2 / 2) <= CHANCE
     assert plan.queries(dim) == plan.samples + 16 * plan.levels
 
 
 def test_the_mean_length_is_that_of_the_sphere():
-    assert halfspace.mean_length(1) == pytest.approx(1)
-    assert halfspace.mean_length(2) == pytest.approx(2 / math.pi)
-    assert halfspace.mean_length(3) == pytest.approx(1 / 2)
+    assert mean_length(1) == pytest.approx(1)
+    assert mean_length(2) == pytest.approx(2 / math.pi)
+    assert mean_length(3) == pytest.approx(1 / 2)
     x = np.random.default_rng(0).normal(size=(200_000, 6))
     first = np.abs(x[:, 0] / np.linalg.norm(x, axis=1)).mean()
-    assert halfspace.mean_length(6) == pytest.approx(first, abs=3e-3)
+    assert mean_length(6) == pytest.approx(first, abs=3e-3)
 
 
 def test_the_sign_changes_where_the_proof_says():

@@ -1,8 +1,8 @@
 """The direction of v from the signs of single tokens: learning a halfspace (Appendix B).
 
-There are two ways: the average of *Provably Learning Attention with Queries* (arXiv 2601.16873),
-whose error falls with the root of the number of queries (sign_only_as_published.py), and bisection,
-where every query gains a bit of one coordinate (sign_only.py).
+*Provably Learning Attention with Queries* (arXiv 2601.16873) averages signs, and its error falls
+with the root of the number of queries (sign_only_as_published.py). Here every query is a step of a
+bisection, and gains a bit of one coordinate.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
+from keyhole.extract.bilinear import ask_scores, random_orthogonal
 from keyhole.oracle.protocol import Oracle
 
 EPSILON = torch.finfo(torch.float64).eps
 _LEVELS = 200  # of bisection: a bound, since an oracle may answer anything
-CHANCE = 0.01  # the probability that an average of signs is further off than promised
-_MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
-_SAMPLES_AT_ONCE = 1 << 14
 
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
@@ -32,43 +29,6 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
             Status.NOT_APPLICABLE, "the answers are no signs: each must be 1.0 or 0.0"
         )
     return answers == 1
-
-
-def mean_length(d: int) -> float:
-    """Return `E|x_1|` for x uniform on the sphere: `E[sign(vᵀx)·x]` is that times v/‖v‖."""
-    return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
-
-
-def samples_for_entries(d: int, error: float, chance: float) -> int:
-    """Return how many queries bound the error of every entry of the average (Hoeffding)."""
-    return math.ceil(2 * math.log(2 * d / chance) / (mean_length(d) * error) ** 2)
-
-
-class Average:
-    """The paper's estimate of v: for x uniform on the sphere, `E[sign(vᵀx)·x]` points along v."""
-
-    def __init__(self, oracle: Oracle, stream: torch.Generator, count: int) -> None:
-        d = oracle.dim
-        if count > _MOST_SAMPLES:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
-            )
-        total = torch.zeros(d, dtype=torch.float64)
-        for rows in range(count, 0, -_SAMPLES_AT_ONCE):
-            x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
-            total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
-        # The mean over its expected length has the same error in every entry.
-        self.v = total / (count * mean_length(d))
-        if float(torch.linalg.vector_norm(self.v)) < 0.5:  # it is about 1 for a halfspace
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
-            )
-
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """Return queries to repeat: ±v, since no other single label decides anything."""
-        v = self.v / torch.linalg.vector_norm(self.v)
-        return torch.stack([v, -v]), torch.tensor([True, False])
 
 
 class Ratios:

@@ -35,16 +35,10 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.text import percent
+from keyhole.extract.bilinear import lengths, random_units
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Extraction, Statement, Step, setting
-from keyhole.extract.halfspace import (
-    CHANCE,
-    Average,
-    bisect,
-    centre,
-    samples_for_entries,
-    signs,
-)
+from keyhole.extract.halfspace import bisect, centre, signs
 from keyhole.extract.intervals import Interval
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -53,6 +47,34 @@ _LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
 _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
 _EXACT = 1e-6  # error on fresh queries up to which a model counts as recovered
 _ASIDE = 1e-9  # share of λ: repeated queries are so far outside a bracket, for rounding
+CHANCE = 0.01  # the probability that an average of signs is further off than promised
+_MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
+_SAMPLES_AT_ONCE = 1 << 14
+
+
+def mean_length(d: int) -> float:
+    """Return `E|x_1|` for x uniform on the sphere: `E[sign(vᵀx)·x]` is that times v/‖v‖."""
+    return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
+
+
+def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
+    """Return the paper's v̂ from `count` signs, with an error of the same size in every entry."""
+    d = oracle.dim
+    if count > _MOST_SAMPLES:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
+        )
+    total = torch.zeros(d, dtype=torch.float64)
+    for rows in range(count, 0, -_SAMPLES_AT_ONCE):
+        x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
+        total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
+    v = total / (count * mean_length(d))
+    if float(lengths(v)) < 0.5:  # it is about 1 for a halfspace
+        raise Unsuccessful(
+            Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
+        )
+    return v
 
 
 @dataclass(frozen=True)
@@ -75,7 +97,7 @@ class Plan:
         least, most = math.sqrt(_LOW * margin / bound), math.sqrt(_HIGH / (margin * bound))
         scale_error = share * margin / (2 * bound * most)
         levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
-        samples = samples_for_entries(dim, values_error, CHANCE)
+        samples = math.ceil(2 * math.log(2 * dim / CHANCE) / (mean_length(dim) * values_error) ** 2)
         return cls(values_error, scale_error, least, most, samples, levels)
 
     def queries(self, dim: int) -> int:
@@ -126,10 +148,9 @@ class SignOnlyAsPublished(SignMethod):
         )
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        d, plan = oracle.dim, self.plan(oracle.dim)
+        plan = self.plan(oracle.dim)
         stream = torch.Generator().manual_seed(self.seed)
-        direction = Average(oracle, stream, plan.samples)
-        v = direction.v
+        v = _average(oracle, stream, plan.samples)
         if float(v.abs().min()) < self.margin - plan.values_error:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
@@ -137,17 +158,18 @@ class SignOnlyAsPublished(SignMethod):
                 f"{float(v.abs().min()):.1e} of ‖v‖",
             )
         entries = _Entries(self, oracle, v, plan)
-        yield self._step(direction, entries, d)
+        yield self._step(entries)
         try:
             for _ in entries.bisect():
                 pass
         except BudgetExhausted:
-            yield self._step(direction, entries, d)
+            yield self._step(entries)
             raise
-        yield self._step(direction, entries, d)
+        yield self._step(entries)
 
-    def _step(self, direction: Average, entries: _Entries, d: int) -> Step:
+    def _step(self, entries: _Entries) -> Step:
         W, interval = entries.solve()
+        d, unit_v = len(entries.v), entries.v / lengths(entries.v)
         bits = math.log2(1 / self.accuracy)
         known = (d - 1) * bits + float((-entries.relative_width.log2()).clamp(0, bits).sum())
         stated = self.stated(d)
@@ -158,7 +180,13 @@ class SignOnlyAsPublished(SignMethod):
             guarantee=interval.furthest(W),
             guarantee_v=entries.plan.values_error,
             assumed=stated.provided,
-            confirm=lambda oracle: labels_again(oracle, *direction.ends(), *entries.ends()),
+            # No single label decides v̂, so only those of ±v̂ are repeated.
+            confirm=lambda oracle: labels_again(
+                oracle,
+                torch.stack([unit_v, -unit_v]),
+                torch.tensor([True, False]),
+                *entries.ends(),
+            ),
             stated=stated,
         )
 
