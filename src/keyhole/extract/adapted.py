@@ -60,6 +60,7 @@ class Adapted:
 
     @property
     def method(self) -> Method:
+        """The method that fits the defence."""
         change, error, seed = self.change, self.answer_error, self.seed
         least = change.min_tokens or 1
         pair = 2 * math.ceil(least / 2)  # the length of a pair repeated until it is long enough

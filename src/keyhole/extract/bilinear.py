@@ -219,6 +219,7 @@ class BilinearForms:
         return out
 
     def _measure(self, deltas: Tensor, xs: Tensor, i: Tensor, j: Tensor, out: Tensor) -> None:
+        """Measure the forms of pairs (δ_i, x_j); repeat those whose scale was unsuitable."""
         v_delta, v_x = deltas @ self._v, xs @ self._v
         queries = _Queries(deltas, xs, v_delta, v_x, i, j, out, torch.zeros_like(out))
         rows = batch_rows(2, deltas.shape[1])

@@ -236,9 +236,9 @@ class AmplifiedExam(Exam):
         return bool(((ask(model, sequences) - answers).abs() <= allowed + small).all())
 
 
-_COPIES = (2, 3)  # of every token, which leaves the attention per token as it is
-_FACTORS = (0.5, 2.0)  # on a token, which leaves the sign of its score as it is, without rounding
-_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention of each token stays
+_COPIES = (2, 3)  # copies of a sequence: each token keeps its attention
+_FACTORS = (0.5, 2.0)  # factors on a token: its score keeps its sign, without rounding
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: each token keeps its attention
 
 
 def asked_again(

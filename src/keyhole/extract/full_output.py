@@ -301,6 +301,7 @@ class VectorOracle:
         return torch.cat([self._one_batch(part) for part in sequences.split(rows)])
 
     def _one_batch(self, sequences: Tensor) -> Tensor:
+        """Return the answers to one batch; raise Unsuccessful if their shape changes."""
         answers = ask(self.oracle, sequences)
         count, length, _ = sequences.shape
         wanted = (count, length, self.outputs) if self.every_token else (count, self.outputs)
@@ -406,6 +407,7 @@ class LayerForms:
         return forms.transpose(0, 1), errors.transpose(0, 1)
 
     def _block(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return forms and errors (len(xs), H, p) of the keys of one block."""
         if self._vectors.every_token:
             ends = float(_RUNGS[0]), float(_RUNGS[-1])
             return self._fitting(lambda: self._ladder(block, xs), *ends)
@@ -478,6 +480,7 @@ class LayerForms:
     def _repeat(
         self, square: float, rows: Tensor, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor
     ) -> None:
+        """Measure some rows at another scale, within the limit on repeated queries."""
         count = int(rows.sum())
         if not 0 < count <= 16 + _SPARE * self._asked * len(self._V) - self._again:
             return

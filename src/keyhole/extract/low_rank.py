@@ -151,6 +151,7 @@ class _Cross:
         return int(newest.argmax())
 
     def _fill(self, i: list[int], j: range | list[int]) -> None:
+        """Measure the entries of Z in rows i and columns j."""
         if not i or not len(j):
             return
         part = torch.empty(len(j), len(i), dtype=torch.float64)

@@ -45,7 +45,7 @@ from keyhole.oracle.protocol import Oracle
 _EPSILON = torch.finfo(torch.float64).eps
 _STREAM = 0x4F524449  # so that the judge has other queries than the attack
 _PER_KIND = 4
-_NORMS = (0.7, 1.4)  # of the usual one: the two kinds of the judge's queries
+_NORMS = (0.7, 1.4)  # the judge's two kinds of queries, in usual norms
 _SHORT, LONG = 0.55, 1.4  # of the usual norm: tokens for exact answers, and the longest for others
 _COARSE = 0.1  # the largest relative error of an approximation, if answers are inexact
 _EXPLAINED = 8.0  # the largest root mean square residual, in units of the error
@@ -162,11 +162,11 @@ _OPENING = 4.0  # labels for each unknown in the first round
 _EACH = 2.0  # … and in every other one
 _CHOICE = 12  # queries drawn for each one that is sent
 _STEPS = 100  # of L-BFGS in a round
-_FURTHER = 1.2  # of the usual norm: tokens of the last rounds
+_FURTHER = 1.2  # usual norms of the tokens of the last rounds
 _SHARP = 5.0  # the length of v in the first fit, which sets how certain the fit is of its labels
 _RIDGE = 1e-9  # on v: without it, a v that explains all labels would become infinite
 _TESTED = 400  # fresh labels for the judge
-_WRONG = 0.05  # a larger share of wrong labels is no approximation
+_WRONG = 0.05  # with a larger share of wrong labels, the model is no approximation
 _DOUBT = 0.1  # if a score is below this share of the largest, its label may be wrong
 
 

@@ -114,6 +114,7 @@ class OrthogonalHeads(Method):
             yield Step(_heads([(W, v) for W, v, _ in heads]), known, unknowns)
 
     def _search(self, oracle: Oracle) -> Iterator[Step]:
+        """Find the subspaces by Hessians, and grow each head from its part."""
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
         v = read_values(oracle)
@@ -229,6 +230,7 @@ class _Growth:
             self._add(directions)
 
     def _add(self, directions: Tensor) -> Tensor:
+        """Add directions to the basis, and return their rows of W_h."""
         rows = self._measure(directions + self._unit) - self._along_v
         self.basis = torch.cat([self.basis, directions])
         self._rows = torch.cat([self._rows, rows])

@@ -136,6 +136,7 @@ class OutputLayer(Method):
         return replace(step, model=model, matrix=model, layer=replace(layer, ellipsoid=found[1]))
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
+        """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
         prompts, vocabulary = Prompts(self.length, stream), stated_by(oracle, "vocabulary")
         if self.top is None:
             return WholeVectors(oracle, prompts, vocabulary)
@@ -160,6 +161,7 @@ class _Look:
 
     @classmethod
     def at(cls, rows: Tensor, answers: Answers, stream: torch.Generator) -> _Look:
+        """Find the cliff in these rows; raise Unsuccessful if more rows cannot show one."""
         centred = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
         step = answers.step if decimals is None else 10.0**-decimals
@@ -184,6 +186,7 @@ class _Look:
         return max(count + _SPARE, count * 17 // 16)
 
     def step(self, stated: int | None) -> LayerStep:
+        """Return the step for these rows; `stated` is the width that the server states."""
         model, cliff, whole = self._model(), self.cliff, self.cliff.seen
         if whole and cliff.rank == int(cliff.constant):
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "the answers do not depend on the prompt")

@@ -56,7 +56,6 @@ _LOOKS = 4  # intermediate steps
 _CHECKS = 8
 _AGREES = 1e3  # times the resolution: a smaller remainder is rounding, not another neuron
 _PER_KINK = 7  # measured: queries on the circle
-_LENGTHS = (1, 1, 1, 1, 1)  # of the judge's sequences: the network alone answers no longer ones
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class ReluNetwork(Method):
             raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
-        return Exam.draw(oracle, self.seed, _LENGTHS)
+        """Draw single tokens only: in longer sequences, attention may precede the network."""
+        return Exam.draw(oracle, self.seed, (1,) * 5)
 
     def expected_queries(self, dim: int) -> int | None:
         """Return an estimate: the search on the circle depends on where the kinks lie."""
@@ -128,6 +128,7 @@ class ReluNetwork(Method):
         return gradients.folds()[0]
 
     def _pieces(self, target: _Target, plane: Tensor) -> Pieces:
+        """Find the pieces of the remainder on the half circle of a plane."""
         limit = _MOST if self.width is None else self.width
 
         def values(t: Tensor) -> Tensor:
@@ -403,6 +404,7 @@ class _Search:
         return torch.maximum(open_arcs.roll(1), open_arcs.roll(-1)) > _LONGER * self._arcs
 
     def pieces(self) -> Pieces:
+        """Return the kinks and pieces, once no more points are needed."""
         # A kink may also be exactly at a point: both arcs next to it are settled.
         hit = ~self._straight & ~self._bridge & ~self._bridge.roll(1)
         (i,) = (hit | self._bridge).nonzero(as_tuple=True)

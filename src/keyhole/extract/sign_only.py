@@ -97,6 +97,7 @@ class SignOnly(SignMethod):
         return min(self.accuracy, _SHARE * self.accuracy / gain)
 
     def _step(self, direction: Ratios, forms: _Forms) -> Step:
+        """Return what the brackets show so far."""
         W, error = forms.solve()
         d = len(W)
         bits = math.log2(1 / self.accuracy)

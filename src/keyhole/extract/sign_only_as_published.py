@@ -90,6 +90,7 @@ class Plan:
 
     @classmethod
     def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
+        """Compute the plan from the theorem's ε, B, η and d."""
         entry = accuracy / dim
         share = entry / (2 * bound * _SLOPE)
         u = (share / _HIGH) / (2 + share / _HIGH)
@@ -168,6 +169,7 @@ class SignOnlyAsPublished(SignMethod):
         yield self._step(entries)
 
     def _step(self, entries: _Entries) -> Step:
+        """Return what the brackets show so far."""
         W, interval = entries.solve()
         d, unit_v = len(entries.v), entries.v / lengths(entries.v)
         bits = math.log2(1 / self.accuracy)
@@ -217,6 +219,7 @@ class _Entries:
         return positive != (self.v[self._j[rows]] > 0)
 
     def _pairs(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """Return sequences `[λe_j + (c/λ)e_i ; λe_j]` for some entries."""
         units = torch.eye(len(self.v), dtype=torch.float64)
         scale = scales[rows, None]
         last = scale * units[self._j[rows]]

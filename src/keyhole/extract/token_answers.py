@@ -142,6 +142,7 @@ class ChosenTokens:
         return torch.tensor(self._chosen)
 
     def rows(self, count: int) -> Tensor:
+        """Return the first `count` rows (count, tokens); missing numbers are queried."""
         if not self._asked:
             self._open()
         self._choose(min(self.vocabulary, max(count + self._spare, self._least)))

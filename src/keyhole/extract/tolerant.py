@@ -196,6 +196,7 @@ class _State:
             self._known = int(columns.sum()) * len(columns)
 
     def step(self) -> Step:
+        """Return the best estimate so far, and what is proved of it."""
         d = self.v.low.numel()
         v, W = torch.stack(self._values).mean(0), torch.zeros(d, d, dtype=torch.float64)
         if self._estimates:

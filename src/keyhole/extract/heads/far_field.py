@@ -276,6 +276,7 @@ def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
 
 
 def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
+    """Return every hyperplane of the far field, whose gates saturate at `radius`."""
     if len(probe.x) == 1:  # one line, and nothing but its slope to find
         ends = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
         scale = float(probe(ends, torch.full((2,), FAR * radius)).abs().max())

@@ -310,7 +310,7 @@ class Rays:
 
     @cached_property
     def slopes(self) -> Tensor:
-        """How many heads there are on each ray."""
+        """The number of heads on each ray."""
         return (self.V != 0).any(2).sum(1)
 
     def part(self, rows: Tensor) -> Rays:

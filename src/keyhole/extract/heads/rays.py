@@ -268,6 +268,7 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
 
 
 def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
+    """Return the rays with g, c and V of one of them replaced."""
     more = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
     all_c = torch.nn.functional.pad(rays.c, (0, more), value=1.0)
     all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, more))
