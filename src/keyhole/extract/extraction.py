@@ -139,13 +139,11 @@ class Step:
 
     - `known` of `unknowns` numbers are determined. While their number is not certain, `unknowns` is
       the largest possible one, or None.
-    - `guarantee` and `guarantee_v` bound the error of every entry of W and of v, if the answers
-      prove that, provided that `assumed` holds. `confirm` tests the assumption with other queries,
-      and returns how many answers contradict it, of how many.
+    - `guarantee`, `guarantee_v`, `stated` and `layer` are as in Extraction. A guarantee holds if
+      what `assumed` says holds; `confirm` tests that with other queries, and returns how many
+      answers contradict it, of how many.
     - `numbers` is how many numbers an answer has, so `unknowns / numbers` answers are the fewest.
     - `remark` is what was found besides the weights; it joins the reason of a judged result.
-    - `stated` is what the method's theorem states in advance, `layer` what is known of a language
-      model's last layer.
     - `uncertainty` returns the standard error of the model's answers (b,) to sequences (b, n, d),
       as far as it is caused by errors of the answers that the model was fitted to.
     """

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,6 +144,29 @@ class Fitted(Method):
         field = _NearField(self, oracle, norm, self.gain(oracle), stream)
         most = max(1, min(self.most, _WORK // oracle.dim))
         counts = range(1, most + 1) if self.heads is None else (self.heads,)
+        best, miss, least = self._search(field, counts)
+        if best is None or miss > 2 * field.possible:
+            # A fit of one head cannot end in a local minimum, so its failure is a proof.
+            refuted = self.heads == 1 and least > field.possible
+            raise Unsuccessful(
+                Status.MISMATCH if refuted else Status.UNVERIFIED,
+                f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
+                "error: try more starts, or answers with more digits",
+            )
+        error = torch.cat([error for _, _, error in field.asked]).median()
+        model, remark = _simplest(best, float(error))
+        if len(best.v) > 1:
+            remark = "; ".join(filter(None, (f"{len(best.v)} heads explain the answers", remark)))
+        free = tuple(name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any()))
+        uncertain = None
+        if best.unknowns <= UNKNOWNS:
+            uncertain = uncertainty(best, free, field.asked)
+        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=uncertain)
+
+    def _search(
+        self, field: _NearField, counts: Sequence[int]
+    ) -> tuple[BiasedHeads | None, float, float]:
+        """Return the best model of any number of heads, its misfit, and the least at one token."""
         fits: dict[int, tuple[Tensor, Tensor, float]] = {}
         miss, best = math.inf, None
 
@@ -170,23 +193,7 @@ class Fitted(Method):
         least = min(at_one for _, _, at_one in fits.values())
         if best is None and least <= field.possible:
             try_everywhere(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
-        if best is None or miss > 2 * field.possible:
-            # A fit of one head cannot end in a local minimum, so its failure is a proof.
-            refuted = self.heads == 1 and least > field.possible
-            raise Unsuccessful(
-                Status.MISMATCH if refuted else Status.UNVERIFIED,
-                f"{counts[-1]} heads leave residuals {min(miss, least):.1e} times the answers' own "
-                "error: try more starts, or answers with more digits",
-            )
-        error = torch.cat([error for _, _, error in field.asked]).median()
-        model, remark = _simplest(best, float(error))
-        if len(best.v) > 1:
-            remark = "; ".join(filter(None, (f"{len(best.v)} heads explain the answers", remark)))
-        free = tuple(name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any()))
-        uncertain = None
-        if best.unknowns <= UNKNOWNS:
-            uncertain = uncertainty(best, free, field.asked)
-        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=uncertain)
+        return best, miss, least
 
     def _fitted(
         self, field: _NearField, x: Tensor, g: Tensor, v: Tensor

@@ -52,7 +52,7 @@ from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
 _FIRST = 32  # rows before the rank is first computed
 _SPARE = 16  # rows beyond the rank, at least,
-_SHARE = 12  # or this fraction of the rank
+_SHARE = 12  # or the rank divided by this
 _ELLIPSOID = 1e-2  # the largest error of |n|² = d, relative to d
 _COLUMNS = 8  # tokens in a singular value decomposition, for each of its rows
 
