@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from keyhole.recover.embeddings.changes import LEFT_OUT, PUT_IN, REPLACED, SingleChanges
+from keyhole.recover.embeddings.changes import DELETED, INSERTED, REPLACED, SingleChanges
 from keyhole.recover.embeddings.encoder import Texts
 
 PARENTS = [[3, 4, 5, 6], [7, 8]]
@@ -30,7 +30,7 @@ def by_hand(single: SingleChanges, row: int, changes: list[int]) -> list[int]:
         match int(single.kinds[change]):
             case kind if kind == REPLACED:
                 tokens[place] = [token]
-            case kind if kind == LEFT_OUT:
+            case kind if kind == DELETED:
                 tokens[place] = []
             case _:
                 gaps[place] = [token]
@@ -39,7 +39,7 @@ def by_hand(single: SingleChanges, row: int, changes: list[int]) -> list[int]:
 
 
 def test_every_change_of_its_kind_and_place_is_there_once(single):
-    counts = [int((single.kinds == kind).sum()) for kind in (REPLACED, PUT_IN, LEFT_OUT)]
+    counts = [int((single.kinds == kind).sum()) for kind in (REPLACED, INSERTED, DELETED)]
     assert counts == [8, 5, 4]
     assert int(single.slots.max()) == 2 * single.width
     second = single.allowed[1]  # of two tokens
@@ -67,4 +67,4 @@ def test_sets_of_changes_are_applied_as_by_hand(single, row):
 def test_a_text_without_room_gets_no_token_more():
     full = Texts.of([[3, 4]], 2)
     single = SingleChanges.of(full, torch.tensor([[[5], [5]]]), torch.tensor([[[5]] * 3]), 2)
-    assert not single.allowed[0, single.kinds == PUT_IN].any()
+    assert not single.allowed[0, single.kinds == INSERTED].any()

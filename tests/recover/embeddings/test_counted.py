@@ -8,7 +8,7 @@ import torch
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure
 from keyhole.recover import leak_of, recover_texts
-from keyhole.recover.embeddings.changes import Chance, LikelyTokens, Shares
+from keyhole.recover.embeddings.changes import LikelyTokens, Shares
 from keyhole.recover.embeddings.counts import Counted
 from keyhole.recover.embeddings.encoder import Texts
 from keyhole.recover.embeddings.reader import CountedReader
@@ -53,10 +53,10 @@ def test_no_special_token_is_tried(counted, secrets):
     goals = secrets[1]
     likely = LikelyTokens.of(counted, goals)
     parents = Texts.of([[10, 11], [12]], 4)
-    chance = Chance(torch.tensor([0, 3]), torch.Generator().manual_seed(0))
     changes = likely.changes(
-        parents, goals[:2] - goals[2], torch.tensor([0, 1]), chance, 4, 1000, Shares(500, 500, 500)
-    )
+        parents, goals[:2] - goals[2], torch.tensor([0, 1]), torch.tensor([0, 3]),
+        torch.Generator().manual_seed(0), 4, 1000, Shares(500, 500, 500),
+    )  # fmt: skip
     assert not torch.isin(counted.special, changes.tokens[changes.allowed]).any()
     tried = [set(row.tolist()) for row in changes.tokens[:, changes.kinds == 0]]
     assert all(len(tokens) >= 190 for tokens in tried)  # of 200, if so many are wanted

@@ -1,4 +1,4 @@
-"""Pools of texts: what is kept, whose turn it is, what begins again."""
+"""Populations of texts: what is kept, which text is changed next, which one starts again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def take(populations: Populations, lists: list[list[int]], rows: list[int]) -> t
     return populations.take(Texts.of(lists, 4), torch.tensor(rows))[0]
 
 
-def test_a_pool_keeps_the_best_texts_once_each(populations, encoder):
+def test_a_population_keeps_the_best_texts_once_each(populations, encoder):
     lists = [[10, 11], [10, 11, 13], [30], [31], [10, 11]]
     vectors = take(populations, lists, [0] * 5)
     take(populations, lists[:2], [0, 0])
@@ -62,12 +62,12 @@ def test_texts_of_the_same_tokens_take_turns(populations):
     assert {tokens for tokens, _ in seen} == {(10, 11), (40,)}
 
 
-def test_an_island_that_stands_still_begins_again_but_not_the_nearest(populations):
+def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(populations):
     take(populations, [[10, 11], [30, 31, 32]], [0, 1])
     rows, nearest = torch.tensor([0, 1]), populations.cosines[0].max()
     far = populations.cosines[1].max()
     assert nearest > far
-    for _ in range(populations.patience + 1):
+    for _ in range(4):
         populations.renew(rows)
     assert populations.cosines[0].max() == nearest
     begun = Texts(populations.ids[1, :1], populations.lengths[1, :1]).tokens(0)

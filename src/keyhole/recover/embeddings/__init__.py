@@ -1,1 +1,1 @@
-"""Text from one vector: counts of a corpus propose, the encoder itself decides."""
+"""Text from one vector: counts of a corpus propose texts, and the encoder decides."""

@@ -1,11 +1,10 @@
-"""What is counted in a corpus rather than learnt: seconds on a GPU, a minute or two on a CPU.
+"""Statistics of a corpus, counted rather than learnt: seconds on a GPU, a minute or two on a CPU.
 
-The encoder is run once over lines of the corpus. From that come the odds of each token (the
-multiset of a text's tokens, `TokenOdds`), n-grams (`NGrams`), and the lines themselves, the nearest
-of which are what a search begins with (sum_search.py). Where the encoder is quick it is also run on
-the lines with some tokens replaced by any others, so that the odds have seen every token of the
-vocabulary in some text. For last states every token is also run at the end of a text (`Endings`),
-and a search begins there too.
+The encoder is run once over the lines of the corpus. This gives the log-odds of each token for a
+vector (`TokenOdds`), n-grams (`NGrams`), and the lines themselves, the nearest of which a search
+begins with (sum_search.py). On a GPU the encoder is also run on the lines with some tokens replaced
+at random, so that the odds have seen every token of the vocabulary in some text. For last states
+every token is also run at the end of a text (`Endings`), and a search begins with these texts too.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 
 SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
-_LINES = {"cuda": 200_000, "cpu": 50_000}  # that the encoder is run on …
-_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that it is run on them with tokens replaced
+_LINES = {"cuda": 200_000, "cpu": 50_000}  # lines that the encoder is run on
+_ALTERED = {"cuda": 4, "cpu": 0}  # times that it is run on them with tokens replaced
 _ALONE = {"cuda": math.inf, "cpu": 4_000}  # tokens that it is run on by themselves
-_SMALL = 1.2e7  # parameters without the table: what a small encoder has
-_SIMPLE = 0.1  # added to the squares of a regression
-_REPLACED = 0.3  # of a line's tokens, at most
-_ENOUGH = 64  # lines, from which on they say how vectors vary
+_SMALL = 1.2e7  # parameters of a small encoder, the embedding table left out
+_SIMPLE = 0.1  # ridge of the regression on rows of the embedding table
+_REPLACED = 0.3  # largest share of a line's tokens that is replaced
+_ENOUGH = 64  # lines from which on vectors are whitened by how they vary
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """Token odds, n-grams, and lines with their vectors (lines, d), as it compares them."""
+    """Token odds, n-grams, and lines with their vectors (lines, d) as the encoder compares them."""
 
     encoder: Encoder
     token_odds: TokenOdds
     ngrams: NGrams
     lines: Texts
     vectors: Tensor
-    special: Tensor  # tokens that no text holds
-    endings: Endings | None = None  # of last states
+    special: Tensor  # tokens that no text has
+    endings: Endings | None = None  # for last states only
 
     @classmethod
     def of(
         cls, encoder: Encoder, lines: Sequence[Sequence[int]], max_length: int, seed: int = 0
     ) -> Counted:
-        """From a corpus of token lists, for texts of up to `max_length` tokens.
+        """Count a corpus of token lists, for texts of up to `max_length` tokens.
 
-        The encoder compares vectors in units of how they vary over the corpus, from then on.
+        From then on, the encoder compares vectors whitened by their covariance over the corpus.
         """
         device = encoder.device
         pieces = sorted(
@@ -80,9 +79,9 @@ class Counted:
         return cls(encoder, token_odds, ngrams, texts, vectors, frame, endings)
 
     def nearest(self, goals: Tensor, count: int, max_length: int) -> tuple[Texts, Tensor]:
-        """The lines nearest to each vector (v, d), of at most so many tokens; and its number.
+        """Return the `count` lines nearest to each vector (v, d), and the number of its vector.
 
-        Of last states as many endings again.
+        For last states, add as many endings. No text has more than `max_length` tokens.
         """
         cosines = (goals @ self.vectors.T).where(self.lines.lengths <= max_length, -2.0)
         best = cosines.topk(min(count, len(self.lines)), dim=1)
@@ -97,7 +96,7 @@ class Counted:
 def _altered(
     encoder: Encoder, texts: Texts, vectors: Tensor, special: Tensor, seed: int
 ) -> tuple[Texts, Tensor]:
-    """Texts and their vectors, and the same with tokens replaced by any of the vocabulary."""
+    """Return texts with their vectors, and the same texts with tokens replaced at random."""
     device = encoder.device
     generator = torch.Generator(device).manual_seed(seed)
     words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
@@ -116,30 +115,29 @@ def _altered(
     return Texts.cat(parts), torch.cat(runs)
 
 
-# The first guess: which tokens are in the text behind a vector, wherever they stand (ours).
+# Which tokens are in the text behind a vector, at whatever place? (ours)
 #
-# Linear discriminant analysis, one token against the rest. The vectors of texts that hold token t
-# are taken as Gaussian around μ + δ_t, all with one covariance C, so the log-odds that t is in the
+# Linear discriminant analysis, one token against the rest. The vectors of texts with token t are
+# modelled as Gaussian around μ + δ_t, all with one covariance C, so the log-odds that t is in the
 # text behind the vector e are linear in e:
 #
-#     log odds_t(e) = δ_tᵀC⁻¹(e − μ) − δ_tᵀC⁻¹δ_t / 2 + log(share of the texts that hold t)
+#     log odds_t(e) = δ_tᵀC⁻¹(e − μ) − δ_tᵀC⁻¹δ_t / 2 + log(share of the texts with t)
 #
-# δ_t is a mean over the texts of a corpus that hold t. Most tokens are in few texts or in none, so
-# it is drawn towards what the encoder says of the token alone: B·(vector of the text "t"; for last
-# states, of texts that end in t), where the linear map B is fitted to the tokens that are frequent.
-# All of it is counted and solved for, from one run of the encoder over corpus and vocabulary. Being
-# linear it also reads differences: what `missing` says of e − e′ are the tokens that a guess with
-# vector e′ lacks (or has too many of).
+# δ_t is a mean over the texts of a corpus with t. Most tokens are in few texts or in none, so it is
+# shrunk towards a prediction from the token alone: B·(vector of the text "t"; for last states, of
+# texts that end in t), where the linear map B is fitted to the frequent tokens. Everything follows
+# from one run of the encoder over corpus and vocabulary. Because the odds are linear, they also
+# apply to differences: `missing` finds in e − e′ the tokens that a text with vector e′ lacks.
 
-_DRAWN = 8.0  # texts that the guess from the token alone is worth
-_SEEN = 0.1  # texts that a token without any counts as
-_AT_ONCE = 1 << 20  # tokens of texts whose vectors are added up
+_DRAWN = 8.0  # texts that the prediction from the token alone is worth
+_SEEN = 0.1  # added to the number of texts with a token
+_AT_ONCE = 1 << 20  # tokens whose texts' vectors are added up in one step
 _RIDGE = 0.05  # of the mean variance, added to C
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOdds:
-    """The log-odds of every token, vectors (b, d) @ `weights` (d, V) + `offset` (V,)."""
+    """The log-odds of every token: vectors (b, d) @ `weights` (d, V) + `offset` (V,)."""
 
     weights: Tensor
     offset: Tensor
@@ -152,7 +150,7 @@ class TokenOdds:
 
     @classmethod
     def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> TokenOdds:
-        """From texts and their vectors, and from the vector (V, d) of each token by itself."""
+        """Fit the odds to texts and their vectors, and to the vector `own` (V, d) of each token."""
         size = len(own)
         rows, tokens = _held(texts)
         vectors = vectors.double()
@@ -173,7 +171,7 @@ class TokenOdds:
 
 
 def _held(texts: Texts) -> tuple[Tensor, Tensor]:
-    """Every token of every text once: (row, token) in two columns."""
+    """Return every distinct token of every text, as two columns: row and token."""
     size = int(texts.ids.max()) + 1
     rows = torch.arange(len(texts), device=texts.ids.device)[:, None].expand(texts.ids.shape)
     keys = (rows * size + texts.ids)[texts.mask].unique()
@@ -181,12 +179,12 @@ def _held(texts: Texts) -> tuple[Tensor, Tensor]:
 
 
 def alone(encoder: Encoder) -> Tensor:
-    """The vector (V, d) of each token as a text of its own.
+    """Return the vector (V, d) of each token as a text of its own.
 
-    On a CPU a few thousand words are run, the first of the vocabulary, which are the frequent ones;
-    a ridge regression from their rows of the embedding table tells those of the others. Of tokens
-    that the corpus has, the right ones then rank as high as with all of them run (median 9 of
-    30,522 in 60 sentences, 14 with all), of others lower (8, and 4 with all), at a seventh of the
+    On a CPU only a few thousand words are run, the first of the vocabulary, which are the frequent
+    ones. A ridge regression on the rows of the embedding table predicts the vectors of the others.
+    For tokens of the corpus, the right ones then rank as high as with all of them run (median 9 of
+    30,522 in 60 sentences, 14 with all), for others lower (8, and 4 with all), in a seventh of the
     time.
     """
     tokens = torch.arange(len(encoder.table), device=encoder.device)
@@ -201,24 +199,24 @@ def alone(encoder: Encoder) -> Tensor:
     rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
     square = rows[run].T @ rows[run]
     square.diagonal().add_(_SIMPLE)
-    told = (rows @ torch.linalg.solve(square, rows[run].T @ own.double())).to(own)
-    told[run] = own
-    return told
+    predicted = (rows @ torch.linalg.solve(square, rows[run].T @ own.double())).to(own)
+    predicted[run] = own
+    return predicted
 
 
 def effort(target: Target) -> float:
-    """The share of a small encoder's runs that this one gets: on a CPU large ones take longer."""
+    """Return the share of a small encoder's runs to spend: on a CPU, less for a large one."""
     return _smallness(target) if target.parts.device.type == "cpu" else 1.0
 
 
 def _smallness(target: Target) -> float:
-    """1 for a small encoder, less for a large one."""
+    """Return 1 for a small encoder, and less for a large one."""
     size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
     return min(1.0, _SMALL / max(1, size))
 
 
 def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
-    """The means that the tokens' own vectors tell, by a ridge that trusts frequent tokens."""
+    """Predict the means from the tokens' own vectors, by a ridge regression on frequent tokens."""
     inputs = torch.cat([own, own.new_ones(len(own), 1)], 1)
     trusted = inputs * (held / (held + _DRAWN))[:, None]
     square = trusted.T @ inputs
@@ -226,45 +224,45 @@ def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
     return inputs @ torch.linalg.solve(square, trusted.T @ means)
 
 
-# What follows what in a corpus: interpolated bigrams (Kneser and Ney, 1995).
+# Which token follows which in a corpus: interpolated bigrams (Kneser and Ney, 1995).
 #
 #     p(b | a) = max(c(ab) − D, 0) / c(a) + D·(tokens seen after a) / c(a) · q(b)
 #
-# c counts pairs of neighbours, q(b) is the share of the distinct pairs that end in b: a word that
-# follows many others is likely after a new one. Before the first token and behind the last one
-# stands a mark of its own, V. Of no lines at all, every token is as likely everywhere.
+# c counts pairs of neighbours, and q(b) is the share of the distinct pairs that end in b: a word
+# that follows many others is likely after a new one. A mark of its own, V, stands before the first
+# token and after the last. Without any lines, all tokens are equally likely everywhere.
 #
-# Names, numbers and passwords are pieces that no corpus has side by side. What kind of token
-# follows what kind it does say: a word's beginning or a later piece; letters, digits or signs. So q
-# depends on the kinds of both: q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
+# Names, numbers and passwords are made of tokens that are neighbours in no corpus. But a corpus
+# shows which kind of token follows which: a word's beginning or a later piece; letters, digits or
+# signs. So q depends on both kinds: q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
 
 _DISCOUNT = 0.75
-_NGRAMS_SEEN = 0.05  # pairs that a token which ends none counts as
+_NGRAMS_SEEN = 0.05  # added to the number of distinct pairs that end in a token
 _KINDS = 7  # three of beginnings, three of later pieces, and the mark
-_KIND_SEEN = 1.0  # pairs of kinds that one without any counts as
+_KIND_SEEN = 1.0  # added to the number of pairs of two kinds
 
 
 @dataclass(frozen=True, eq=False)
 class NGrams:
-    """Pairs that were seen as keys a·(V + 1) + b in order, and what p(b | a) is made of."""
+    """The pairs that were seen, as sorted keys a·(V + 1) + b, and the terms of p(b | a)."""
 
     keys: Tensor  # (pairs,)
     seen: Tensor  # (pairs,) max(c(ab) − D, 0) / c(a)
-    left: Tensor  # (V + 1,) the share of each a that is left for pairs not seen
+    left: Tensor  # (V + 1,) D·(tokens seen after a) / c(a)
     ends: Tensor  # (V + 1,) q(b)
     kinds: Tensor  # (V + 1,)
     ratios: Tensor  # (kinds, kinds) p(kind of b | kind of a) / p(kind of b)
 
     @property
     def mark(self) -> int:
-        """What stands before the first token and behind the last."""
+        """The token before the first of a text and after the last."""
         return len(self.ends) - 1
 
     @classmethod
     def of(
         cls, lines: Iterable[Sequence[int]], vocabulary: int, kinds: Tensor | None = None
     ) -> NGrams:
-        """From token lists; `kinds` (V,) of tokens, by default all the same."""
+        """Count token lists; `kinds` (V,) are the kinds of tokens, by default all the same."""
         size = vocabulary + 1
         mark = torch.tensor([_KINDS - 1])
         kinds = torch.zeros(size, dtype=torch.long) if kinds is None else torch.cat([kinds, mark])
@@ -281,7 +279,7 @@ class NGrams:
         return cls(keys, seen.float(), left.float(), ends, kinds, ratios)
 
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        """log p(b | a), for tokens or marks a and b of one shape."""
+        """Return log p(b | a), for tokens or marks a and b in two tensors of one shape."""
         p = (
             self.left[first]
             * self.ends[second]
@@ -294,16 +292,16 @@ class NGrams:
         return p.log()
 
     def framed(self, texts: Texts) -> Tensor:
-        """Tokens (b, n + 2) with a mark before them, and marks behind."""
+        """Return the tokens (b, n + 2) with a mark before them, and marks after them."""
         ids = texts.ids.where(texts.mask, self.mark)
         ends = ids.new_full((len(ids), 1), self.mark)
         return torch.cat([ends, ids, ends], 1)
 
     def log_p(self, texts: Texts, own: Tensor | None = None) -> Tensor:
-        """log p (b,) of whole texts, their ends included.
+        """Return log p (b,) of whole texts with their ends.
 
-        `own` (b, n) is what a language model says of each token: half of it is taken where there
-        is any, and half of what the n-grams say.
+        `own` (b, n) is a language model's log p of each token. Where it is a number, p is the mean
+        of the n-grams' and the model's.
         """
         row = self.framed(texts)
         terms = self.pairs(row[:, :-1], row[:, 1:])
@@ -318,7 +316,7 @@ class NGrams:
 
 
 def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tensor:
-    """p(kind of b | kind of a) / p(kind of b) from the kinds of the pairs seen."""
+    """Return p(kind of b | kind of a) / p(kind of b), from the kinds of pairs that were seen."""
     pairs = torch.bincount(first * _KINDS + second, minlength=_KINDS**2).view(_KINDS, _KINDS)
     share = torch.zeros(_KINDS).index_add_(0, kinds, ends)
     there = share > 0
@@ -327,7 +325,7 @@ def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tenso
 
 
 def token_kinds(tokenizer: Any, size: int) -> Tensor:
-    """(V,) of each token: does it begin a word, and is it letters, digits or signs?"""
+    """Return each token's kind (V,): does it begin a word, and is it letters, digits or signs?"""
     names: list[str] = [name or "" for name in tokenizer.convert_ids_to_tokens(range(size))]
     spaced = any(name[:1] in "▁Ġ" for name in names if name)  # a word's beginning is marked
 
@@ -340,25 +338,25 @@ def token_kinds(tokenizer: Any, size: int) -> Tensor:
 
 
 def mixed(counted: Tensor, own: Tensor) -> Tensor:
-    """log(½p + ½q) of two log-probabilities; the first where the second is not a number."""
+    """Return log(½p + ½q) of two log-probabilities, and the first one where the second is NaN."""
     both = torch.logaddexp(counted, own.to(counted)) - math.log(2)
     return counted.where(own.isnan(), both)
 
 
-# Every token of the vocabulary at the end of a short text: how a last state begins to be read.
+# Every token of the vocabulary at the end of a short text: where a search by last states starts.
 #
-# The last state of a causal model says most of the token that it stands on, and of that nearly the
-# same whatever came before: so of all tokens, each run once at the end of some beginning, the right
-# one gives the nearest state. A token alone is another matter, because models give the first token
-# of a text a state of its own kind: it finds prompts of one token, and no others.
+# The last state of a causal model depends most on the last token, and in nearly the same way
+# whatever came before. So when each token is run once at the end of some beginning, the right one
+# gives the nearest state. A token alone finds only prompts of one token, because models give the
+# first token of a text a state of a special kind.
 
-Before = tuple[tuple[int, int], ...]  # tokens before the last, from and to, of each run
+Before = tuple[tuple[int, int], ...]  # for each run, the least and the most tokens before the last
 _BEFORE: dict[str, Before] = {"cuda": ((0, 0), (1, 3), (4, 8)), "cpu": ((0, 0),)}
 
 
 @dataclass(frozen=True, eq=False)
 class Endings:
-    """k runs over V tokens: `texts` of k·V, one run after the other, and `vectors` (k, V, d)."""
+    """k runs over V tokens: their `texts` (k·V), run after run, and `vectors` (k, V, d)."""
 
     texts: Texts
     vectors: Tensor
@@ -367,7 +365,7 @@ class Endings:
     def of(
         cls, encoder: Encoder, lines: Texts, seed: int = 0, before: Before | None = None
     ) -> Endings:
-        """After beginnings of lines by chance, as long as `before` says for each run."""
+        """Run every token after random beginnings of lines, of lengths in `before` for each run."""
         device, size, width = encoder.device, len(encoder.table), lines.ids.shape[1]
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.arange(size, device=device)
@@ -386,13 +384,13 @@ class Endings:
 
     @property
     def of_tokens(self) -> Tensor:
-        """What the vectors say of each token (V, d): their mean, alone left out where it can be."""
+        """The mean vector (V, d) of each token's texts, if possible without the token alone."""
         return self.vectors[1 if len(self.vectors) > 1 else 0 :].mean(0)
 
     def nearest(
         self, goals: Tensor, barred: Tensor, count: int, max_length: int
     ) -> tuple[Texts, Tensor]:
-        """Texts that end in the nearest tokens to each vector (v, d), and its number."""
+        """Return texts that end in the nearest tokens to each vector (v, d), and its number."""
         best = torch.stack([goals @ run.T for run in self.vectors]).max(0)
         cosines = best.values.index_fill(1, barred, -2.0)
         tokens = cosines.topk(min(count, cosines.shape[1]), dim=1).indices
@@ -404,7 +402,7 @@ class Endings:
 
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
-    """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
+    """Return the texts of a corpus that are not empty; it is a file, or the texts themselves."""
     texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:

@@ -1,23 +1,25 @@
-"""Texts that are one edit away from a text, those first whose vectors might be the same.
+"""The alternatives to a text: texts one edit away, first those whose vectors may be the same.
 
 One vector stands for a whole text, so whatever changes the text is an alternative: another token at
-a place, two tokens that change places, one token more, one less. Not all of a vocabulary can be run
-at each place. With J_p the derivative of the vector by the embedding e_p of place p, token v
-there gives about f + J_p (e_v − e_p); the tokens to try are those for which this is nearest to what
-is wanted, y: least ‖J_p (e_v − e_p) − (y − f)‖². J_p is not formed. For g of independent standard
-normal numbers, E (g·x)² = ‖x‖², so with 32 draws, one backward pass of a batch of 32,
+a place, two tokens exchanged, one token more, one less. Not all tokens of a vocabulary can be run
+at each place. With J_p the derivative of the vector by the embedding e_p at place p, token v there
+gives about f + J_p (e_v − e_p). The tokens to try are those for which this is nearest to the wanted
+vector y, with the least ‖J_p (e_v − e_p) − (y − f)‖². J_p itself is not computed: E (g·x)² = ‖x‖²
+for independent standard normal numbers g, so with 32 draws, from one backward pass of a batch of
+32,
 
     ‖x‖² ≈ mean_i (g_iᵀ J_p (e_v − e_p) − g_iᵀ (y − f))²  for all tokens at once.
 
-With these come the tokens of most similar embedding, which the derivative at e_p may miss. A
-token that is put in is tried as a copy of a neighbour, which changes little, and as the tokens that
-the gradient of ‖f − y‖² at that copy asks for.
+The tokens of most similar embedding are tried too, because the derivative at e_p may miss them. A
+token is inserted as a copy of a neighbour, which changes little, and as the tokens that the
+gradient of ‖f − y‖² at that copy suggests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -28,20 +30,20 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.layers.inverse_map import most_similar
 
-_PROBES = 32  # random directions that stand for all
-_NEAREST = 8  # tokens of each place by the derivative
-_WISHED = 4  # tokens put in at each place by the gradient
-_PLACES = 64  # of a longer text the places whose tokens matter least
-_PAIRS = 128  # pairs of tokens that change places, the nearest first
+_PROBES = 32  # random directions
+_NEAREST = 8  # tokens tried at each place by the derivative
+_WISHED = 4  # tokens inserted into each gap by the gradient
+_PLACES = 64  # places of a long text that are tried: those whose tokens matter least
+_PAIRS = 128  # pairs of tokens that are exchanged, the closest first
 _TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # in one forward–backward pass
 
 Tokens = tuple[int, ...]
 
 
 class Vectors:
-    """The vectors of texts, each run once: `passes` counts them.
+    """The vectors of texts, each text run once; `passes` counts them.
 
-    The texts are around `ids`, with the same special tokens.
+    All texts get the special tokens that stand around `ids`.
     """
 
     def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
@@ -51,14 +53,15 @@ class Vectors:
         self._encoder = Encoder(target, whole, frame=(self.before, self.after))
         self.passes = 0
         self.alternatives: dict[tuple[Tokens, bool], Alternatives] = {}
-        self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
+        self._whole: dict[Tokens, Tensor] = {}  # vectors with all their numbers
         self._probed: dict[Tokens, tuple[Tensor, Tensor]] = {}
 
     def inside(self, ids: Sequence[int]) -> Tokens:
+        """Return the ids without the special tokens around them."""
         return tuple(ids[len(self.before) : len(ids) - len(self.after)])
 
     def __call__(self, texts: Sequence[Tokens]) -> Tensor:
-        """(b, k), without gradients."""
+        """Return the vectors (b, k) of texts, without gradients."""
         fresh = list(dict.fromkeys(text for text in texts if text not in self._whole))
         if fresh:
             rows = self._encoder.values(self._table(fresh))
@@ -70,12 +73,12 @@ class Vectors:
         return Texts.of(texts, max(map(len, texts)), self.target.parts.device)
 
     def _part(self, rows: Tensor) -> Tensor:
-        """What is kept (b, k) of whole vectors (b, d)."""
+        """Return the part (b, k) of whole vectors (b, d) that the exposure keeps."""
         rows = rows[..., : self.exposure.width]
         return normalize(rows, dim=-1) if self.exposure.unit else rows
 
     def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> Tensor:
-        """The derivative (b, n, e) of each text's vector along (b, k), by token."""
+        """Return the derivative (b, n, e) of each text's vector along (b, k), by token."""
         self.passes += len(texts)
 
         def projected(values: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class Vectors:
         return self._encoder.gradient(self._table(texts), projected)[1]
 
     def probed(self, text: Tokens) -> tuple[Tensor, Tensor]:
-        """Random directions (probes, k), and the derivative (probes, n, e) along each."""
+        """Return random directions (probes, k), and the derivative (probes, n, e) along each."""
         if text not in self._probed:
             own = self([text])[0]
             generator = torch.Generator().manual_seed(0)
@@ -98,7 +101,7 @@ class Vectors:
 
 @dataclass(frozen=True, eq=False)
 class Alternatives:
-    """Texts one edit away, their vectors (r, k), and the tokens (r, n) that each edit touches."""
+    """Texts one edit away, their vectors (r, k), and which tokens (r, n) each edit touches."""
 
     texts: list[Tokens]
     vectors: Tensor
@@ -111,10 +114,13 @@ NONE = Alternatives([], torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
 def alternatives_to(
     vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool
 ) -> Alternatives:
-    """Texts one edit away for a vector `wanted` (k,); of the same length if that is known."""
+    """Return the texts one edit away for a vector `wanted` (k,).
+
+    Tokens are inserted and deleted unless the text must have the `same_length`.
+    """
     key = text, same_length
     own = vectors([text])[0]
-    plain = torch.equal(wanted.to(own), own)  # as for every text that fits but for noise
+    plain = torch.equal(wanted.to(own), own)  # so it is for every text that fits without noise
     if plain and key in vectors.alternatives:
         return vectors.alternatives[key]
     tokens, near = _nearest(vectors, text, wanted)
@@ -134,7 +140,7 @@ def alternatives_to(
 
 
 def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (n, m) to try at each place, and how near (n,) the nearest comes to first order."""
+    """Return tokens (n, m) to try at each place, and how near (n,) the nearest one comes."""
     table = vectors.target.parts.table.float()
     own = vectors([text])[0]
     probes, slopes = vectors.probed(text)
@@ -161,24 +167,18 @@ def _replaced(text: Tokens, tokens: Tensor, places: list[int]) -> list[Tokens]:
 
 
 def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
-    pairs = [(a, b) for a in places for b in places if a < b]
-    pairs.sort(key=lambda pair: pair[1] - pair[0])
-    edits: list[Tokens] = []
-    for a, b in pairs[:_PAIRS]:
-        edit = list(text)
-        edit[a], edit[b] = edit[b], edit[a]
-        edits.append(tuple(edit))
-    return edits
+    pairs = sorted(combinations(places, 2), key=lambda pair: pair[1] - pair[0])
+    return [
+        (*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :]) for a, b in pairs[:_PAIRS]
+    ]
 
 
 def _shorter(text: Tokens, places: list[int]) -> list[Tokens]:
-    if len(text) < 2:
-        return []
-    return [(*text[:place], *text[place + 1 :]) for place in places]
+    return [(*text[:place], *text[place + 1 :]) for place in places if len(text) > 1]
 
 
 def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -> list[Tokens]:
-    """One token more: a copy of a neighbour, and what the gradient there asks for."""
+    """Return texts with one token more: a copy of a neighbour, or what the gradient suggests."""
     if not text:
         return []
     gaps = sorted({gap for place in places for gap in (place, place + 1)})
@@ -200,7 +200,7 @@ def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -
 
 
 def _touched(text: Tokens, edit: Tokens) -> list[bool]:
-    """Which tokens of the text an edit changes; one put in touches its neighbours."""
+    """Return which tokens of the text an edit changes; an inserted one touches its neighbours."""
     if len(text) == len(edit):
         return [a != b for a, b in zip(text, edit, strict=True)]
     first = next((p for p, (a, b) in enumerate(zip(text, edit, strict=False)) if a != b), None)
@@ -211,11 +211,7 @@ def _touched(text: Tokens, edit: Tokens) -> list[bool]:
 
 
 def _frame(target: Target, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The tokenizer's special tokens, if they stand around these ids."""
+    """Return the tokenizer's special tokens, if they stand around these ids."""
     before, after = target.frame()
-    whole = list(ids)
-    if len(whole) <= len(before) + len(after) or whole[: len(before)] != before:
-        return [], []
-    if after and whole[-len(after) :] != after:
-        return [], []
-    return before, after
+    inside = ids[len(before) : len(ids) - len(after)]
+    return (before, after) if inside and [*before, *inside, *after] == list(ids) else ([], [])

@@ -1,13 +1,14 @@
-"""From texts to vectors, many at once, and how near those are to a leaked one.
+"""From texts to vectors, many at once, and to log-probabilities of tokens.
 
-A text is its tokens without the special ones that the tokenizer puts around it: `ids` (b, n), of
-which the first `lengths` (b,) count. A search compares vectors of length one: the inner product
-with the leaked one is the cosine, which the right text alone takes to 1, up to rounding.
+A text is its tokens without the special ones that the tokenizer puts around it: the first `lengths`
+(b,) of `ids` (b, n). A search compares vectors of length one. Their inner product with the leaked
+vector is the cosine, which only the right text brings to 1, up to rounding.
 
-A causal model also says how likely each token of a text is after those before it. It is run on
-every text anyway, so that comes almost for free (`read`). Its last states lie in a narrow cone and
-vary most in what they predict, which many texts share; what tells texts apart is in the directions
-of little variance. So vectors may be whitened (`Whitening`), and a cosine counts all directions.
+A causal model also gives the probability of each token of a text after those before it, at almost
+no extra cost, because it is run on every text anyway (`read`). Its last states lie in a narrow
+cone. They vary most in what they predict, which many texts share, while directions of little
+variance tell texts apart. So vectors may be whitened (`Whitening`), and then a cosine weighs all
+directions alike.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from keyhole.models.capture import Exposure, capture, pool
 from keyhole.recover.attack import Target
 
 _TOKENS = {"cuda": 1 << 19, "cpu": 1 << 11}  # in one pass
-_ROUNDING = 1e-3  # of the largest variance: what rounding may be
-_ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # tokens whose log p over a vocabulary is held at once
+_ROUNDING = 1e-3  # of the largest variance: an upper bound on rounding
+_ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # positions whose log p over the vocabulary fit at once
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """b texts of at most n tokens, special ones left out."""
+    """b texts of at most n tokens, without special tokens."""
 
     ids: Tensor  # (b, n)
     lengths: Tensor  # (b,)
@@ -45,15 +46,15 @@ class Texts:
 
     @property
     def mask(self) -> Tensor:
-        """(b, n), true on tokens."""
+        """A mask (b, n), true on tokens."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
     def clean(self) -> Texts:
-        """The same with zeros behind the end, so that equal texts are equal rows."""
+        """Return the texts with zeros after their ends, so that equal texts are equal rows."""
         return Texts(self.ids.where(self.mask, 0), self.lengths)
 
     def padded(self, width: int) -> Texts:
-        """The same in a table of that many columns; what does not fit is cut off."""
+        """Return the texts in a table of `width` columns, cut off where they are longer."""
         ids = self.ids[:, :width]
         ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
         return Texts(ids, self.lengths.clamp(max=width))
@@ -71,7 +72,7 @@ class Texts:
 
     @classmethod
     def filled(cls, ids: Tensor) -> Texts:
-        """Texts (b, n) of n tokens each."""
+        """Make b texts of n tokens each from ids (b, n)."""
         return cls(ids, torch.full_like(ids[:, 0], ids.shape[1]))
 
     @classmethod
@@ -82,10 +83,10 @@ class Texts:
 class Encoder:
     """Turns texts into vectors: exactly, or `fast`, in half precision where that is faster.
 
-    That is a GPU's float16, or on a CPU what is given as `half`. `frame` are the special tokens
-    before and after every text, by default the tokenizer's. `passes` counts the texts that were
-    run, the unit of a search's cost. After `whiten` all vectors are whitened, and those they are
-    compared with have to go through `directions`.
+    Half precision is float16 on a GPU, and `half` on a CPU. `frame` are the special tokens before
+    and after every text, by default the tokenizer's. `passes` counts the texts that were run, the
+    unit of a search's cost. After `whiten` all vectors are whitened; to compare others with them,
+    use `directions`.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Encoder:
         return self.target.parts.table
 
     def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """The ids and the mask that the model is run on, special tokens in their places."""
+        """Return the ids and the mask to run the model on, with special tokens in their places."""
         first, last = len(self.before), len(self.after)
         n = int(texts.lengths.max()) if len(texts) else 0
         ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
@@ -129,27 +130,24 @@ class Encoder:
         return ids, mask.long()
 
     def whiten(self, texts: Texts) -> Tensor:
-        """Compare vectors, from here on, in units of how they vary over these texts.
-
-        Gives the vectors of these.
-        """
+        """Whiten all vectors from now on by how these texts vary; return the vectors of these."""
         self._whitening = None
         vectors = self.vectors(texts, fast=True)
         self._whitening = Whitening.of(vectors)
         return self.directions(vectors)
 
     def directions(self, values: Tensor) -> Tensor:
-        """Vectors (b, d) of a model as they are compared: of length one, in float32."""
+        """Return a model's vectors (b, d) in float32, whitened if set, with length one."""
         unit = normalize(values.float(), dim=-1)
         return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
 
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
-        """The vectors (b, d) of texts as they are compared: of length one, in float32."""
+        """Return the vectors (b, d) of texts in float32, whitened if set, with length one."""
         return self.directions(self.values(texts, fast))
 
     @torch.no_grad()
     def values(self, texts: Texts, fast: bool = False) -> Tensor:
-        """What the model exposes (b, d) of texts, as it is."""
+        """Return what the model exposes of texts (b, d), unchanged."""
         self.passes += len(texts)
         model = self._fast if fast else self.target.model
         order = texts.lengths.argsort()
@@ -161,23 +159,23 @@ class Encoder:
         return torch.cat(parts)[order.argsort()]
 
     def _step(self, length: int) -> int:
-        """How many texts of such a length are run at once."""
+        """Return how many texts of such a length are run at once."""
         most = _TOKENS[self.device.type]
-        if self.device.type != "cpu":  # where that many may not fit
+        if self.device.type != "cpu":  # that many may not fit
             most = min(most, self.target.parts.at_once(length, modest=False))
         return max(1, most // length)
 
     @cached_property
     def speaks(self) -> bool:
-        """Is it a causal model with its head, which says what may follow?"""
+        """Whether this is a causal model with its head, which predicts the next token."""
         head = self.target.model.get_output_embeddings() if self.target.parts.causal else None
         return isinstance(head, nn.Linear)
 
     @torch.no_grad()
     def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """Of a model that `speaks`, fast: the vectors (b, d), and log p (b, n) of each token.
+        """Run texts fast, and return their vectors (b, d) and log p (b, n) of each token.
 
-        That is after the tokens before it; where there is none, it is not a number.
+        The model must have a head (`speaks`). A token with no token before it has log p NaN.
         """
         self.passes += len(texts)
         order, n = texts.lengths.argsort(), texts.ids.shape[1]
@@ -195,7 +193,7 @@ class Encoder:
 
     @torch.no_grad()
     def next_log_p(self, texts: Texts) -> Tensor:
-        """Of a model that `speaks`: the same (b, n + 1, V) of every token in each gap of texts."""
+        """Return log p (b, n + 1, V) of every token in each gap of texts, as `read` does."""
         self.passes += len(texts)
         n = texts.ids.shape[1]
         states = self._before(self._states(*self.framed(texts)), n + 1)
@@ -206,19 +204,19 @@ class Encoder:
         return torch.cat(answers).unflatten(0, states.shape[:2])
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The last layer's states (b, m, d) of framed texts."""
+        """Return the last layer's states (b, m, d) of framed texts."""
         last = Exposure("hidden", self.target.parts.layers)
         return capture(self._fast, last, ids=ids, mask=mask)["values"]
 
     def _before(self, states: Tensor, count: int) -> Tensor:
-        """The states (b, count, d) before each of the first places of texts, or not a number."""
+        """Return the states (b, count, d) before each of the first places of texts, or NaN."""
         first = len(self.before)
         nothing = states.new_full((len(states), max(0, 1 - first), states.shape[2]), torch.nan)
         rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
         return nn.functional.pad(rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan)
 
     def _log_p(self, states: Tensor, texts: Texts, n: int) -> Tensor:
-        """log p (b, n) of each token of texts, from the states before it."""
+        """Return log p (b, n) of each token of texts, from the states before it."""
         states, inside = self._before(states, n), texts.mask
         size, head = _ANSWERS[self.device.type], self._fast.get_output_embeddings()
         parts = zip(states[inside].split(size), texts.ids[inside][:, None].split(size), strict=True)
@@ -231,7 +229,7 @@ class Encoder:
         return log_p
 
     def gradient(self, texts: Texts, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """A number (b,) `of` what the model exposes of texts, and its gradient (b, n, e)."""
+        """Return numbers (b,) `of` what the model exposes, and the gradients (b, n, e) of each."""
         self.passes += len(texts)
         ids, mask = self.framed(texts)
         n, first = texts.ids.shape[1], len(self.before)
@@ -245,18 +243,17 @@ class Encoder:
 
 
 def matrix_half() -> torch.dtype | None:
-    """The half precision that this CPU has matrix units for: three times as fast as float32."""
+    """Return the half precision that this CPU has matrix units for: 3 times as fast as float32."""
     known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return torch.bfloat16 if known.get("amx_bf16") else None
 
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """Vectors made to vary alike in every direction, by their mean (d,) and a map (d, d).
+    """An affine map to equal variance in all directions, with a mean (d,) and a map (d, d).
 
-    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes
-    (v − μ) U diag(λ + ε)^-½. ε, a share of the largest λ, keeps rounding from counting as much as
-    the text.
+    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes (v − μ) U diag(λ
+    + ε)^-½. ε is a share of the largest λ, so that rounding does not count as much as the text.
     """
 
     mean: Tensor
@@ -264,7 +261,7 @@ class Whitening:
 
     @classmethod
     def of(cls, vectors: Tensor) -> Whitening:
-        """Learnt from vectors (b, d); with fewer of them than numbers the rest counts alike."""
+        """Fit to vectors (b, d); if b < d, all other directions count alike."""
         mean = vectors.double().mean(0)
         off = vectors.double() - mean
         spread, axes = torch.linalg.eigh(off.T @ off / len(off))

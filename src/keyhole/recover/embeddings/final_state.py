@@ -1,12 +1,13 @@
-"""The last state behind next-token logits, exactly (after Carlini et al., arXiv 2403.06634).
+"""The last state that gives next-token logits, exactly (after Carlini et al., arXiv 2403.06634).
 
     y = W h + b + c·1,    W (v, d) of full column rank, v ≫ d
 
-with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the solution of
-least squares in float64: d or d + 1 unknowns from v numbers, so rounding of the leak averages out.
-Tokens whose logit did not leak are left out; d of them (or d + 1) have to be there. h is the state
-behind the final norm, which has taken the length of the residual stream away. A prompt from its
-logits is then text from one vector, `Pooled(last)` of that prompt, and is read as such (reader.py).
+with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the solution of a
+least squares problem in float64. It has d or d + 1 unknowns and v equations, so that the leak's
+rounding averages out. Tokens whose logit did not leak are left out; d of them (or d + 1) must have
+leaked. h is the state after the final norm, which removes the length of the residual stream. A
+prompt is then read from its logits as text from one vector, `Pooled(last)` of that prompt
+(reader.py).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from keyhole.models.capture import Exposure
 from keyhole.models.next_token import unembedding
 from keyhole.recover.leaks import Leak, Logits, Pooled
 
-_DEPENDENT = 1e-10  # of the largest pivot: columns of W that say the same
+_DEPENDENT = 1e-10  # of the largest pivot: columns of W that are linearly dependent
 
 
 def final_states(model: nn.Module, leak: Logits) -> Tensor:
-    """The state (1, d) that gives the logits, in float64."""
+    """Return the state (1, d) that gives the logits, in float64."""
     head, leaked = unembedding(model), leak.leaked
     W = head.weight.detach().double().cpu()[leaked]
     answers = leak.values[:, leaked].double()
@@ -49,9 +50,9 @@ def final_states(model: nn.Module, leak: Logits) -> Tensor:
 
 
 def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposure]:
-    """What leaked, as one vector of length one for each leak, and the exposure that gives such.
+    """Return one vector of length one for each leak, and the exposure that gives such vectors.
 
-    Of logits that is the last state.
+    For logits this is the last state.
     """
     if isinstance(leaks[0], Pooled):
         values = torch.stack([cast("Pooled", leak).values for leak in leaks])

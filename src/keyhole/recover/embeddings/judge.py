@@ -1,25 +1,30 @@
-"""The judge of a text that was read from one vector: it is that text's, and no near one's.
+"""The judge of a text that was read from one vector: is it that text's vector, and no similar
+one's?
 
-A text is verified if four things hold.
+A text is verified if four conditions hold.
 
 1. Its own vector f may be what was stored: its misfit E(f) is within what the stored form and its
-   error leave to chance (`Stored`).
-2. No alternative's may: for each text one edit away among the nearest (edits.py), E is larger by at
-   least 2 (log V + 10), odds of V·e¹⁰ : 1 for a vocabulary of V tokens.
-3. What is stored could tell it from texts that nobody tried. There are V^n texts of n tokens, and B
-   bits tell at most 2^B of them apart, so a chance fit among V^n is excluded by odds of e¹⁰ : 1
-   only if B ≥ n log₂ V + 10 log₂ e. A search that tries long texts against few bits ends at one
-   that fits sooner or later, and its neighbours may all be worse.
-4. Where noise was added, the first test alone tells texts one edit away apart (`resolves`): if it
-   lets them pass, it lets pass texts two edits away too, and those are not tried.
+error allow by chance (`Stored`).
 
-One vector speaks for the text as a whole: where an alternative fits as well, no token is verified.
-Tokens that no such alternative touches are likely, if the odds against each of theirs are e¹⁰ : 1.
+2. No alternative's vector may be: for each text one edit away among the nearest (edits.py), E is
+larger by at least 2 (log V + 10), odds of V·e¹⁰ : 1 for a vocabulary of V tokens.
+
+3. What is stored holds enough bits to exclude the texts that nobody tried. There are V^n texts of n
+tokens, and B bits distinguish at most 2^B of them, so a chance fit among V^n is excluded by odds of
+e¹⁰ : 1 only if B ≥ n log₂ V + 10 log₂ e. A search that tries long texts against few bits finds one
+that fits sooner or later, and its neighbours may all be worse.
+
+4. Where noise was added, the first test alone distinguishes texts one edit apart (`resolves`). If
+it accepts those, it also accepts texts two edits away, which are not tried.
+
+One vector stands for the whole text: where an alternative fits as well, no token is verified.
+Tokens are likely if the odds against every alternative that touches them are e¹⁰ : 1.
 
 Where the text does not fit, the rest may be noise that nobody stated. A single vector has no second
-row to tell noise by, so nothing is verified then. With n numbers and a distance ‖y − f‖², the best
-strength for the noise is ‖y − f‖²/n, and an alternative's margin n (‖y − f′‖²/‖y − f‖² − 1); tokens
-whose alternatives are all excluded so are likely, up to noise of 15% of the spread.
+row to estimate noise from, so nothing is verified then. With n numbers and a distance ‖y − f‖², the
+maximum likelihood estimate of the noise is ‖y − f‖²/n, and an alternative's margin n (‖y − f′‖²/‖y
+− f‖² − 1). Tokens whose alternatives are all excluded by it are likely, up to noise of 15% of the
+spread.
 """
 
 from __future__ import annotations
@@ -38,17 +43,17 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.recovery import ODDS, Mark, Verdict
+from keyhole.recover.recovery import ODDS, Mark, Verdict, verifying_margin
 
-_NOISE = 0.15  # of the spread: a distance above it is not called noise
+_NOISE = 0.15  # of the spread: a larger distance is not explained by noise
 
 
 def judge_vector(
     target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None
 ) -> Verdict:
-    """Decide what `ids` are worth as the text of a pooled embedding.
+    """Judge `ids` as the text of a pooled embedding.
 
-    `vectors` has what was run before, where one text is judged several times.
+    `vectors` holds earlier results, where a text is judged several times.
     """
     vectors = vectors or Vectors(target, leak.exposure, ids)
     spent, text = vectors.passes, vectors.inside(ids)
@@ -57,22 +62,27 @@ def judge_vector(
     fits = stored.fits(own)
     residual = float(stored.distances(own[None]).sqrt())
     plausible = fits or residual <= _NOISE
-    alternatives = NONE  # they would change nothing about a text that is far off
+    alternatives = NONE  # a text that is far from the vector is rejected without them
     if plausible:
         alternatives = alternatives_to(vectors, text, stored.nearest(own), leak.tokens is not None)
     margin = _margins(stored, own, alternatives, fits)
-    odds = 2 * (math.log(target.vocabulary) + ODDS)
+    odds = verifying_margin(target.vocabulary)
     needed = _bits_needed(target, len(text))
     resolved = stored.resolves(own, alternatives.vectors)
     verified = fits and resolved and stored.bits >= needed and bool((margin > odds).all())
-    around, inside = _marks(len(text), margin, alternatives, verified, plausible)
-    marks = (*around * len(vectors.before), *inside, *around * len(vectors.after))
+    # Special tokens are as certain as the text.
+    whole = Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN
+    inside = [whole] * len(text)
+    if plausible and text and not verified:
+        each = margin[:, None].where(alternatives.touched, torch.inf).amin(0)
+        inside = [Mark.LIKELY if m > 2 * ODDS else Mark.UNKNOWN for m in each.tolist()]
+    marks = (*[whole] * len(vectors.before), *inside, *[whole] * len(vectors.after))
     status = _status(inside, verified, fits, residual)
     reason = (
         f"{stored.agreement(own)}, {'' if fits else 'not '}within its precision ({stored.name})"
     )
     if fits and not verified:
-        reason += _doubt(target, stored, alternatives, margin, odds, needed)
+        reason += _doubt(target, stored, alternatives, margin, needed)
     error = float((stored.widths.nan_to_num(posinf=0).square() / 12).mean())
     precision = math.sqrt(error + stored.error**2) / stored.spread
     return Verdict(
@@ -82,7 +92,7 @@ def judge_vector(
 
 
 def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None) -> bool:
-    """Do `ids` pass the tests but that against alternatives? A search looks for such texts."""
+    """Return whether `ids` pass conditions 1 and 3, as a search requires."""
     vectors = vectors or Vectors(target, leak.exposure, ids)
     text = vectors.inside(ids)
     own = vectors([text])[0]
@@ -91,29 +101,18 @@ def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None
 
 
 def _bits_needed(target: Target, tokens: int) -> float:
-    """To tell a text of so many tokens from all others, by odds of e¹⁰ : 1."""
+    """Return the bits that distinguish a text of so many tokens from all others (condition 3)."""
     return tokens * math.log2(target.vocabulary) + ODDS / math.log(2)
 
 
 def _margins(stored: Stored, own: Tensor, alternatives: Alternatives, fits: bool) -> Tensor:
-    """How much worse (r,) each alternative fits: twice the logarithm of the odds against it."""
+    """Return how much worse (r,) each alternative fits, as twice the log of the odds against it."""
     if not len(alternatives.texts):
         return torch.zeros(0)
     if fits:
         return (stored.misfit(alternatives.vectors) - stored.misfit(own[None])).cpu()
     own_distance = stored.distances(own[None])
     return (len(own) * (stored.distances(alternatives.vectors) / own_distance - 1)).cpu()
-
-
-def _marks(
-    count: int, margin: Tensor, alternatives: Alternatives, verified: bool, plausible: bool
-) -> tuple[list[Mark], list[Mark]]:
-    """The mark of special tokens, which are as good as the text is, and of each of the others."""
-    around = [Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN]
-    if verified or not plausible or not count:
-        return around, around * count
-    each = margin[:, None].where(alternatives.touched, torch.inf).amin(0)
-    return around, [Mark.LIKELY if m > 2 * ODDS else Mark.UNKNOWN for m in each.tolist()]
 
 
 def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> Status:
@@ -127,15 +126,10 @@ def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> S
 
 
 def _doubt(
-    target: Target,
-    stored: Stored,
-    alternatives: Alternatives,
-    margin: Tensor,
-    odds: float,
-    needed: float,
+    target: Target, stored: Stored, alternatives: Alternatives, margin: Tensor, needed: float
 ) -> str:
-    """Why a text that fits is not verified."""
-    close = int((margin <= odds).sum())
+    """Explain why a text that fits is not verified."""
+    close = int((margin <= verifying_margin(target.vocabulary)).sum())
     if close:
         best = target.decode(alternatives.texts[int(margin.argmin())])
         return f"; {close} of {len(margin)} texts one edit away are not excluded, such as {best!r}"
@@ -148,45 +142,45 @@ def _doubt(
 #
 # A store keeps f in a form that many vectors share: rounded to floating-point numbers of fewer
 # bits, to whole steps, to signs, or to the nearest of a few centroids in each block (product
-# quantisation, Jégou et al., 2011). What it keeps says of f that it lies in a cell, and a cell is
-# what a few borders leave: with m_b(f) the distance of f to border b, positive inside,
+# quantisation, Jégou et al., 2011). So f lies in a known cell, which has a few borders. With m_b(f)
+# the distance of f to border b, positive inside, the borders are those of
 #
 #     a number in steps of w     two borders, y − w/2 and y + w/2
 #     a sign                     one border, 0
 #     one of K centroids c       K − 1 borders, half-way: (‖f − c′‖² − ‖f − c‖²) / (2 ‖c − c′‖)
 #
-# Before it was stored, f carried an error: arithmetic in another order, and the noise that is
-# stated. With s its standard deviation in each number, the chance of what is kept is about Π_b
-# Φ(m_b(f)/s), and exactly so while no two borders are within a few s of f. Where a step is short
-# next to the error (w ≤ 4 s), the borders blur, and the error is s² + w²/12 in all. So the misfit
-# of a text with vector f, twice the logarithm of how much likelier its best case would be, is
+# Before it was stored, f had an error, from arithmetic in another order and from stated noise. With
+# s its standard deviation in each number, the probability of the stored form is about Π_b
+# Φ(m_b(f)/s); this is exact while no two borders are within a few s of f. Where a step is short
+# compared with the error (w ≤ 4 s), the borders blur, and the variance is s² + w²/12 in all. So the
+# misfit of a text with vector f, −2 times its log-likelihood relative to the best possible, is
 #
 #     E(f) = Σ_short (y − f)² / (s² + w²/12) − 2 Σ_b log Φ(m_b(f)/s).
 #
-# For the right text each term of the first sum has mean 1 and variance 2. Each border is a coin
-# that falls to the wrong side with p = Φ(−|m_b|/s), so its term has mean −2 (p log p + q log q) and
+# For the right text each term of the first sum has mean 1 and variance 2. Each border is crossed
+# with probability p = Φ(−|m_b|/s), so its term has mean −2 (p log p + q log q), with q = 1 − p, and
 # second moment 4 (p log² p + q log² q). A text fits if E is at most the sum of the means, plus 4.5
-# standard deviations, plus 20: one border that is passed against odds of e¹⁰ : 1.
+# standard deviations, plus 20: one border that is crossed against odds of e¹⁰ : 1.
 #
-# By Shannon's bound, what is kept holds at most Σ ½ log₂(1 + S²/(s² + w²/12)) bits for numbers of
-# spread S, one for a sign, log₂ K for one of K centroids.
+# By Shannon's bound, the stored form holds at most Σ ½ log₂(1 + S²/(s² + w²/12)) bits for numbers
+# of spread S, one bit for a sign, and log₂ K for one of K centroids.
 
-_SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
-_DEVIATIONS = 4.5  # standard deviations that chance is granted
-_SURPRISE = 20.0  # and what one border may add against odds of e¹⁰ : 1
+_SHORT = 4.0  # standard deviations of the error up to which a step counts as short
+_DEVIATIONS = 4.5  # standard deviations that chance explains
+_SURPRISE = 20.0  # what a border that is crossed against odds of e¹⁰ : 1 adds
 _LEVELS = {"int8": 127, "int4": 7}  # steps from zero to the largest number
-_CENTROID = 1e-4  # of a vector's length: how far a block may be from its centroid
+_CENTROID = 1e-4  # of a vector's length: the largest distance of a block from its centroid
 _AT_ONCE = 1 << 24  # distances to centroids that are held at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What a leak keeps of a vector: `values` (k,), and how wide the cell of each number is.
+    """The stored form of a vector: `values` (k,), and the width of each number's cell.
 
-    `widths` (k,) are 0 for a number that is kept whole and infinite for a sign; with a `codebook`
-    (blocks, codes, numbers) the cells are the centroids', and at the `ends` (2, k) of a range they
-    are open. `error` is the standard deviation of the error before anything was rounded, `noise`
-    the part of it that was stated, beyond arithmetic.
+    `widths` (k,) are 0 for a number that is not rounded and infinite for a sign. With a `codebook`
+    (blocks, codes, numbers), the cells are those of its centroids. Cells at the `ends` (2, k) of a
+    range are open. `error` is the standard deviation of the error before rounding, and `noise` the
+    part of it that was stated, if that is more than arithmetic's.
     """
 
     name: str
@@ -199,7 +193,7 @@ class Stored:
 
     @classmethod
     def of(cls, leak: Pooled, own: Tensor) -> Stored:
-        """Read off the leak; `own` (k,) is a text's vector, whose size tells what float32 gives."""
+        """Return the stored form of a leak; the size of `own` (k,) gives float32's error."""
         values = leak.values.to(own.device, torch.float64)
         least = FLOAT32 * float(own.double().square().mean().sqrt())
         noise = leak.noise if leak.noise and leak.noise > least else None
@@ -222,7 +216,7 @@ class Stored:
 
     @cached_property
     def codes(self) -> Tensor:
-        """The number (blocks,) of the centroid that each block of the values is."""
+        """The number (blocks,) of the centroid in each block of the values."""
         book = cast("Tensor", self.codebook)
         apart = (self.values.unflatten(0, (len(book), -1))[:, None] - book).norm(dim=-1)
         least, codes = apart.min(-1)
@@ -232,7 +226,7 @@ class Stored:
 
     @cached_property
     def bits(self) -> float:
-        """What the stored form can tell at most."""
+        """An upper bound on the information in the stored form."""
         if self.codebook is not None:
             return self.codebook.shape[0] * math.log2(self.codebook.shape[1])
         if self.name == "binary":
@@ -242,11 +236,11 @@ class Stored:
 
     @cached_property
     def spread(self) -> float:
-        """The root mean square of the values around their mean: the unit of relative figures."""
+        """The standard deviation of the values: the unit of relative figures."""
         return float((self.values - self.values.mean()).square().mean().sqrt().clamp(min=1e-30))
 
     def misfit(self, vectors: Tensor) -> Tensor:
-        """E (b,) of vectors (b, k)."""
+        """Return E (b,) of vectors (b, k)."""
         vectors = vectors.double()
         if self.codebook is not None:
             each = max(1, _AT_ONCE // self.codebook.numel())
@@ -259,7 +253,7 @@ class Stored:
         return torch.where(self._short, blurred, sharp).sum(-1)
 
     def limit(self, vector: Tensor) -> float:
-        """The largest misfit that chance leaves a text with this vector (k,)."""
+        """Return the largest misfit that chance explains for a text with this vector (k,)."""
         wrong = torch.special.ndtr(-self._margins(vector.double()[None])[0].abs())
         mean = 2 * (torch.special.entr(wrong) + torch.special.entr(1 - wrong))
         square = 4 * (_squared_log(wrong) + _squared_log(1 - wrong))
@@ -274,30 +268,30 @@ class Stored:
         return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
 
     def fits(self, vector: Tensor) -> bool:
-        """May what is stored be this vector (k,)?"""
+        """Return whether this vector (k,) may be what is stored."""
         return float(self.misfit(vector[None])) <= self.limit(vector)
 
     def resolves(self, vector: Tensor, others: Tensor) -> bool:
-        """Would a text with one of the other vectors (r, k) not fit, if this one's were stored?
+        """Return whether texts with the other vectors (r, k) would not fit if this was stored.
 
-        With noise s in n numbers, one at a distance of x s has a misfit of n + x², give or take
-        2 x for chance, and up to 4.5 √(2n) + 20 above n is let pass. Asked where noise is stated.
+        With noise s in n numbers, a vector at a distance of x s has a misfit of n + x² ± 2x, and
+        one of up to n + 4.5 √(2n) + 20 is accepted. This matters only where noise is stated.
         """
         if not self.noise or not len(others):
             return True
         apart = float((others.double() - vector.double()).norm(dim=-1).min()) / self.error
-        let_pass = _DEVIATIONS * math.sqrt(2 * len(vector)) + _SURPRISE
-        return apart**2 - 2 * _DEVIATIONS * apart > let_pass
+        accepted = _DEVIATIONS * math.sqrt(2 * len(vector)) + _SURPRISE
+        return apart**2 - 2 * _DEVIATIONS * apart > accepted
 
     def nearest(self, vector: Tensor) -> Tensor:
-        """The vector (k,) nearest to this one that the store would write as it did.
+        """Return the vector (k,) nearest to this one that would be stored in the same form.
 
-        It is this vector itself, if only arithmetic differs. Where the store is known to add noise,
-        it is the stored vector: another text may explain part of what looks like noise.
+        It is this vector itself if only arithmetic differs. Where noise was added, it is the stored
+        vector: another text may explain part of what looks like noise.
         """
         vector = vector.double()
         margins = self._margins(vector[None])[0]
-        if self.codebook is not None:  # a centroid is not the nearest of its cell, but in it
+        if self.codebook is not None:  # the centroid stands for the nearest point of its cell
             blocks = self.values.unflatten(0, (len(margins), -1))
             inside = (margins >= 0).all(-1, keepdim=True)
             return torch.where(inside, vector.unflatten(0, (len(margins), -1)), blocks).flatten()
@@ -310,15 +304,15 @@ class Stored:
         return vector.clamp(low - slack, high + slack)
 
     def distances(self, vectors: Tensor) -> Tensor:
-        """Squared distances (b,) in units of the values' spread: what noise nobody stated is."""
+        """Return squared distances (b,) in units of the spread, as for noise that nobody stated."""
         return (vectors.double() - self.values).square().mean(-1) / self.spread**2
 
     def similarity(self, vector: Tensor) -> float:
-        """The cosine of a text's vector with what the stored form stands for."""
+        """Return the cosine of a text's vector with the stored one."""
         return float(torch.cosine_similarity(vector.double(), self.values, 0))
 
     def agreement(self, vector: Tensor) -> str:
-        """The same in words, with how many of the store's codes come out right where it has any."""
+        """Return the cosine in words, and how many codes or signs agree where there are any."""
         words = f"cosine {self.similarity(vector):.6f}"
         inside = (self._margins(vector.double()[None])[0] >= 0).all(-1)
         if self.codebook is not None:
@@ -329,22 +323,22 @@ class Stored:
 
     @cached_property
     def _short(self) -> Tensor:
-        """The numbers (k,) whose steps are short next to the error."""
+        """The numbers (k,) whose steps are short compared with the error."""
         return self.widths <= _SHORT * self.error
 
     @cached_property
     def _borders(self) -> tuple[Tensor, Tensor]:
-        """Where the cell of each number begins and ends."""
+        """The lower and the upper border of each number's cell."""
         low, high = self.values - self.widths / 2, self.values + self.widths / 2
         if self.ends is None:
             return low, high
-        # A store may give a cell's middle or its edge: what is within a step of an end is there.
+        # A store may give a cell's middle or its edge: within 0.75 steps of an end is at the end.
         begin, end = self.ends
         low = low.where(self.values - begin > 0.75 * self.widths, -torch.inf)
         return low, high.where(end - self.values > 0.75 * self.widths, torch.inf)
 
     def _margins(self, vectors: Tensor) -> Tensor:
-        """The distances of vectors (b, k) to all borders, (b, cells, borders), in units of s."""
+        """Return vectors' distances to all borders (b, cells, borders), in units of s."""
         if self.codebook is not None:
             blocks = vectors.unflatten(-1, (len(self.codebook), -1))
             own = self.codebook.gather(
@@ -363,7 +357,7 @@ class Stored:
 
 
 def two_valued(values: Tensor) -> bool:
-    """Are there two numbers only, one of them negative or zero? Then they are signs."""
+    """Return whether there are only two numbers, one of them negative or zero: these are signs."""
     low, high = values.min(), values.max()
     both = ((values == low) | (values == high)).all()
     return len(values) >= 8 and bool(both) and bool(low <= 0) and bool(high > 0)

@@ -1,19 +1,19 @@
-"""How were these embeddings made? The pooling of an encoder that gives them.
+"""Which pooling of an encoder made these embeddings?
 
-With a text whose vector is known, the encoder is run on it and pooled in every way there is: the
-way that gives the same numbers is the right one, and where none does, it is another encoder.
-Without such a text the pooling is a guess, which a text that is verified later proves. Vectors of
-length 1 were normalised. If sentence-transformers wrote the encoder's folder, the folder names the
-pooling. If not, it is the one whose mean over some texts points where the vectors' mean points:
-sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
-the texts.
+With a text whose vector is known, the encoder is run on it and pooled in every way: the way that
+gives the same numbers is the right one, and if none does, it is another encoder. Without such a
+text the pooling is a guess, which a text that is verified later confirms. Vectors of length 1 were
+normalised. If sentence-transformers wrote the encoder's folder, the folder names the pooling. If
+not, it is the one whose mean over some texts has the direction of the vectors' mean: sentence
+embeddings lie in a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on the
+texts.
 
-Some encoders want every text to begin with words that say what it is for (`PREFIXES`), and programs
-put them there before the text is embedded. They are part of what the vector is of: known texts show
-them too, and without any the mean of the vectors does, of encoders that are known to want them.
+Some encoders expect a prefix that says what a text is for (`PREFIXES`), and programs add it before
+the text is embedded. The vector is then of prefix and text. Known texts show the prefix too;
+without any, it is guessed from the mean of the vectors, for encoders that are known to expect one.
 
-Vectors of fewer numbers than the encoder gives may be its first ones, `width` of them, normalised
-again or not: encoders are trained so that these will do (Kusupati et al., 2022).
+Vectors of fewer numbers than the encoder gives may be the first `width` of them, normalised again
+or not: some encoders are trained for that (Kusupati et al., 2022).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from keyhole.models.capture import POOLINGS, Exposure
 from keyhole.recover.embeddings.judge import two_valued
 from keyhole.recover.simulate import MAX_LENGTH, leak_of
 
-AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
-# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
-# 0.04 off that of the same weights in float32, and another pooling 0.5 and more.
+AGREES = 0.02  # of a vector's length: above the error of 8 bits, below that of another pooling
+# The same for weights of a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 differs by 0.02 to
+# 0.04 from that of the same weights in float32, and another pooling by 0.5 or more.
 AGREES_QUANTISED = 0.1
 _SURELY = 1e-4  # of a vector's length: float32 on both sides
 _SURE = "--known with texts of the store makes sure"
@@ -52,24 +52,24 @@ PREFIXES = (
     "passage: ", "query: ",  # E5
     "Represent this sentence for searching relevant passages: ",  # BGE
 )  # fmt: skip
-_NEARER = 0.75  # of 1 − cosine of the means without a prefix: no wrong one comes so near
-_WITNESSES = 8  # vectors that tell whether signs alone were kept
-_UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rounded
+_NEARER = 0.75  # of 1 − cosine of the means without a prefix: wrong prefixes stay above it
+_WITNESSES = 8  # vectors that show whether only signs were stored
+_UNIT = 0.01  # by which rounding may change the length of a vector of length 1
 
 
 @dataclass(frozen=True)
 class Pooling:
     """How embeddings were made: the `exposure` of the encoder that gives them.
 
-    `error` is how far its vectors are off on known texts, None for a guess; up to `agrees` it is
-    rounding.
+    `error` is how far its vectors are off on known texts, and None for a guess; up to `agrees`, it
+    is rounding.
     """
 
     exposure: Exposure
     error: float | None
     reason: str
     agrees: float = AGREES
-    prefix: str = ""  # words that stand before every text
+    prefix: str = ""  # stands before every text
 
     @property
     def sure(self) -> bool:
@@ -80,7 +80,7 @@ class Pooling:
 
 
 def ways(model: Any, width: int | None = None) -> list[Exposure]:
-    """Every way in which this model's states become one vector, or the first numbers of one."""
+    """Return every way to pool this model's states into one vector, or its first numbers."""
     has_pooler = getattr(anatomy(model).base, "pooler", None) is not None
     whole = [
         Exposure("pooled", 0, name, normalised, width)
@@ -90,15 +90,15 @@ def ways(model: Any, width: int | None = None) -> list[Exposure]:
     ]
     if width is None:
         return whole
-    # What is normalised in the end is the same whether or not it was before.
+    # Normalising at the end gives the same whether or not it was done before.
     again = [way for way in whole if way.normalised or way.pooling == "pooler"]
     return [*(replace(way, unit=True) for way in again), *whole]
 
 
 def encoder_max_length(folder: str | Path) -> int:
-    """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
+    """Return the number of tokens after which sentence-transformers cuts an encoder's texts off.
 
-    Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
+    It may be less than the model takes: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
     """
     path = Path(folder) / "sentence_bert_config.json"
     if not exists(path):
@@ -114,12 +114,12 @@ def encoder_max_length(folder: str | Path) -> int:
 def embeddings(
     model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, max_length: int = MAX_LENGTH
 ) -> Tensor:
-    """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
+    """Return the vectors (texts, d) of texts, cut off at `max_length` tokens, in float64."""
     leaks = [leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
-_Made = tuple[Exposure, str]  # how, and of which words before the text
+_Made = tuple[Exposure, str]  # a way of pooling, and a prefix
 
 
 def from_texts(
@@ -127,7 +127,7 @@ def from_texts(
     max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
     prefixes: Sequence[str] = ("",),
 ) -> Pooling:  # fmt: skip
-    """The pooling (and prefix) that turns each text into its vector, or comes nearest."""
+    """Return the pooling and prefix that turn each text into its vector, or come nearest."""
     given, errors = vectors.double(), dict[_Made, float]()
     for prefix, way in product(prefixes, ways(model, width)):
         begun = [prefix + text for text in texts]
@@ -139,7 +139,7 @@ def from_texts(
 
 
 def _as_kept(made: Tensor, given: Tensor) -> Tensor:
-    """Vectors as they are kept next to the given ones: those may be signs alone."""
+    """Return the signs of vectors if the given ones are signs, else the vectors."""
     if not all(two_valued(row) for row in given[:_WITNESSES]):
         return made
     low, high = given.min().double(), given.max().double()
@@ -151,7 +151,7 @@ def from_known(
     max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
     prefixes: Sequence[str] = ("",),
 ) -> Pooling:  # fmt: skip
-    """The same where it is known that the texts are among the vectors, but not which they are."""
+    """Do the same for texts that are among the vectors, in unknown places."""
     made = {
         (way, prefix): embeddings(
             model, tokenizer, [prefix + text for text in texts], way, max_length
@@ -169,7 +169,7 @@ def from_known(
 
 
 def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
-    """What sentence-transformers wrote next to an encoder; None where it wrote nothing."""
+    """Return the pooling that sentence-transformers wrote next to an encoder, or None."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
         return None
@@ -179,7 +179,7 @@ def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None)
         name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
     ]
     if len(names) != 1:
-        return None  # several side by side, or an unknown one
+        return None  # several ways side by side, or an unknown one
     normalised, unit = _normalised(vectors, width)
     way = Exposure("pooled", 0, names[0], normalised, width, unit)
     reason = f"{_words(way)}: as {path.parent.name} of the encoder says; {_SURE}"
@@ -197,7 +197,7 @@ def _settings(path: Path, what: str) -> dict[str, Any]:
 def from_statistics(
     model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, width: int | None = None
 ) -> Pooling:
-    """A guess, from vectors of unknown texts and any texts of the same language."""
+    """Guess the pooling from vectors of unknown texts, and any texts of the same language."""
     (normalised, unit), mean = _normalised(vectors, width), vectors.double().mean(0)
     cosines = {
         way: float(
@@ -218,9 +218,9 @@ def from_statistics(
 
 
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
-    """Were vectors normalised, and what was left of them again? By their lengths.
+    """Return whether vectors were normalised, and whether their first numbers were again.
 
-    What is left of a vector of length 1 is shorter.
+    It follows from their lengths: the first numbers of a vector of length 1 are shorter.
     """
     lengths = vectors.double().norm(dim=1)
     unit = bool(((lengths - 1).abs() < _UNIT).all())
@@ -232,9 +232,9 @@ def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
 def likely_prefix(
     model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, way: Exposure
 ) -> str:
-    """The words before the texts of these vectors, by their mean and that of any texts: a guess.
+    """Guess the prefix of these vectors' texts, by their mean and the mean of any texts.
 
-    Only of encoders that want some: Nomic's, and those whose folder names them (`prompts`).
+    Only encoders that expect a prefix are considered: Nomic's, and those whose folder names some.
     """
     wanted = _OF_NOMIC if "nomic" in str(model.config.model_type) else _prompts(model)
     if not wanted:
@@ -248,7 +248,7 @@ def likely_prefix(
 
 
 def _prompts(model: Any) -> list[str]:
-    """What sentence-transformers wrote next to an encoder: words to put before texts."""
+    """Return the prefixes that sentence-transformers wrote next to an encoder."""
     path = Path(str(model.name_or_path)) / "config_sentence_transformers.json"
     prompts = _settings(path, "the settings of an encoder").get("prompts") if exists(path) else None
     return [text for text in prompts.values() if text] if isinstance(prompts, dict) else []
@@ -276,23 +276,22 @@ def _words(way: Exposure, prefix: str = "") -> str:
     return words + f', of texts that begin with "{prefix.strip()}"' if prefix else words
 
 
-# Are these the same numbers of an encoder's vectors, though of other texts? (Mantel, 1967)
+# Are two sets of vectors, of other texts, made of the same numbers of one encoder? (Mantel, 1967)
 #
-# Which numbers of a vector rise and fall together follows from the encoder's weights more than from
-# the texts. So the correlations r_ij of its numbers i and j over some texts correlate with those
-# over other texts; those of another encoder do not, and neither do its own with the numbers in
-# another order. Orders drawn at random say how large the correlation of correlations gets by
-# chance: the right order must beat all of them.
+# Which numbers of a vector are correlated depends on the encoder's weights more than on the texts.
+# So the correlations r_ij of its numbers i and j over some texts correlate with those over other
+# texts. Those of another encoder do not, nor do its own with the numbers in another order. The
+# correlation of correlations must be larger than for all of many random orders.
 
-_ORDERS = 1_999  # drawn at random: chance alone beats them once in 2,000 times
-_NUMBERS = 128  # that are looked at: enough, and quick
+_ORDERS = 1_999  # random orders: by chance alone, none is larger once in 2,000 times
+_NUMBERS = 128  # numbers that are compared: enough, and quick
 
 
 def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
-    """Do the numbers of two sets of vectors (a, k), (b, k) belong together, one by one?"""
+    """Return whether the numbers of two sets of vectors (a, k), (b, k) correspond one by one."""
     if min(len(own), len(given)) < 3:
-        return False  # two vectors have no correlations but 1 and -1
-    # NaN: a number that is always the same.
+        return False  # two vectors have only correlations of 1 and -1
+    # A number that never varies has the correlation NaN.
     ours, theirs = (
         torch.corrcoef(each[:, :_NUMBERS].double().T).nan_to_num(0.0) for each in (own, given)
     )

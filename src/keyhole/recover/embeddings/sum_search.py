@@ -1,78 +1,76 @@
-"""The search for the texts behind vectors, many at once, by sums of single changes (ours).
+"""A search for the texts behind vectors, many at once, by sums of single changes (ours).
 
-Every vector has a few populations of texts. In a round each population gives one text. All of its
-single changes that promise something are run through the encoder (changes.py), sets of changes
-whose effects add up to what is missing are found without it (sums.py) and run, then sets that go on
-from the best of those as they really are. Then pieces of good texts change places. It begins with
-the lines of the corpus that are nearest. A vector leaves as soon as a text gives it back to
-rounding, so that the hard ones get the machine to themselves; one that was stored with fewer
-digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
-stood for some rounds. A text that stands may be wrong in a token that promised nothing, such as a
-piece of a password, or in an order that bigrams do not speak for: then many more exchanges are
-tried, and many more tokens at each of its places, at last all.
+Every vector has a few populations of texts, which start from the nearest lines of the corpus. In
+each round,
 
-How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
-one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
-log p of the n-grams, and divided by d/2,
+1. each population gives one text; its most promising single changes are run through the encoder
+(changes.py), and sets of changes whose effects add up to the residual are found without it
+(sums.py) and run; then sets that extend the best of these are run; 2. pieces of good texts are
+exchanged; 3. a population that does not improve starts again, from the best text of any population
+of its vector with a part left out.
+
+The search for a vector ends once a text gives the vector back up to rounding. A vector stored with
+fewer digits, for which other texts may come as near, ends once its best text may be the right one
+(`may_be`) and has stood for some rounds. A best text that stands may have a wrong token that scored
+badly, such as a piece of a password, or an order that the bigrams score badly. So many more
+exchanges are tried then, and many more tokens at each of its places, finally all of them.
+
+How good is a text? Let r be the residual of its vector, ‖r‖² = 2(1 − cos). If the d numbers of r
+were noise of one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a
+factor. With the log p of the n-grams, and divided by d/2,
 
     score = −log(1 − cos) + (2/d)·log p
 
-so that far from the vector what is likely counts, and near it the vector alone. A population trusts
-the n-grams more or less than that, so that populations keep different texts. Texts of the same
-tokens are changed by turns: each time all of them step back a little. A population that gets no
-better begins again, from the best text of any of its vector's with a part of it left out.
+so that far from the vector likely texts score well, and near it the vector decides. Each population
+weighs the n-grams differently, so that populations keep different texts. Texts are changed by
+turns: each time that texts of some tokens are changed, all texts of these tokens lose some score.
 
-Nothing is learnt: it needs the encoder, and counts of a corpus (counts.py). It runs alike on a GPU
-with hundreds of vectors and on a CPU with one.
+Nothing is learnt: the search needs the encoder, and counts of a corpus (counts.py). It is the same
+on a GPU with hundreds of vectors and on a CPU with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keyhole.recover.embeddings.changes import (
-    Chance,
-    LikelyTokens,
-    Shares,
-    SingleChanges,
-    exchanged,
-)
+from keyhole.core.progress import Progress, silent
+from keyhole.recover.embeddings.changes import LikelyTokens, Shares, SingleChanges, exchanged
 from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sums import Effects, Sets, picked
 
-Notify = Callable[[int, int, int], None]  # rounds, arrived, passes
 MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
-_CALM = 20  # rounds after which there are the most
-_SETTLED = 5  # rounds that the best text of a vector has stood
+_CALM = 20  # rounds until the number of candidates grows no more
+_SETTLED = 5  # rounds that the best text has stood when `may_be` is called
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
-_CHOICE = 4  # times as many are candidates
-_ORDERS = 8  # times as many exchanges
-_SELDOM = 32  # of them to one in a gap
+_CHOICE = 4  # candidates for each token that is tried
+_ORDERS = 8  # exchanges for each token that is tried
+_SELDOM = 32  # tokens tried at a place for each one tried in a gap
+_PATIENCE = 3  # rounds without improvement after which a population starts again
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
-# Attention without the kernels that are planned anew for each shape: here every call has its own.
+# Attention without the kernels that make a plan for each shape: shapes differ in every call.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_NONE = -2.0  # the cosine of no text
+_NONE = -2.0  # the cosine where there is no text yet
 _LOWEST = -1e4  # a score below all others
-_HALF = 1e-4  # of 1 − cos: half precision tells no more
-_BACK = 0.2  # of a score: texts of the same tokens step back by it
-_BETTER = 0.03  # of a score: less is standing still
-_NOISE = 3e-3  # of a cosine in half precision
+_HALF = 1e-4  # the resolution of 1 − cos in half precision
+_BACK = 0.2  # the score that texts of the same tokens lose at each turn
+_BETTER = 0.03  # the least improvement of a score that counts
+_NOISE = 3e-3  # the error of a cosine in half precision
 _CLOSE = 0.97  # the cosine from which on a text is run exactly
-_OVERLAP = 0.1  # of changes, before it is measured
-_RUINED = 0.6  # of a text, at most, is left out to begin again
+_OVERLAP = 0.1  # ρ before it is measured
+_RUINED = 0.6  # the largest share of a text that is left out to start again
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The best text for a vector, and what it took."""
+    """The best text for a vector, its cosine, and the passes that the search took."""
 
     tokens: list[int]
     cosine: float
@@ -81,28 +79,31 @@ class Reading:
 
 @dataclass(frozen=True)
 class SumSearch:
-    """How much is tried: about `passes` for a vector at most, by default what suits the device."""
+    """The search, with about `passes` for each vector at most, by default what suits the device."""
 
     passes: int | None = None
     rounds: int = 1000
-    trust: tuple[float, ...] = (0.6, 2.0)  # in the n-grams, of each population
+    trust: tuple[float, ...] = (0.6, 2.0)  # weight of the n-grams in each population
     kept: int = 24  # texts of a population
-    nearest: int = 8  # lines of the corpus that each begins with
+    nearest: int = 8  # lines of the corpus that a population starts from
     shares: Shares = Shares()  # noqa: RUF009 - frozen
     width: int = 32  # of the beam over sets of changes
     depth: int = 5  # changes that are added at a time
     tried: int = 64  # sets that are run
-    orders: int = 150  # exchanges that are run, twice
-    arrived: float = 1e-6  # 1 − cosine
+    orders: int = 150  # exchanges that are run, twice in each round
+    arrived: float = 1e-6  # 1 − cosine of a text that gives the vector back
     seed: int = 0
 
     def __call__(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        notify: Notify | None = None, may_be: MayBe | None = None,
+        progress: Progress = silent, may_be: MayBe | None = None,
     ) -> list[Reading]:  # fmt: skip
-        """Texts of at most `max_length` tokens for vectors (v, d) as the encoder compares them."""
+        """Return a text of at most `max_length` tokens for each vector, given as directions.
+
+        `progress` gets the number of vectors whose search has ended.
+        """
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            found = self._search(encoder, goals, counted, max_length, notify, may_be)
+            found = self._search(encoder, goals, counted, max_length, progress, may_be)
             found.look_at_all()
         return [
             Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
@@ -111,7 +112,7 @@ class SumSearch:
 
     def _search(
         self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        notify: Notify | None, may_be: MayBe | None,
+        progress: Progress, may_be: MayBe | None,
     ) -> Populations:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
         trust, count = goals.new_tensor(self.trust), len(self.trust)
@@ -122,8 +123,7 @@ class SumSearch:
         found.take(lines, vector * count + turn)
         for number in range(self.rounds):
             rows = self._open(found, torch.arange(len(found.vector), device=encoder.device))
-            if notify:
-                notify(number, len(goals) - len(rows) // count, int(found.passes.sum()))
+            progress(len(goals) - len(rows) // count, note=f"read, {number} rounds")
             if not len(rows):
                 break
             base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
@@ -149,9 +149,9 @@ class SumSearch:
     def _widen(
         self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
     ) -> None:
-        """Try so many tokens at each place of the nearest text of each vector, if passes allow.
+        """Change the nearest text of each vector, if its passes allow.
 
-        Before that, so many times `_ORDERS` exchanges of its pieces.
+        First try `_ORDERS` · `tokens` exchanges of its pieces, then `tokens` tokens at each place.
         """
         most = self.passes or _PASSES[vectors.device.type]
         for vector in vectors.tolist():
@@ -164,14 +164,14 @@ class SumSearch:
             found.take(texts, rows.expand(len(texts)))
             left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
             count = min(tokens, len(found.encoder.table))
-            if tokens > count:  # the last time: as many as passes allow
+            if tokens > count:  # the last time: as many as the passes allow
                 count = min(count, left - left // _SELDOM)
             if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
                 shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
                 self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
 
     def _open(self, found: Populations, rows: Tensor) -> Tensor:
-        """The populations whose vector has no text yet and passes left."""
+        """Return the populations among `rows` whose vector has no text yet, and passes left."""
         most = self.passes or _PASSES[rows.device.type]
         is_open = (found.best < 1 - self.arrived) & (found.passes < most) & ~found.left
         return rows[is_open[found.vector[rows]]]
@@ -180,17 +180,17 @@ class SumSearch:
         self, found: Populations, likely: LikelyTokens, rows: Tensor, parents: Parents, base: int,
         shares: Shares,
     ) -> None:  # fmt: skip
-        """Run single changes of one text of each population, then sets of them, twice."""
+        """Run the single changes of a text of each population, then two rounds of sets of them."""
         encoder = found.encoder
         vector = found.vector[rows]
         goals = found.goals[vector]
         off = goals - parents.vectors
-        chance = Chance(parents.turns, found.generator)
         own = encoder.next_log_p(parents.texts) if encoder.speaks else None
         changes = likely.changes(
-            parents.texts, off, vector, chance, found.max_length, base, shares, own
-        )
-        prior = found.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
+            parents.texts, off, vector, parents.turns, found.generator, found.max_length,
+            base, shares, own,
+        )  # fmt: skip
+        prior = found.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
         effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
         sets = Sets.none(off)
         for stage in range(2):
@@ -210,7 +210,7 @@ class SumSearch:
     def _tried(
         self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run texts with sets of changes (p, w, k): their vectors (p, w, d), and which were run."""
+        """Run sets of changes (p, w, k), and return vectors (p, w, d) and which sets were run."""
         p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
@@ -223,7 +223,7 @@ class SumSearch:
 def _effects(
     found: Populations, changes: SingleChanges, rows: Tensor, parents: Parents
 ) -> tuple[Tensor, Tensor]:
-    """Run every single change: what it adds to the vector of its text (p, N, d), and to log p."""
+    """Run every change, and return what it adds to its text's vector (p, N, d) and log p (p, N)."""
     parent, change = changes.allowed.nonzero().unbind(1)
     texts, _ = changes.applied(parent, change[:, None])
     vectors, likelihoods = found.take(texts, rows[parent])
@@ -236,7 +236,7 @@ def _effects(
 
 @dataclass(frozen=True, eq=False)
 class Parents:
-    """Texts that are changed: vectors (r, d), log p (r,), and how often it was their turn (r,)."""
+    """Texts to change: vectors (r, d), log p (r,), and how often each was changed before (r,)."""
 
     texts: Texts
     vectors: Tensor
@@ -244,73 +244,52 @@ class Parents:
     turns: Tensor
 
 
-@dataclass(eq=False)
 class Populations:
-    """The best k texts of each population, r = v·i rows, those of one vector in sequence."""
+    """The best `kept` texts of each population, in r = v·i rows; those of a vector are neighbours.
 
-    encoder: Encoder
-    ngrams: NGrams
-    goals: Tensor  # (v, d)
-    trust: Tensor  # (i,) in the n-grams
-    kept: int
-    max_length: int
-    generator: torch.Generator
-    patience: int = 3  # rounds without getting better, after which a population begins again
-    vector: Tensor = field(init=False)  # (r,) which vector a population works for
-    ids: Tensor = field(init=False)  # (r, k, n)
-    lengths: Tensor = field(init=False)  # (r, k)
-    cosines: Tensor = field(init=False)  # (r, k), -2 where there is no text yet
-    likelihoods: Tensor = field(init=False)  # (r, k), log p
-    vectors: Tensor = field(init=False)  # (r, k, d)
-    best: Tensor = field(init=False)  # (v,) the largest cosine, exact from `_CLOSE` on …
-    best_ids: Tensor = field(init=False)  # … and its text
-    best_lengths: Tensor = field(init=False)
-    passes: Tensor = field(init=False)  # (v,)
-    left: Tensor = field(init=False)  # (v,) vectors that nothing more is tried for
-    overlap: Tensor = field(init=False)  # (r,) of changes, as last measured (sums.py)
-    _stood: Tensor = field(init=False)  # (v,) rounds since the best text changed …
-    _last: Tensor = field(init=False)  # … and how near it was then
-    _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
-    _peaks: Tensor = field(init=False)  # (r,) the best score, and how long ago it was reached
-    _still: Tensor = field(init=False)
+    `goals` (v, d) are the vectors, and `trust` (i,) is that of each population in the n-grams.
+    """
 
-    def __post_init__(self) -> None:
-        device, (v, d) = self.goals.device, self.goals.shape
-        rows, kept = v * len(self.trust), self.kept
-        self.vector = torch.arange(v, device=device).repeat_interleave(len(self.trust))
-        self.trust = self.trust.repeat(v) * 2 / d
-        self.overlap = torch.full_like(self.trust, _OVERLAP)
-        self.ids = torch.zeros(rows, kept, self.max_length, dtype=torch.long, device=device)
+    def __init__(
+        self, encoder: Encoder, ngrams: NGrams, goals: Tensor, trust: Tensor, kept: int,
+        max_length: int, generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        self.encoder, self.ngrams, self.goals = encoder, ngrams, goals
+        self.kept, self.max_length, self.generator = kept, max_length, generator
+        device, (v, d), rows = goals.device, goals.shape, len(goals) * len(trust)
+        self.count = len(trust)  # populations of each vector
+        self.vector = torch.arange(v, device=device).repeat_interleave(self.count)  # (r,)
+        self.trust = trust.repeat(v) * 2 / d
+        self.overlap = torch.full_like(self.trust, _OVERLAP)  # (r,) as last measured (sums.py)
+        self.ids = torch.zeros(rows, kept, max_length, dtype=torch.long, device=device)
         self.lengths = torch.ones_like(self.ids[..., 0])
         self.cosines = torch.full((rows, kept), _NONE, device=device)
-        self.likelihoods = torch.zeros_like(self.cosines)
+        self.likelihoods = torch.zeros_like(self.cosines)  # log p
         self.vectors = torch.zeros(rows, kept, d, device=device)
+        # The best text of each vector, and its cosine, which is exact from `_CLOSE` on.
         self.best = torch.full((v,), _NONE, device=device)
-        self.best_ids = torch.zeros(v, self.max_length, dtype=torch.long, device=device)
+        self.best_ids = torch.zeros(v, max_length, dtype=torch.long, device=device)
         self.best_lengths = torch.ones_like(self.best_ids[:, 0])
         self.passes = torch.zeros_like(self.best_lengths)
-        self.left = torch.zeros_like(self.best, dtype=torch.bool)
+        self.left = torch.zeros_like(self.best, dtype=torch.bool)  # vectors whose search has ended
+        # How many rounds the best text of each vector has stood, and its cosine in the last round.
         self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
-        self._changed = self.ids.new_zeros(rows, 0)
+        self._changed = self.ids.new_zeros(rows, 0)  # (r, rounds) keys of the texts changed so far
+        # The best score of each population, and how many rounds ago it was reached.
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
-        size = (len(self.encoder.table) + self.max_length,)
-        keys = torch.randint(1, 2**40, size, generator=self.generator, device=device)
-        self._tokens, self._places = keys[: -self.max_length], keys[-self.max_length :]
-
-    @property
-    def count(self) -> int:
-        """Populations of each vector."""
-        return len(self.vector) // len(self.goals)
+        size = (len(encoder.table) + max_length,)
+        keys = torch.randint(1, 2**40, size, generator=generator, device=device)
+        self._tokens, self._places = keys[:-max_length], keys[-max_length:]
 
     @property
     def best_texts(self) -> Texts:
         return Texts(self.best_ids, self.best_lengths)
 
     def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Run texts, each for its population, and keep the best that differ.
+        """Run texts, each for the population in `rows`, and keep the best different ones.
 
-        Gives the vectors (b, d) and log p (b,) of them all.
+        Return the vectors (b, d) and log p (b,) of all of them.
         """
         if not len(texts):
             return self.goals[:0], self.likelihoods[:0, 0]
@@ -337,16 +316,16 @@ class Populations:
         return vectors, likelihoods
 
     def _run(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """Their vectors, and log p: of a language model, what it says itself counts half."""
+        """Return texts' vectors, and log p: the n-grams', averaged with a language model's own."""
         if not self.encoder.speaks:
             return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(texts)
         vectors, own = self.encoder.read(texts)
         return vectors.float(), self.ngrams.log_p(texts, own)
 
     def _look_again(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
-        """Keep the nearest new text of each vector, if it is the nearest of all.
+        """Replace the best text of each vector by the nearest new one, if that is nearer.
 
-        It is run again exactly if it is near: half precision does for texts that are far off.
+        A text that is near is first run again exactly; half precision is enough for the others.
         """
         vectors, places = best_of_each(self.vector[rows], cosines, 1)
         places = places[:, 0]
@@ -365,21 +344,21 @@ class Populations:
         self.best_lengths[vectors] = texts.lengths[places]
 
     def _exact(self, texts: Texts, vectors: Tensor) -> Tensor:
-        """Cosines (b,) of texts with the vectors of these numbers, in full precision."""
+        """Return the exact cosines (b,) of texts with the vectors of these numbers."""
         return (self.encoder.vectors(texts) * self.goals[vectors]).sum(-1)
 
     def look_at_all(self) -> None:
-        """Run the best text of every vector exactly."""
+        """Compute the cosine of every vector's best text exactly."""
         self.best = self._exact(self.best_texts, torch.arange(len(self.goals)))
 
     @property
     def nearest(self) -> Tensor:
-        """(v,) the population that holds the nearest text to each vector."""
+        """For each vector, the population (v,) that has the nearest text to it."""
         best = self.cosines.max(1).values.view(-1, self.count).argmax(1)
         return best + self.count * torch.arange(len(self.goals), device=best.device)
 
     def parents(self, rows: Tensor, by_turn: bool = True) -> Parents:
-        """The text of each population whose turn it is, or the nearest."""
+        """Return the text to change of each population: by turn, or the one that is nearest."""
         if not by_turn:
             return self._parents(rows, self.cosines[rows].argmax(1), torch.zeros_like(rows))
         held = self._tokens[self.ids[rows]]
@@ -397,19 +376,19 @@ class Populations:
         return Parents(self._texts(rows, place), *held, turns)
 
     def leading(self, rows: Tensor, among: int) -> Texts:
-        """One of the best `among` texts of each population, by chance."""
+        """Return a random one of the best `among` texts of each population."""
         ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
         chosen = (self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
         return self._texts(rows, ranks.indices.gather(1, chosen)[:, 0])
 
     def renew(self, rows: Tensor) -> None:
-        """Populations that stand still begin again, but for the nearest one of each vector."""
+        """Start populations again that do not improve, except the nearest one of each vector."""
         now = self._scores(rows).max(1).values
         better = now > self._peaks[rows] + _BETTER
         self._still[rows] = (self._still[rows] + 1).where(~better, 0)
         self._peaks[rows] = torch.maximum(now, self._peaks[rows])
         nearest = self.nearest
-        stuck = rows[self._still[rows] >= self.patience]
+        stuck = rows[self._still[rows] >= _PATIENCE]
         stuck = stuck[stuck != nearest[self.vector[stuck]]]
         if not len(stuck):
             return
@@ -425,7 +404,7 @@ class Populations:
         self.take(Texts(texts.ids.gather(1, order), kept.sum(1)).clean(), stuck)
 
     def stood(self) -> Tensor:
-        """(v,) the rounds that the best text of each vector has stood; to be asked each round."""
+        """Count the rounds (v,) that each vector's best text has stood; call it once a round."""
         same = self.best == self._last
         self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
         return self._stood
@@ -442,7 +421,7 @@ class Populations:
         return torch.rand(shape, generator=self.generator, device=self.goals.device)
 
     def _repeated(self, ids: Tensor, lengths: Tensor, cosines: Tensor) -> Tensor:
-        """Which of the texts (r, c, n) of a row stand there already, before them."""
+        """Return which of the texts (r, c, n) equal an earlier one of their row."""
         keys = (ids * self._places).sum(-1) * 64 + lengths
         steps = torch.arange(ids.shape[1], device=ids.device)
         same = (keys[:, :, None] == keys[:, None]) & (cosines[:, None] > _NONE)
@@ -454,7 +433,7 @@ def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
 
 
 def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows that occur, and for each the places (r, count) of its largest scores, then -1."""
+    """Return the distinct rows, and places (r, count) of the largest scores of each, then -1."""
     order = scores.argsort(descending=True)
     order = order[rows[order].argsort(stable=True)]
     touched, sizes = rows[order].unique_consecutive(return_counts=True)

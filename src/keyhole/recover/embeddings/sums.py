@@ -1,21 +1,20 @@
-"""Several changes at once, from what each does alone (ours).
+"""Several changes of a text at once, from what each does alone (ours).
 
-Let v be the vector of a text and Δ_s what the single change s adds to it. Changes at different
-places hardly disturb each other: for a set S of them
+Let v be the vector of a text and Δ_s the difference that a single change s makes to it. Changes at
+different places hardly interact, the less the fewer places are wrong: for a set S of changes
 
     v(text with all of S)  ≈  v(text) + g·Σ_{s ∈ S} Δ_s,     g = 1 / (1 + ρ·(|S| − 1))
 
-the better, the fewer places are wrong. A change puts a token right, or not, and besides turns the
-vector by chance, which several at once do hardly more than one: hence the overlap ρ. With four
-tokens of a dozen wrong it is 0.06 for MiniLM and 0.24 for MPNet, where plain sums mislead; it is
-measured on the sets that are run (`overlap`). So after one run of the encoder over single changes a
-text that is wrong in many places can be put right at once, by looking for the set whose sum is
-nearest to what is missing,
+Each change also moves the vector at random, and several at once do so hardly more than one: hence
+the overlap ρ. With four tokens of a dozen wrong, ρ is 0.06 for MiniLM and 0.24 for MPNet, for which
+plain sums mislead. It is measured on the sets that are run (`overlap`). So after one run of the
+encoder over single changes, a text that is wrong in many places can be corrected at once, by the
+set whose sum is nearest to the residual:
 
     min over S of  ‖(goal − v) − g·Σ Δ_s‖²  −  μ·Σ (change of log p)
 
-a sparse least squares problem in which every slot takes one change. A beam adds one change at a
-time; the encoder then judges the sets that it found.
+This is a sparse least squares problem in which every slot takes one change. A beam search adds one
+change at a time, and the encoder then runs the sets that it found.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from torch import Tensor
 
 from keyhole.recover.embeddings.changes import SingleChanges
 
-_MORE = 4  # times as many are looked at as are kept: some are the same set
+_MORE = 4  # times the width of the beam: so many sets are compared, as some are the same
 _INFINITE = 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class Sets:
-    """w sets of changes for each of p texts, and what their vectors are still off by."""
+    """w sets of changes for each of p texts, and the residuals that they leave."""
 
     changes: Tensor  # (p, w, k), -1 for none
     off: Tensor  # (p, w, d)
@@ -41,7 +40,7 @@ class Sets:
 
     @classmethod
     def none(cls, off: Tensor) -> Sets:
-        """No change at all: texts that are off by (p, d)."""
+        """Return the empty set for each of p texts with residuals `off` (p, d)."""
         p, device = len(off), off.device
         changes = torch.zeros(p, 1, 0, dtype=torch.long, device=device)
         return cls(changes, off[:, None], torch.ones(p, 1, dtype=torch.bool, device=device))
@@ -49,7 +48,7 @@ class Sets:
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """What every single change does: `moves` (p, N, d), its cost (p, N), its slot (N,)."""
+    """What every change does: `moves` (p, N, d) the vector, at a `cost` (p, N), in a slot (N,)."""
 
     moves: Tensor
     cost: Tensor
@@ -58,16 +57,18 @@ class Effects:
 
     @classmethod
     def of(cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
-        """From what each adds to the vector, and to log p (p, N), which counts for `prior` (p,).
+        """Make the effects of `changes`, from the difference that each makes to the vector and to
+        log p.
 
-        Changes that are not allowed have no effect.
+        `likelier` (p, N) are the differences of log p, weighted by `prior` (p,). Changes that are
+        not allowed get an infinite cost.
         """
         cost = (moves * moves).sum(-1) - prior[:, None] * likelier
         cost = cost.where(changes.allowed, _INFINITE)
         return cls(moves, cost, changes.slots, 2 * changes.width + 1)
 
     def overlap(self, sets: Tensor, did: Tensor, ran: Tensor) -> Tensor:
-        """ρ (p,) from what sets (p, w, k) did, (p, w, d), where they ran: Σ S·S = Σ g⁻¹·S·did."""
+        """Return ρ (p,) from what sets (p, w, k) did (p, w, d), if `ran`: Σ S·S = Σ g⁻¹·S·did."""
         total = torch.zeros_like(did)
         for change in sets.unbind(2):
             total += picked(self.moves, change.clamp(min=0)) * ((change >= 0) & ran)[..., None]
@@ -78,9 +79,11 @@ class Effects:
     def grown(
         self, sets: Sets, width: int, depth: int, count: int, overlap: Tensor | None = None
     ) -> Tensor:
-        """Add up to `depth` changes to sets: the `count` most promising (p, count, k), or -1.
+        """Add up to `depth` changes to sets, and return the `count` best sets (p, count, k), padded
+        by -1.
 
-        Sets of one change are left out: those were run. `overlap` (p,) is ρ, by default 0.
+        Sets of one change are left out, because those were run already. `overlap` (p,) is ρ, 0 by
+        default.
         """
         overlap = torch.zeros_like(self.cost[:, 0]) if overlap is None else overlap
         changes, off, alive = sets.changes, sets.off, sets.alive
@@ -128,5 +131,5 @@ class Effects:
 
 
 def picked(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows (p, w) of each part of a table (p, r, c)."""
+    """Return the rows (p, w, c) of a table (p, r, c), by their numbers (p, w)."""
     return table.gather(1, rows[..., None].expand(-1, -1, table.shape[-1]))
