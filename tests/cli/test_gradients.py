@@ -51,8 +51,11 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
     ("options", "words"),
     [
         (("--noise", "1"), "need clip"),
-        (("-o", "hide=heads"), "--hide must be embeddings, not 'heads'"),
-        (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
+        (("-o", "hide=heads"), "--hide must be one of embeddings, not heads"),
+        (
+            ("--precision", "int8"),
+            "--precision must be one of float32, bfloat16, float16, not int8",
+        ),
         (("--degrade", "permuted"), "--degrade permuted cannot be done to a gradient"),
         (("-o", "steps=0"), "must be 1 or more, not 0"),
     ],

@@ -1,7 +1,8 @@
-"""`recover_batch(model, tokenizer, update)`: which tokens, at which places, in which texts.
+"""`recover_batch(model, tokenizer, update)`: the texts, classes and tokens behind an update.
 
-Tokens come from the first span, texts from the second, classes and last tokens from least squares,
-and the judge makes the update again. The reason says what the update does not show.
+Tokens come from the span of the first layer's inputs, texts from that of the second, and classes
+and last tokens from least squares; the judge makes the update again. The reason says what the
+update does not show.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
+from keyhole.recover.gradients.decoder_texts import DecoderTexts
+from keyhole.recover.gradients.encoder_texts import EncoderTexts, contexts_of, places_of
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -34,12 +37,6 @@ from keyhole.recover.gradients.span import (
     nearest_in,
     span_of,
     tokens_in,
-)
-from keyhole.recover.gradients.texts import (
-    DecoderTexts,
-    EncoderTexts,
-    contexts_of,
-    places_of,
 )
 from keyhole.recover.gradients.update import (
     ADAPTER,
@@ -59,21 +56,21 @@ from keyhole.recover.gradients.update import (
 from keyhole.recover.recovery import Recovery, TextRecovery, Verdict
 from keyhole.recover.simulate import MAX_LENGTH
 
-_NEAREST = 8  # tokens that are tried at a position for each text of a batch, without a proof
-_SWEEPS = 3  # over the tokens of a batch that is made likelier
-_TRIALS = 300  # other batches tried for that
-_DIRECTIONS = 64  # of a span's complement, at random: those that an encoder's search looks along
-_POSITIONS = 128  # that texts may be long, unless they turn out to be longer
+_NEAREST = 8  # tokens that are tried at a position for each text, where spans are blurred
+_SWEEPS = 3  # over the tokens of such a batch
+_TRIALS = 300  # other batches that are tried in these sweeps
+_DIRECTIONS = 64  # random directions of a span's complement in an encoder's search
+_POSITIONS = 128  # positions that are tested first
 METHOD = "GradientSpans"
 
 
 @dataclass(frozen=True, repr=False)
 class BatchRecovery(Recovery):
-    """The texts of a batch, in no order, with their classes where the task has any.
+    """The texts of a batch, in no order, with their classes if the task has any.
 
-    `tokens` are the ids that are in the batch, as far as the update shows them by itself: all of
-    them, wherever they stand. `residual` is the difference of the batch's own update from the
-    leaked one, `precision` the size of the leak's errors, both relative to the update.
+    `tokens` are all ids that the update shows to be in the batch, at whatever place. `residual` is
+    the difference of the batch's own update from the leaked one, and `precision` the size of the
+    leak's errors, both relative to the update.
     """
 
     status: Status
@@ -100,7 +97,7 @@ class BatchRecovery(Recovery):
 
     @property
     def verified(self) -> int:
-        """How many texts are."""
+        """The number of verified texts."""
         return sum(text.verified for text in self.texts)
 
     def summary(self) -> str:
@@ -111,9 +108,9 @@ class BatchRecovery(Recovery):
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What is known of a map's gradient G (out, in): `rows` = left·G·right and their variance.
+    """The known part of a map's gradient G (out, in): `rows` = left·G·right, and their variance.
 
-    None stands for the identity. Of an adapter B·A, A's gradient is Bᵀ·G, and B's is G·Aᵀ.
+    None stands for the identity. For an adapter B·A, A's gradient is Bᵀ·G, and B's is G·Aᵀ.
     """
 
     rows: Tensor
@@ -123,12 +120,12 @@ class _Given:
 
     @property
     def through(self) -> Tensor | None:
-        """What the inputs go through first."""
+        """The map that the inputs go through first."""
         return None if self.right is None else self.right.mT
 
 
 class _Leaked:
-    """An update by the modules of its model: what it shows before any text is put together."""
+    """An update by the modules of its model, and what it shows before any text is known."""
 
     def __init__(self, target: Target, update: Update) -> None:
         self.target, self.update = target, update
@@ -136,16 +133,16 @@ class _Leaked:
         self.errors = Errors.of(update, target.model)
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """The gradient of a parameter; None where it was not handed over."""
+        """Return the gradient of a parameter, or None if it was not handed over."""
         return self.update.values.get(self._names.get(id(weight), ""))
 
     def inputs(self, number: int) -> list[nn.Module]:
-        """The maps that block `number` (from 1) applies to its input, each once."""
+        """Return the maps that block `number` (from 1) applies to its input, each once."""
         projections = self.target.parts.attention(number).apart
         return list(dict.fromkeys(each.module for each in projections))
 
     def given(self, map_: nn.Module) -> _Given | None:
-        """What the update says of a map's gradient; None where that is nothing."""
+        """Return the known part of a map's gradient, or None."""
         name = self._names[id(map_.get_parameter("weight"))]
         update, adapters = self.update, self.update.adapters
         device = self.target.parts.device
@@ -162,7 +159,7 @@ class _Leaked:
         return None
 
     def rows(self, maps: Sequence[nn.Module]) -> list[_Given]:
-        """The gradients of maps of the same inputs: one under the other where they may be."""
+        """Return the gradients of maps with the same inputs, stacked where possible."""
         found = [each for each in map(self.given, maps) if each is not None]
         if not found:
             raise InputError("this update has no gradient of the first attentions, which are read")
@@ -173,29 +170,30 @@ class _Leaked:
         return [_Given(rows, variance)]
 
     def span(self, maps: Sequence[nn.Module]) -> Span:
+        """Return the span of the inputs that these maps share."""
         spans = [(span_of(each.rows, each.variance), each.through) for each in self.rows(maps)]
         through = [(span, each) for span, each in spans if each is not None]
         return joined(through) if through else spans[0][0]
 
     def used(self, table: nn.Embedding) -> Tensor | None:
-        """Which rows (v,) of a table the batch used: those whose gradient is more than errors.
+        """Return which rows (v,) of a table the batch used: those whose gradient exceeds the noise.
 
-        None where that does not show: a table that is tied to the head has a gradient for every
-        token, and noise may hide all of them.
+        Return None where this cannot be known: a table that is tied to the head has a gradient for
+        every token, and noise may hide all of them.
         """
         given = self.of(table.weight)
         if given is None:
             return None
         given = given.to(self.target.parts.device)
         noise, size = self.update.protocol.noise_in(self.update.texts), given.shape[1]
-        # |row|² of noise alone is σ²χ²: its mean is σ²d, its variance 2σ⁴d.
+        # For noise alone, |row|² is σ²χ², with mean σ²d and variance 2σ⁴d.
         least = noise**2 * (size + CHANCE * math.sqrt(2 * size))
         used = given.double().square().sum(-1) > least
         return used if 0 < int(used.sum()) < len(used) else None
 
 
 def recover_batch(model: Any, tokenizer: Any, update: Update) -> BatchRecovery:
-    """The texts behind an update, verified by making the update again from them."""
+    """Return the texts behind an update, verified by making the update again from them."""
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
     _check(target, update)
@@ -225,7 +223,7 @@ def _recovered(leaked: _Leaked) -> BatchRecovery:
 def _by_membership(
     leaked: _Leaked, first: Span, second: Span, used: Tensor | None
 ) -> BatchRecovery:
-    """Texts all of whose inputs lie in the spans."""
+    """Find texts all of whose inputs lie in the spans."""
     inputs, tokens = _tokens(leaked, first, used)
     if not tokens:
         return _no_texts("no token's input lies in the span of the gradient")
@@ -239,15 +237,16 @@ def _by_membership(
     return _result(leaked.target, leaked.update, batch, verdicts, sum(in_span), every)
 
 
-# Where errors blur the spans, or an adapter's rank is below the number of tokens, no test says that
-# a token is in the batch, but true ones are still nearer to the span than others. So the nearest at
-# every position are taken, and then changed one by one for what makes the whole leaked update
-# likelier: with Gaussian errors of known variance its log-likelihood is −½ Σ (leaked − own)²/σ².
-
-
 def _by_likelihood(
     leaked: _Leaked, first: Span, second: Span, used: Tensor | None
 ) -> BatchRecovery:
+    """Find the likeliest texts where errors or a low rank blur the spans.
+
+    Then no test proves that a token is in the batch, but true tokens are still nearer to the span
+    than others. So the nearest at every position are taken, and changed one by one to make the
+    leaked update likelier: with Gaussian errors of known variance, its log-likelihood is
+    −½ Σ (leaked − own)²/σ².
+    """
     target, update = leaked.target, leaked.update
     parts = target.parts
     ids = [] if used is None else used.nonzero()[:, 0].tolist()
@@ -277,7 +276,7 @@ def _by_likelihood(
 
 
 def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    """The nearest token at each position of an encoder's only text, to where it ends."""
+    """Return the nearest token at each position of an encoder's only text, up to its end."""
     before, after = target.frame()
     last = len(near) - 1
     if after:
@@ -292,7 +291,7 @@ def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[
 
 
 def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch:
-    """The batch, changed token by token and class by class while its update becomes likelier."""
+    """Return the batch after changes of single tokens and classes that make its update likelier."""
 
     def off(batch: Batch) -> float:
         return compared(leaked.target, leaked.update, batch, leaked.errors).misfit
@@ -341,7 +340,7 @@ def _check(target: Target, update: Update) -> None:
 
 
 def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
-    """Tokens that may stand at each position; tables grow until texts end before they do."""
+    """Return the tokens that may stand at each position, and tables that reach the texts' end."""
     parts, known = leaked.target.parts, _length(leaked)
     count = known or _POSITIONS
     while True:
@@ -354,7 +353,7 @@ def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInpu
 
 
 def _length(leaked: _Leaked) -> int | None:
-    """How long the longest text is, where the gradient of the positions' table shows it."""
+    """Return the length of the longest text, if the gradient of the positions' table shows it."""
     table = leaked.target.parts.positions
     used = None if table is None else leaked.used(table[0])
     return None if used is None or table is None else int(used[table[1] :].sum()) or None
@@ -363,7 +362,7 @@ def _length(leaked: _Leaked) -> int | None:
 def _texts(
     leaked: _Leaked, span: Span, inputs: FirstInputs, tokens: list[Tensor], every: Tensor
 ) -> list[tuple[list[int], bool]]:
-    """Texts, and whether all rows of each lie in the span."""
+    """Return the ids of texts, and whether all rows of each lie in the span."""
     target, count = leaked.target, leaked.update.texts
     parts = target.parts
     if parts.causal:
@@ -386,7 +385,7 @@ def _texts(
 
 
 def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
-    """The span is all there is; the tokens may show in their table's own gradient."""
+    """Report that there are too many tokens; their table's own gradient may still show which."""
     reason = (
         f"the batch has as many tokens as the model is wide ({target.parts.width}) or as its "
         f"adapters' rank, or more: its span has {span.rank} dimensions and says nothing"
@@ -446,10 +445,10 @@ def capture_update(
     allow_pickle: bool = False,
     seed: int = 0,
 ) -> Update:
-    """Write down what a client would hand over for one batch of texts.
+    """Save the update that a client would hand over for one batch of texts.
 
-    `model` is what the command line takes, or one that is loaded with its head. Texts without a
-    class get the one that the model itself gives. `hide` leaves out the gradients of `embeddings`.
+    `model` is what the command line takes, or a model loaded with its head. Texts without a class
+    get the model's own answer. `hide` leaves out the gradients of `embeddings`.
     """
     expect_seed(seed)
     loaded = opened(model, device, allow_pickle)
@@ -463,7 +462,7 @@ def capture_update(
 def recovering_updates(
     loaded: Loaded, files: Sequence[str | Path], track: Track = untracked
 ) -> Iterator[tuple[Path, BatchRecovery]]:
-    """The batch behind each file of gradients, one by one."""
+    """Yield the batch behind each file of gradients."""
     overall = track("recover", len(files))
     for number, file in enumerate(files, 1):
         update = load_update(file)
@@ -472,29 +471,28 @@ def recovering_updates(
 
 
 def opened(model: str | Loaded, device: str, allow_pickle: bool) -> Loaded:
-    """The model with the head that its loss is taken of."""
+    """Return the model with the head that its loss is computed from."""
     if not isinstance(model, str):
         return model
     task = task_of(folder_of(model))
     return open_model(model, task=task, device=device, allow_pickle=allow_pickle)
 
 
-# What a batch's loss was taken of, once its texts are known: classes, or each text's last token.
+# The targets of a batch's loss, once its texts are known: classes, or each text's last token.
 #
-# The loss does not show in what the layers receive, but in the gradients δ of what a linear map
-# gives: with its inputs a_i known from the texts, G = Σ_i δ_i a_iᵀ is solved for the δ_i by least
-# squares.
+# They do not show in the layers' inputs, but in the gradients δ of a linear map's outputs: with its
+# inputs a_i known from the texts, G = Σ_i δ_i a_iᵀ is solved for the δ_i by least squares.
 #
 # - Classes: the head's own δ is p − e_y, scaled. Its only negative number is at the class y.
-# - The last token of a causal model's text is predicted and never read, so no span holds it. The
-#   last map of the last block has δ = Jᵀ Wᵀ (p − e_y), scaled, with W the unembedding and J the
-#   Jacobian of the final norm: all tokens y are compared by direction.
+# - The last token of a causal model's text is predicted and never an input, so no span shows it.
+#   The last map of the last block has δ = Jᵀ Wᵀ (p − e_y), scaled, with W the unembedding and J
+#   the Jacobian of the final norm: all tokens y are compared by direction.
 
 Texts = Sequence[Sequence[int]]
 
 
 def labelled(leaked: _Leaked, texts: Texts) -> Batch:
-    """The whole batch: texts with their classes, or with their last tokens."""
+    """Return the whole batch: texts with their classes, or with their last tokens."""
     # Weights move against the gradient.
     sign = -1.0 if leaked.update.protocol.steps > 1 else 1.0
     if leaked.update.task == "classification":
@@ -515,7 +513,7 @@ def _classes(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
 
 
 def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
-    """The token after each text: the one that its last position was to predict."""
+    """Return the token after each text, which its last position was to predict."""
     target = leaked.target
     linear = _last_map(target)
     given = leaked.given(linear)
@@ -539,7 +537,7 @@ def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
 
 
 def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
-    """What a module receives for each text."""
+    """Return the inputs of a module for each text."""
     taken: list[Tensor] = []
 
     def take(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -552,13 +550,13 @@ def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
 
 
 def _deltas(inputs: Tensor, given: _Given) -> Tensor:
-    """The δ (rows, outputs) behind a gradient, by least squares."""
+    """Return the δ (rows, outputs) behind a gradient, by least squares."""
     inputs = inputs.double() if given.right is None else inputs.double() @ given.right
     return torch.linalg.pinv(inputs.mT, rtol=1e-9) @ given.rows.mT
 
 
 def _head(model: Any) -> nn.Linear:
-    """The map that gives a classifier's answers."""
+    """Return the linear map that gives a classifier's answers."""
     classes = int(model.config.num_labels)
     maps = [module for module in model.modules() if isinstance(module, nn.Linear)]
     fitting = [linear for linear in maps if linear.out_features == classes]
@@ -568,7 +566,7 @@ def _head(model: Any) -> nn.Linear:
 
 
 def _last_map(target: Target) -> Any:
-    """The linear map of the last block that is applied last."""
+    """Return the linear map of the last block that is applied last."""
     called: list[nn.Module] = []
     block = target.parts.blocks[-1]
     # GPT-2 calls its linear maps Conv1D.

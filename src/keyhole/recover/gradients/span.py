@@ -1,14 +1,14 @@
-"""What the gradient of a layer's weights says of the layer's inputs.
+"""The span of a layer's inputs, from the gradient of its weights (DAGER, arXiv 2405.15586).
 
-For Y = X Wᵀ the gradient of W is (∂L/∂Y)ᵀ X = Σ_i δ_i x_iᵀ: its rows are combinations of the inputs
-x_i (DAGER, arXiv 2405.15586). With fewer inputs than the layer is wide, and gradients δ_i that are
-linearly independent, the row space is the span of the inputs: an input lies in it, anything else
-almost surely does not. Departure: the gradients of the query, key and value maps, which all receive
-the same x_i, are stacked, so that inputs whose query gets no gradient are seen as well.
+For Y = X Wᵀ the gradient of W is (∂L/∂Y)ᵀ X = Σ_i δ_i x_iᵀ: its rows are linear combinations of the
+inputs x_i. If there are fewer inputs than the layer is wide, and the δ_i are linearly independent,
+the row space is the span of the inputs: inputs lie in it, and other vectors almost surely do not.
+Departure: the gradients of the query, key and value maps, which all receive the same x_i, are
+stacked, because the query of a first token gets no gradient.
 
-Numbers are rounded, so the span is that of the singular vectors above a lower bound: the largest
-singular value that the errors alone would have. For independent errors of sizes σ_ij that is nearly
-the length of the largest row of σ plus that of the largest column (Bandeira and van Handel, 2016).
+Numbers are rounded, so the span is that of the singular vectors above a threshold: the largest
+singular value of the errors alone. For independent errors of sizes σ_ij that is nearly the length
+of the largest row of σ plus that of the largest column (Bandeira and van Handel, 2016).
 
 The first attention's input for token v at position p is a norm of the sum of two embeddings,
 
@@ -18,11 +18,11 @@ with w̃ and ũ the embeddings of token and position (less their means, for a La
 same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens at all
 positions follow from two small tables, without running the model on each. Rotary models have no û.
 
-A token v at position p is in the batch only if x(v, p) lies in the span of the first attention's
-gradient. All tokens are tried at all positions, along a few random directions of the span's
-complement first, and along all of them where those leave it open. Embeddings of positions are added
-to those of tokens, so the span of several texts holds other pairs as well: from x(a, p), x(a, q)
-and x(b, p), nearly, x(b, q). `Places` in texts.py tells those apart.
+Token v is at position p of the batch only if x(v, p) lies in the span of the first attention's
+gradient. All tokens are tested at all positions, first along a few random directions of the span's
+complement, then, if they pass, along all of them. Because x(v, p) is nearly a sum, the span of
+several texts also admits other pairs: with x(a, p), x(a, q) and x(b, p) in it, x(b, q) nearly is
+too. `Places` in encoder_texts.py excludes those.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.models.anatomy import Anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
 
-_FLOAT32 = 3e-7  # of the largest singular value: what adding up in float32 leaves
-_ABOVE = 1.1  # of the lower bound: what counts as a direction of the span
-_LEFT = 3  # directions that must be left for the span to say anything
+_FLOAT32 = 3e-7  # of the largest singular value: the error of sums in float32
+_ABOVE = 1.1  # of the errors' largest singular value: the threshold
+_LEFT = 3  # least dimension of the complement for a useful test
 _BLURRED = 0.4  # a tolerance that many other inputs meet as well
-_SHARP = 1e-3  # a tolerance that nothing else meets by chance
-_TIGHT = 1e-4  # of a row's length: how far from the span it may be in float32
-_DIRECTIONS = 16  # random ones that nearly all tokens are told apart by
-_SOME = 1000  # tokens whose inputs say how long one is; after a norm all are nearly as long
-_SOME_PLACES = 8  # positions at which the tables are held against the model
-_WIDE = 4.0  # times the tolerance that those may err by
+_SHARP = 1e-3  # a tolerance that no other input meets by chance
+_TIGHT = 1e-4  # of a row's length: its largest distance from the span in float32
+_DIRECTIONS = 16  # random directions, along which nearly all wrong tokens fail
+_SOME = 1000  # tokens whose inputs give the usual length; after a norm all are nearly as long
+_SOME_PLACES = 8  # positions at which the tables are compared with the model
+_WIDE = 4.0  # the tolerance along random directions, in units of the real one
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The dimensions of the inputs' span, and directions `rest` (d, k) that inputs lack.
+    """The rank of the inputs' span, and directions `rest` (d, k) orthogonal to it.
 
-    `tolerance` is how far from the span, relative to its length, an input may seem to be; `left`
-    how many dimensions more it could have had. `weighed` (d, k) are all directions, each by what
-    errors alone would have in it as a share of what it has: along these an input of the batch is
-    short whatever the noise (Capon, 1969).
+    `tolerance` is how far from the span an input may seem to be, relative to its length, and `left`
+    is the number of dimensions by which the span is smaller than it could be. `weighed` (d, k) are
+    all directions, each scaled by the share of errors in what the gradient has along it: an input
+    of the batch is short along these, whatever the noise (Capon, 1969).
     """
 
     rank: int
@@ -68,36 +68,36 @@ class Span:
 
     @property
     def soft(self) -> Span:
-        """The same with distances by weights, where errors blur them; else as it is."""
+        """The span with distances along weighted directions, if errors blur it."""
         return replace(self, rest=self.weighed) if self.blurred and self.says else self
 
     @property
     def says(self) -> bool:
-        """Is it all of the inputs' span? As wide as the layer or the gradient is, it is not."""
+        """Whether the span excludes anything: it does not if it is as wide as the layer."""
         return self.left >= _LEFT
 
     @property
     def hints(self) -> bool:
-        """Is anything outside of it, at least?"""
+        """Whether anything at all lies outside the span."""
         return self.rest.shape[1] >= _LEFT
 
     @property
     def blurred(self) -> bool:
-        """Do the errors hide which inputs lie in it?"""
+        """Whether errors hide which inputs lie in the span."""
         return self.rank == 0 or self.tolerance >= _BLURRED
 
     @property
     def sharp(self) -> bool:
-        """Is what lies in it as good as proven? What seems to by rounding or noise is not."""
+        """Whether an input in the span is as good as proven, despite rounding and noise."""
         return self.says and self.tolerance <= _SHARP
 
     def distance(self, rows: Tensor) -> Tensor:
-        """How far rows (…, d) are from the span, relative to their lengths."""
+        """Return how far rows (…, d) are from the span, relative to their lengths."""
         rows = rows.to(self.rest)
         return (rows @ self.rest).norm(dim=-1) / rows.norm(dim=-1)
 
     def some_directions(self, count: int) -> Tensor:
-        """Random directions (d, k) of the complement: along them distances are right on average."""
+        """Return random directions (d, k) of the complement that keep distances on average."""
         stream = torch.Generator().manual_seed(0)
         count = min(count, self.rest.shape[1])
         mixed = torch.randn(self.rest.shape[1], count, generator=stream, dtype=torch.float64)
@@ -105,14 +105,14 @@ class Span:
 
 
 def span_of(rows: Tensor, variance: Tensor) -> Span:
-    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors."""
+    """Return the span of a gradient's rows (m, d), whose errors have a `variance` (m, d)."""
     _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
     noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
     least = max(_ABOVE * noise, _FLOAT32 * largest)
     rank = int((values > least).sum())
     last = float(values[rank - 1]) if rank else largest
-    # Wedin (1972): errors of that size turn the span by their share of its smallest value.
+    # Wedin (1972): such errors rotate the span by their ratio to its smallest singular value.
     tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
     left = min(rows.shape) - rank
     alone = torch.ones(len(directions)).to(values)
@@ -121,9 +121,9 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
 
 
 def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
-    """The span that several say something of, each of its inputs through a map A (r, d).
+    """Combine the spans of several gradients, each seen through a map A (r, d) of the inputs.
 
-    Those of lower rank do not see all inputs: a first token's query gets no gradient.
+    Spans of lower rank do not see all inputs, as a first token's query gets no gradient.
     """
     rank = max(each.rank for each, _ in spans)
     spans = [(each, through) for each, through in spans if each.rank == rank]
@@ -137,10 +137,10 @@ def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
 
 @dataclass(frozen=True, eq=False)
 class FirstInputs:
-    """Tables in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
+    """Tables of x(v, p) in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
 
-    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², `products` (v, n) are w̃·ũ, all
-    divided by the size e of an embedding.
+    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², and `products` (v, n) are w̃·ũ,
+    all divided by the size e of an embedding.
     """
 
     words: Tensor
@@ -156,12 +156,12 @@ class FirstInputs:
         return self.products.shape[1]
 
     def scales(self, tokens: Tensor, place: int) -> Tensor:
-        """s(v, p) of some tokens at one position."""
+        """Return s(v, p) of tokens (c,) at one position."""
         square = self.word_lengths[tokens] + self.place_lengths[place]
         return (square + 2 * self.products[tokens, place] + self.epsilon).sqrt()
 
     def at(self, tokens: Tensor, place: int) -> Tensor:
-        """x(v, p) (c, d) of some tokens at one position."""
+        """Return x(v, p) (c, d) of tokens (c,) at one position."""
         rows = self.words[tokens]
         if self.places is not None:
             rows = rows + self.places[place]
@@ -169,7 +169,7 @@ class FirstInputs:
 
 
 def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
-    """The tables of a model, for texts of up to so many tokens."""
+    """Make the tables of a model, for texts of up to `positions` tokens."""
     other = Unsuccessful(
         Status.NOT_APPLICABLE,
         f"the first attention of {parts.family} takes something else than a norm of embeddings",
@@ -203,13 +203,13 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
 
 
 def second_inputs(parts: Anatomy, states: Tensor) -> Tensor:
-    """States after the first block as the second attention takes them."""
+    """Return the second attention's inputs, from the states after the first block."""
     norm = parts.opening_norm(2)
     return states if norm is None else norm(states)
 
 
 def _first_norm(parts: Anatomy) -> nn.Module | None:
-    """What the embeddings of token and position go through, added up."""
+    """Return the norm of the sum of the embeddings of token and position."""
     norm = parts.first_norm or parts.closing_norm(0)
     if norm is None:  # ALBERT widens its embeddings after their norm
         norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
@@ -217,7 +217,7 @@ def _first_norm(parts: Anatomy) -> nn.Module | None:
 
 
 def _positions(parts: Anatomy, count: int) -> Tensor:
-    """What is added to the embedding of a token at each position, (n, e)."""
+    """Return what is added to a token's embedding at each position (n, e)."""
     if parts.positions is None:
         return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
     table, first = parts.positions
@@ -230,7 +230,7 @@ def _positions(parts: Anatomy, count: int) -> Tensor:
 
 @torch.no_grad()
 def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
-    """Do the tables give what the first attention takes for some tokens?"""
+    """Return whether the tables give what the first attention receives, for a few tokens."""
     count = _SOME_PLACES if inputs.places is None else min(_SOME_PLACES, inputs.positions)
     ids = torch.arange(len(parts.table), device=parts.device)[-count:]
     given = capture(parts.base, Exposure("hidden", 0), ids=ids[None])["values"][0]
@@ -242,10 +242,10 @@ def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
 
 
 def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:
-    """The tokens (c,) whose input at each position lies in the span.
+    """Return the tokens (c,) whose input lies in the span, for each position.
 
-    Positions end where no token does; a model without embeddings of positions has only one.
-    `allowed` (v,) says which tokens may be in the batch at all, where that is known.
+    The positions end before one without tokens; a model without position embeddings has only one.
+    `allowed` (v,) restricts the tokens to those known to be in the batch.
     """
     directions = span.some_directions(_DIRECTIONS)
     some = torch.arange(min(_SOME, len(inputs.words)), device=directions.device)
@@ -265,9 +265,9 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
 def nearest_in(
     inputs: FirstInputs, span: Span, count: int, allowed: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """At each position the `count` tokens whose inputs are nearest to the span, and how near (v,).
+    """Yield for each position the `count` tokens nearest to the span, and every nearness (v,).
 
-    Nearness is in standard deviations of all tokens' distances.
+    Nearness is in standard deviations of the distances of all tokens.
     """
     for far in _along(inputs, span.rest.float()):  # after a norm all are nearly as long
         near = (far.mean() - far) / far.std().clamp(min=1e-12)
@@ -277,7 +277,7 @@ def nearest_in(
 
 
 def _along(inputs: FirstInputs, directions: Tensor) -> Iterator[Tensor]:
-    """How much of every token's input (v,) lies along some directions (d, k), at each position."""
+    """Yield for each position the length of every token's input (v,) along directions (d, k)."""
     words, offset = (each.to(directions) @ directions for each in (inputs.words, inputs.offset))
     every = torch.arange(len(words), device=words.device)
     for place in range(inputs.positions):

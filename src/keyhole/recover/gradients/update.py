@@ -1,8 +1,8 @@
-"""What leaks: the update that a client made of a batch of texts, how it is made, and its judge.
+"""The update that a client makes of a batch of texts, and the judge that makes it again.
 
-An update holds one tensor for each parameter that the client hands over: the gradient of its loss,
-or, after several steps of its own, the difference of its weights. The rules of the exchange are
-public, so the update states them; it has no field for the texts.
+An update holds one tensor for each parameter that the client hands over: the gradient of its loss
+or, after several local steps, the difference of its weights. The protocol of the exchange is
+public, so the update states it; it has no field for the texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from keyhole.core import Status
-from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.data import NO_LABEL, Example, opening
 from keyhole.models.anatomy import anatomy
@@ -31,7 +31,7 @@ from keyhole.models.loading import head_of, identity
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.precision import rounding_of
 from keyhole.recover.leaks import FORMAT
-from keyhole.recover.recovery import ODDS, Mark, Verdict
+from keyhole.recover.recovery import Mark, Verdict, verifying_margin
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,16 +39,16 @@ TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
 DELTA = 1e-5  # of (ε, δ)-differential privacy
-_IGNORED = -100  # a token whose prediction is no part of the loss
-_TRAINED = 0.01  # the deviation of B's numbers in adapters that have been trained
+_IGNORED = -100  # a token whose prediction is not part of the loss
+_TRAINED = 0.01  # the standard deviation of B's numbers in adapters that have been trained
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
-_PUBLIC = "adapter:"  # before the names of adapters in a file, beside those of their gradients
-CHANCE = 6.0  # standard deviations that what stands out from noise is away from its mean
-_LIMIT = 1.1  # the mean squared difference in units of the errors, at most
-_FINE = 5e-4  # of the update's size: errors below it hide no token
-_ALTERNATIVES = 4  # tokens that might stand at a place, compared with the one that does
-_BLOCKS = 2  # that alternatives are compared in: more would only be stronger
-_FLOAT32 = 3e-5  # of the update's root mean square: what differs between machines
+_PUBLIC = "adapter:"  # prefix of the names of adapters in a file, which their gradients have too
+CHANCE = 6.0  # standard deviations from the mean that noise stays within
+_LIMIT = 1.1  # the largest mean squared difference in units of the errors
+_FINE = 5e-4  # of the update's size: smaller errors hide no token
+_ALTERNATIVES = 4  # other tokens that are compared at each place
+_BLOCKS = 2  # blocks whose gradients are compared: more would only be stronger evidence
+_FLOAT32 = 3e-5  # of the update's root mean square: the difference between machines
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Protocol:
     hands over the difference of its weights. `epsilon` sets the noise by the privacy that it gives.
 
     With `lora`, only adapters of that rank and the head are trained (LoRA, arXiv 2106.09685): every
-    map of a block is W + B·A, and the gradients of A and B leak. B starts at zero, and A's gradient
-    with it; `trained` says that this is past. W is the model's own weight, adapters included.
+    map of a block is W + B·A, and the gradients of A and B leak. Before training, B is zero and so
+    is A's gradient; `trained` says that training has begun. W includes the adapters.
     """
 
     clip: float | None = None
@@ -89,28 +89,28 @@ class Protocol:
 
     @property
     def multiplier(self) -> float:
-        """The noise in units of the length clipped to."""
+        """The noise in units of the length that gradients are clipped to."""
         return self.noise if self.epsilon is None else noise_for(self.epsilon)
 
     def noise_in(self, texts: int) -> float:
-        """The standard deviation of the noise in each number of an update of so many texts."""
+        """Return the noise (standard deviation) in each number of an update of so many texts."""
         strength = self.multiplier * (self.clip or 0.0) / texts
         return strength * self.rate if self.steps > 1 else strength
 
 
-# One release of the Gaussian mechanism with noise of σ times what one text can change is (ε, δ)-
+# One release of the Gaussian mechanism with noise of σ times the sensitivity is (ε, δ)-
 # differentially private exactly if  Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ) ≤ δ  (Balle and Wang, 2018,
-# arXiv 1805.06530). A text that is there or not changes the sum by what it is clipped to, at most.
+# arXiv 1805.06530). Adding or removing a text changes the sum by the clipped length at most.
 
 
 def spent(epsilon: float, noise: float) -> float:
-    """The δ at which so much noise gives this ε."""
+    """Return the δ at which so much noise gives this ε."""
     near, far = 0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise
     return float(ndtr(near)) - math.exp(min(0.0, epsilon + float(log_ndtr(far))))
 
 
 def epsilon_of(noise: float) -> float:
-    """The ε of one release with so much noise, at δ = 1e-5; no noise gives no privacy."""
+    """Return the ε of one release with so much noise, at δ = 1e-5; without noise, infinity."""
     if not noise:
         return math.inf
     if spent(0.0, noise) <= DELTA:
@@ -123,7 +123,7 @@ def epsilon_of(noise: float) -> float:
 
 
 def noise_for(epsilon: float) -> float:
-    """The noise that gives this ε in one release, at δ = 1e-5."""
+    """Return the noise that gives this ε in one release, at δ = 1e-5."""
 
     def over(log: float) -> float:
         return spent(epsilon, math.exp(log)) - DELTA
@@ -135,10 +135,10 @@ def noise_for(epsilon: float) -> float:
 class Update:
     """One tensor for each parameter that was handed over, by its name in the model.
 
-    `texts` is the size of the batch. `task` says what the loss is: the cross-entropy of classes, or
-    of each next token. `precision` is how the numbers were rounded, `model` the identity of the
-    model (with its head) that they are of; None where that is unknown. `adapters` are the A (r, in)
-    and B (out, r) of each map that has one, which the server knows: by the names of `values`.
+    `texts` is the size of the batch. `task` names the loss: the cross-entropy of classes, or of
+    each next token. `precision` is how the numbers were rounded, and `model` the identity of the
+    model with its head, None if unknown. `adapters` are the A (r, in) and B (out, r) of each map
+    that has one, which the server knows, by the names of `values`.
     """
 
     values: Mapping[str, Tensor]
@@ -150,9 +150,9 @@ class Update:
     adapters: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
-        _expect_choice("task", self.task, TASKS)
+        expect_among("task", self.task, TASKS)
         expect_count("the number of texts", self.texts)
-        _expect_choice("precision", self.precision, PRECISIONS)
+        expect_among("precision", self.precision, PRECISIONS)
         if not self.values:
             raise InputError("an update must hold the gradient of at least one parameter")
         for name, tensor in self.values.items():
@@ -166,7 +166,7 @@ class Update:
         return f"{what} of adapters of rank {self.protocol.lora}" if self.protocol.lora else what
 
     def save(self, path: str | Path) -> None:
-        """Write it as .safetensors: a whole file or none."""
+        """Write the update as .safetensors, atomically."""
         about = {
             "task": self.task, "texts": self.texts, "protocol": asdict(self.protocol),
             "precision": self.precision, "model": self.model,
@@ -176,22 +176,17 @@ class Update:
         write_tensors(path, {**self.values, **public}, metadata)
 
 
-def _expect_choice(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise InputError(f"{name} must be {' or '.join(known)}, not {value!r:.40}")
-
-
 def is_update(path: str | Path) -> bool:
-    """Is this file an update, rather than a leak of one text? Its tensors are not read."""
+    """Return whether a file is an update, and not a leak of one text; read no tensors for it."""
     try:
         with safe_open(path, framework="pt") as file:
             return (file.metadata() or {}).get("leak") == KIND
     except (OSError, SafetensorError):
-        return False  # whoever reads it says why it cannot be read
+        return False  # the error comes when the file is read as a leak
 
 
 def load_update(path: str | Path) -> Update:
-    """Read what `save` wrote, or say in one line why it is something else."""
+    """Read an update that `save` wrote; raise InputError for any other file."""
     metadata, tensors = read_tensors(path, "a file of gradients")
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") != KIND:
         raise InputError(f"not a file of gradients written by Keyhole: {path}")
@@ -209,7 +204,7 @@ def load_update(path: str | Path) -> Update:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids of each text, and each one's class where the task has classes."""
+    """Token ids of each text, and the classes of the texts if the task has classes."""
 
     texts: tuple[tuple[int, ...], ...]
     labels: tuple[int, ...] = ()
@@ -219,18 +214,18 @@ class Batch:
             raise InputError("a batch must hold texts of one token or more")
 
     def __getitem__(self, number: int) -> Batch:
-        """The batch of one of its texts."""
+        """Return a batch of one of the texts."""
         return Batch((self.texts[number],), self.labels[number : number + 1])
 
     def changed(self, number: int, place: int | None, new: int) -> Batch:
-        """The batch with another token at a place of one text, or another class of it."""
+        """Return the batch with another token at a place of one text, or another class of it."""
         texts, labels = [list(text) for text in self.texts], list(self.labels)
         changed = labels if place is None else texts[number]
         changed[number if place is None else place] = new
         return Batch(tuple(map(tuple, texts)), tuple(labels))
 
     def padded(self, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Ids and mask (b, n), padding after the texts."""
+        """Return ids and mask (b, n), with padding after the texts."""
         length = max(map(len, self.texts))
         ids = [[*text, *[pad] * (length - len(text))] for text in self.texts]
         mask = [[1] * len(text) + [0] * (length - len(text)) for text in self.texts]
@@ -238,7 +233,7 @@ class Batch:
 
 
 def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int) -> Batch:
-    """Texts as the model takes them; those that come without a class get the model's own answer."""
+    """Tokenize texts; those without a class get the model's own answer."""
     texts: list[tuple[int, ...]] = []
     for example in examples:
         given = opening(example.text, max_length)
@@ -267,7 +262,7 @@ def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length
 
 
 def task_for(model: Any) -> str:
-    """The task that the model's head is for: its loss is taken."""
+    """Return the task of the model's head, which its loss is for."""
     task = head_of(model)
     if task not in TASKS:
         kind = type(model).__name__
@@ -275,8 +270,8 @@ def task_for(model: Any) -> str:
     return task
 
 
-# The client. The same function makes a leak to try the attack on and tells the judge what a
-# proposed batch would have given: what is compared is computed in one way. Dropout is off.
+# The client. The same function makes an update to attack and the one that the judge compares with
+# it, so that both are computed in one way. Dropout is off.
 
 
 def update_of(
@@ -288,12 +283,12 @@ def update_of(
     precision: str = "float32",
     seed: int = 0,
 ) -> Update:
-    """What a client hands over for a batch; `hide` may leave out the `embeddings`."""
+    """Return what a client hands over for a batch; `hide` may leave out the `embeddings`."""
     protocol = protocol or Protocol()
     adapters = adapters_of(model, protocol, seed)
-    _expect_choice("--precision", precision, PRECISIONS)
+    expect_among("--precision", precision, PRECISIONS)
     for what in hide:
-        _expect_choice("--hide", what, HIDDEN)
+        expect_among("--hide", what, HIDDEN)
     values = clean_update(model, batch, protocol, adapters)
     strength = protocol.noise_in(len(batch.texts))
     if strength:
@@ -312,7 +307,7 @@ def update_of(
 
 
 def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tensor]:
-    """A and B of every linear map of the blocks, as they start or after training."""
+    """Return A and B of every linear map of the blocks, as they start or after training."""
     if protocol.lora is None:
         return {}
     stream = torch.Generator().manual_seed(seed)
@@ -331,10 +326,10 @@ def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tens
 def adapted(
     model: Any, gradients: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradients of adapters and of the head from those of all weights.
+    """Return the gradients of adapters and of the head, from those of all weights.
 
-    Of Y = X (W + BA)ᵀ the gradient of B is G·Aᵀ and that of A is Bᵀ·G, with G that of W. What is
-    zero is not handed over.
+    For Y = X (W + BA)ᵀ the gradient of B is G·Aᵀ and that of A is Bᵀ·G, with G that of W. Gradients
+    that are zero are not handed over.
     """
     if not adapters:
         return dict(gradients)
@@ -353,14 +348,14 @@ def adapted(
 
 
 def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
-    """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
+    """Return a map's weights with inputs along the last axis: GPT-2 stores them first."""
     return tensor if isinstance(linear, nn.Linear) else tensor.mT
 
 
 def clean_update(
     model: Any, batch: Batch, protocol: Protocol, adapters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """An update before noise: the gradient, or the difference of weights after several steps."""
+    """Return an update before noise: the gradient, or the difference of weights after steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
     gradients = _clipped(model, start, batch, protocol.clip, adapters)
     if protocol.steps == 1:
@@ -379,7 +374,7 @@ def clean_update(
 def _clipped(
     model: Any, weights: Weights, batch: Batch, clip: float | None, adapters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The mean of the texts' gradients, each scaled down to the length `clip`."""
+    """Return the mean of the texts' gradients, each scaled down to the length `clip`."""
     if clip is None:
         return adapted(model, gradient(model, weights, batch), adapters)
     total: dict[str, Tensor] = {}
@@ -392,7 +387,7 @@ def _clipped(
 
 
 def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
-    """What a text's gradient is scaled by so that it is no longer than `clip`."""
+    """Return the factor that makes a text's gradient no longer than `clip`."""
     length = float(torch.stack([tensor.norm() for tensor in gradients.values()]).norm())
     return min(1.0, clip / max(length, 1e-30))
 
@@ -400,9 +395,10 @@ def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
 def gradient(
     model: Any, weights: Weights, batch: Batch, only: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """The gradient of the mean cross-entropy for each parameter that it depends on.
+    """Return the gradient of the mean cross-entropy for each parameter that it depends on.
 
-    That is of the texts' classes, or of all tokens but the first of each; `only` for some names.
+    The targets are the texts' classes, or all tokens but the first of each. `only` names the
+    parameters to use.
     """
     pad = int(getattr(model.config, "pad_token_id", None) or 0)
     names = weights if only is None else only
@@ -415,7 +411,7 @@ def gradient(
     else:
         following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
-    # None for what the loss does not depend on, whatever the library's types say.
+    # The gradient is None where the loss does not depend on a parameter, unlike torch's type says.
     tensors = cast(
         "tuple[Tensor | None, ...]",
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
@@ -425,16 +421,16 @@ def gradient(
 
 # The judge: the client's update is made again from a recovered batch, and compared.
 #
-# A batch counts only if its own update differs from the leaked one by no more than the leak's
-# errors: rounding, stated noise, float32 itself, and the last bits of weights. In units of those
-# the mean of the squared differences is 1 or less for the right batch, over millions of numbers. A
-# text's own part of the update has to stand out from the errors, or else the text might be another
-# one: its length in units of the errors is compared with what chance gives.
+# A batch fits only if its own update differs from the leaked one by no more than the leak's errors:
+# rounding, stated noise, float32 itself, and the last bits of weights. In units of these, the mean
+# of the squared differences is 1 or less for the right batch, over millions of numbers. A text's
+# own part of the update must exceed the errors, or the text might be another one: with nothing in
+# its place, the update must fit worse by odds of V·e¹⁰ : 1 (for Gaussian errors).
 #
-# Where the errors are larger than float32's, one wrong token might hide in them. So each token has
-# alternatives in its place: the one with the nearest embedding, those that came nearest in the
-# search, and the token after it, exchanged. The update with any of them has to fit worse by odds of
-# V·e¹⁰ : 1 (errors being Gaussian). One that does not leaves its text unverified.
+# Where the errors are larger than float32's, they might hide one wrong token. So each token has
+# alternatives: the token of nearest embedding, those that came nearest in the search, and an
+# exchange with the next token. The update with any of them must fit worse by the same odds, or the
+# text is not verified.
 
 _OUTCOMES = {
     Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
@@ -452,10 +448,10 @@ def judge(
     in_span: Sequence[bool] = (),
     tokens: Sequence[Tensor] = (),
 ) -> list[Verdict]:
-    """Compare a batch's own update with the leaked one: what each text is worth, as a whole.
+    """Judge each text of a batch as a whole, by the batch's own update and the leaked one.
 
     A text that is not verified is likely if it is `in_span`. Residual and precision are those of
-    the batch, relative to the update's size. `tokens` might stand at each position instead.
+    the batch, relative to the update's size. `tokens` are alternatives at each position.
     """
     errors = Errors.of(update, target.model)
     found = compared(target, update, batch, errors)
@@ -477,7 +473,7 @@ def judge(
 class Compared:
     """A batch's own update, and how far it is from the leaked one.
 
-    `misfit` is the sum of the squared differences in units of the errors, `most` what it may be.
+    `misfit` is the sum of the squared differences in units of the errors, and `most` its limit.
     """
 
     given: Mapping[str, Tensor]
@@ -488,6 +484,7 @@ class Compared:
 
 
 def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Compared:
+    """Compare the update of a batch with the leaked one."""
     given = clean_update(target.model, batch, update.protocol, update.adapters)
     count, misfit, far, size, error = 0, 0.0, 0.0, 0.0, 0.0
     for name in update.values:
@@ -500,7 +497,7 @@ def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Co
         far, size = far + float(off.sum()), size + float(leaked.square().sum())
         error += float((variance * live).sum())
     residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
-    # Stated noise is known exactly: then the sum is χ², with a deviation of √(2·count).
+    # Stated noise is known exactly: then the sum is χ², with a standard deviation of √(2·count).
     exactly = update.protocol.multiplier and update.precision == "float32"
     most = count + CHANCE * math.sqrt(2 * count) if exactly else _LIMIT * count
     return Compared(given, misfit, most, residual, precision)
@@ -508,7 +505,7 @@ def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Co
 
 @dataclass(frozen=True, eq=False)
 class Errors:
-    """The error of every number of an update; `least` is the deviation that float32 leaves."""
+    """The errors of an update's numbers; `least` is the standard deviation of float32's."""
 
     update: Update
     model: Any
@@ -521,11 +518,11 @@ class Errors:
         return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
 
     def variance(self, name: str) -> Tensor:
-        """Of each number of one tensor."""
+        """Return the variance of each number of one tensor."""
         return self.coarse(name) + self.least**2
 
     def coarse(self, name: str) -> Tensor:
-        """The part that is more than float32's: rounding, noise, and the bits of weights."""
+        """Return the variance beyond float32: of rounding, noise, and the last bits of weights."""
         protocol = self.update.protocol
         leaked = self.update.values[name].to(next(self.model.parameters()).device).double()
         variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
@@ -540,7 +537,7 @@ class Errors:
 
 @dataclass(eq=False)
 class _Proofs:
-    """What speaks for each text of a batch whose update fits as a whole."""
+    """The evidence for each text of a batch whose update fits as a whole."""
 
     target: Target
     update: Update
@@ -567,8 +564,8 @@ class _Proofs:
         }
 
     def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
-        """Would the update show it if this text were another one? And the passes that took."""
-        odds = 2 * (math.log(self.target.vocabulary) + ODDS)
+        """Return whether the update excludes every other text, and the passes that this took."""
+        odds = verifying_margin(self.target.vocabulary)
         own = self._part(self.batch[number], number)
         nothing = {name: torch.zeros_like(each) for name, each in own.items()}
         if self._worse(own, nothing) < odds:
@@ -583,19 +580,19 @@ class _Proofs:
         return True, passes
 
     def _others(self, number: int, place: int) -> Iterator[Batch]:
-        """The text with other tokens at a place: near ones, the next one."""
-        one = self.batch[number]
-        text = one.texts[0]
+        """Yield the text with other tokens at a place: similar ones, or the next one, exchanged."""
+        alone = self.batch[number]
+        text = alone.texts[0]
         few = self.tokens[min(place, len(self.tokens) - 1)][:_ALTERNATIVES] if self.tokens else []
         for id_ in {self._nearest(text[place]), *map(int, few)} - {text[place]}:
-            yield one.changed(0, place, id_)
+            yield alone.changed(0, place, id_)
         if place + 1 < len(text) and text[place] != text[place + 1]:
-            yield one.changed(0, place, text[place + 1]).changed(0, place + 1, text[place])
+            yield alone.changed(0, place, text[place + 1]).changed(0, place + 1, text[place])
 
     def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
-        """What one text adds to the update, with the number of the text that it stands for."""
+        """Return the part of one text in the update, in place of text `number`."""
         protocol = self.update.protocol
-        only = self._inside if protocol.clip is None else None  # lengths are those of all
+        only = self._inside if protocol.clip is None else None  # clipping needs all gradients
         own = gradient(self.target.model, self._weights, text, only)
         own = adapted(self.target.model, own, self.update.adapters)
         share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
@@ -609,7 +606,7 @@ class _Proofs:
         return {name: share * own[name].double() for name in self._names}
 
     def _worse(self, own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-        """How much worse the update fits, in squared errors, with `other` instead of `own`."""
+        """Return how much worse the update fits, in squared errors, with `other` for `own`."""
         worse = 0.0
         for name in self._names:
             change = own[name] - other[name]
@@ -618,7 +615,7 @@ class _Proofs:
         return worse
 
     def _nearest(self, token: int) -> int:
-        """The other token whose embedding is nearest."""
+        """Return the other token whose embedding is nearest."""
         table = self.target.parts.table
         far = (table - table[token]).square().sum(-1)
         far[token] = torch.inf
