@@ -9,7 +9,7 @@ import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
-from keyhole.recover.files.readings import sections_by_name, slot_of
+from keyhole.recover.files.readings import role_of, sections_by_name
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
 
@@ -74,8 +74,8 @@ def test_maps_by_name():
 
 def test_names_that_say_nothing():
     parts = anatomy(tiny.model("bert"))
-    assert slot_of("activations", parts) is None
-    assert slot_of("encoder.layer.7", parts) is None
+    assert role_of("activations", parts) is None
+    assert role_of("encoder.layer.7", parts) is None
     keys = {"layers.0.keys": torch.zeros(4, 5, 8), "layers.0.values": torch.zeros(4, 6, 8)}
     with pytest.raises(InputError, match="keys and values must have the same shape"):
         sections_by_name(keys, parts)

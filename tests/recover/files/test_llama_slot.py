@@ -18,7 +18,7 @@ from keyhole.models.capture import as_multiplied, eight_bit_activations, in_bloc
 from keyhole.models.demo import open_model
 from keyhole.models.loading import STORED
 from keyhole.recover.files.arrays import arrays_of_slot, read_slot
-from keyhole.recover.files.readings import slot_of
+from keyhole.recover.files.readings import role_of
 
 TEXT = "the doctor says no"
 
@@ -116,7 +116,7 @@ def test_layers_with_a_window_come_after_the_others(tmp_path):
     parts = anatomy(model)
     model.config.layer_types[:] = ["sliding_attention", "full_attention", "sliding_attention"]
     first = {name: float(rows[0, 0]) for name, rows in arrays_of_slot(slot).items() if "g" in name}
-    assert {(slot_of(name, parts).layer, slot_of(name, parts).part): number
+    assert {(role_of(name, parts).layer, role_of(name, parts).part): number
             for name, number in first.items()} == {
         (0, "keys"): 10, (1, "keys"): 0, (2, "keys"): 11,
         (0, "values"): 12, (1, "values"): 1, (2, "values"): 13,

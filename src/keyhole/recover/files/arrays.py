@@ -1,7 +1,7 @@
-"""A file of arrays, whoever wrote it, as tensors by name.
+"""Files of arrays from any program, read as tensors by name.
 
-The first bytes of a file say which format it is, whatever its name. Nested lists and dictionaries
-are flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
+The first bytes of a file show its format, whatever its name. Nested lists and dictionaries are
+flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from keyhole.core.machine import expect_memory
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".data")
 _WHAT = "a leak file (.safetensors, .npy, .npz, .pt, a saved slot of llama.cpp or LMCache's file)"
-_DEEPEST = 8  # lists in lists
+_DEEPEST = 8  # levels of nested lists
 
 
 @dataclass(frozen=True, eq=False)
 class Dump:
     """Arrays by name that another program wrote; `name` is the file's.
 
-    `served`: they come from a server of quantised weights, whose arithmetic is coarser than ours;
-    `error`: what rounding them to a few bits took away; `sealed`: how they are encrypted.
+    `served` says that they come from a server of quantised weights, whose arithmetic is coarser
+    than ours. `error` is the rounding error of their storage, and `sealed` says how they are
+    encrypted.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Dump:
 
 
 def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
-    """The arrays of a file, and the metadata that only .safetensors files have."""
+    """Return the metadata of a file, which only .safetensors files have, and its arrays."""
     expect_file(path, _WHAT)
     if named := _OF_LMCACHE.search(Path(path).name):
         return {}, _read_lmcache(path, named["dtype"], named["layer"])
@@ -73,7 +74,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
 
 
 def arrays_of(data: Any) -> dict[str, Tensor]:
-    """Tensors by name from arrays, tensors, and lists and dictionaries of them."""
+    """Return tensors by name from arrays, tensors, and lists and dictionaries of them."""
     named = dict(_flattened(data, "", 0))
     if not named:
         raise InputError(f"no arrays or tensors in {type(data).__name__}")
@@ -97,19 +98,16 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
     elif isinstance(data, list | tuple):
         inside = iter(enumerate(cast("Sequence[Any]", data)))
     elif hasattr(data, "get_seq_length"):  # transformers' caches
-        inside = iter({"layers": [_layer(layer) for layer in data.layers]}.items())
+        layers = [{"keys": layer.keys, "values": layer.values} for layer in data.layers]
+        inside = iter({"layers": layers}.items())
     for key, value in inside:
         if depth == _DEEPEST:
             raise InputError(f"arrays are nested more than {_DEEPEST} lists deep")
         yield from _flattened(value, f"{name}.{key}" if name else str(key), depth + 1)
 
 
-def _layer(layer: Any) -> dict[str, Any]:
-    return {"keys": layer.keys, "values": layer.values}
-
-
 def _load_numpy(path: str | Path) -> Any:
-    """Pickled objects are refused: loading them would run whatever the file says."""
+    """Load a .npy file, but no pickled objects: loading them would run any code in the file."""
     try:
         expect_memory(Path(path).stat().st_size, f"the file {path}")
         return np.load(path, allow_pickle=False)
@@ -118,7 +116,7 @@ def _load_numpy(path: str | Path) -> Any:
 
 
 def _unzipped(path: str | Path) -> Any:
-    """What numpy.savez or torch.save wrote: both are archives."""
+    """Load an archive of numpy.savez or torch.save."""
     try:
         with zipfile.ZipFile(path) as archive:
             inside = archive.infolist()
@@ -142,23 +140,23 @@ class Plain:
 
 
 def plain_output(*_: Any) -> OrderedDict[str, Any]:
-    """Stands for an output of a model: its fields are arguments, and then set one by one."""
+    """Replace an output of a model, whose fields are arguments first and then set one by one."""
     return OrderedDict()
 
 
 def read_pickled(path: str | Path) -> Any:
-    """What torch.save wrote, without running any of the code that a pickle may ask for.
+    """Load what torch.save wrote, without running any code that a pickle names.
 
-    torch's weights-only loading knows tensors, lists and dictionaries. Caches and outputs of
-    transformers are objects of its classes: they are read as plain objects that have their
-    attributes and do nothing, so no code of any library runs either.
+    torch's weights-only loading accepts tensors, lists and dictionaries. Caches and outputs of
+    transformers are objects of its classes. They are read as plain objects with the same
+    attributes, so no code of any library runs either.
     """
     what = "tensors saved with torch.save"
     try:
         asked: list[str] = []
-        if zipfile.is_zipfile(path):  # what torch wrote before version 1.6 is no archive
+        if zipfile.is_zipfile(path):  # files of torch before version 1.6 are not archives
             asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception as error:  # whatever a broken pickle provokes
+    except Exception as error:  # a broken pickle may raise anything
         raise _broken(what, path, error) from error
     refused = [name for name in asked if not _CLASSES.fullmatch(name)]
     if refused:
@@ -179,19 +177,20 @@ def _broken(what: str, path: str | Path, error: Exception) -> Exception:
     return unreadable(what, path, error if isinstance(error, OSError) else ValueError(first))
 
 
-# A chunk of a cache that LMCache 0.5.6 wrote, as its own code has it. The file has no magic: its
-# name tells, `model@world size@worker@hash@type` with the layer's number where layers are apart
-# (.pt of its disk backend, .data of its file system connector), or `model@0xrank@group@hash` and
-# perhaps the tenant's salt (.data of its multiprocess server). Its bytes are
+# A chunk of a cache that LMCache 0.5.6 wrote, according to its code. The file has no magic number
+# and is recognised by its name: `model@world size@worker@hash@type`, with the layer's number where
+# each layer has a file (.pt of its disk backend, .data of its file system connector), or
+# `model@0xrank@group@hash`, perhaps with the tenant's salt (.data of its multiprocess server). Its
+# bytes are
 #
-#     the connector's alone: length, format, type, four sizes, as 32-bit words
+#     of the connector only: length, format, type, four sizes, as 32-bit words
 #     keys and values (2, layers, tokens, heads · numbers), or of one layer (tokens, 2, …), (2, …)
 #
-# The server's may be 8-bit floats, or encrypted: version 1, twelve bytes of nonce, AES-GCM's
-# ciphertext and sixteen bytes of tag. Which of these, the file does not say.
+# The server's may be 8-bit floats, or encrypted: version 1, a nonce of twelve bytes, AES-GCM's
+# ciphertext and a tag of sixteen bytes. The file does not say which.
 
-# vLLM's connector to a shared folder keeps a layer in a file, `model.layers.0.self_attn.attn
-# .safetensors`, as its code has it; not tried on vLLM itself.
+# vLLM's connector to a shared folder writes a file for each layer, `model.layers.0.self_attn.attn
+# .safetensors`, according to its code; not tried on vLLM itself.
 
 _OF_VLLM = re.compile(r"\.layers\.(\d+)\..*\.safetensors$")
 _OF_LMCACHE = re.compile(
@@ -202,23 +201,27 @@ _WORDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.floa
           "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
 _NUMBERS = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 7: "fp8_e4m3fn", 8: "fp8_e5m2"}
 _FRAME = (13, 16)  # bytes before and after the ciphertext
-_EVEN = 400.0  # χ² of 255 degrees of freedom: six deviations above what even bytes have
+_UNIFORM = 400.0  # χ² of 255 degrees of freedom: six deviations above the mean for uniform bytes
 SEALED = "encrypted, AES-GCM as LMCache frames it"
 
 
-def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dump:
+def _content(path: str | Path, what: str) -> bytes:
     try:
         expect_memory(2 * Path(path).stat().st_size, f"the file {path}")
-        content = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
-        raise unreadable("a cache of LMCache", path, error) from error
+        raise unreadable(what, path, error) from error
+
+
+def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dump:
+    content = _content(path, "a cache of LMCache")
     if not content:
         raise InputError(f"{path} is empty: LMCache wrote nothing there")
     sealed = ""
     words = np.frombuffer(content[:28].ljust(28, b"\0"), "<i4").tolist()
     if words[0] == len(content) - 28 and words[2] in _NUMBERS:
         dtype, content = _NUMBERS[words[2]], content[28:]
-    elif dtype is None and content[0] == 1 and _bytes_are_even(content[_FRAME[0] :]):
+    elif dtype is None and content[0] == 1 and _is_uniform(content[_FRAME[0] :]):
         sealed, content = SEALED, content[_FRAME[0] : -_FRAME[1]]
     array = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if dtype is not None:
@@ -229,42 +232,42 @@ def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dum
     return Dump(str(path), {f"chunk.{name}" if name else "chunk": array}, sealed=sealed)
 
 
-def _bytes_are_even(content: bytes) -> bool:
-    """Does every byte come as often as any other? Exponents of numbers do not."""
+def _is_uniform(content: bytes) -> bool:
+    """Return whether all bytes are equally frequent; those of floating-point numbers are not."""
     counts = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     mean = len(content) / 256
-    return mean >= 1 and float(np.square(counts - mean).sum() / mean) < _EVEN
+    return mean >= 1 and float(np.square(counts - mean).sum() / mean) < _UNIFORM
 
 
 # A slot that llama.cpp's server saved (`POST /slots/0?action=save`): ids, then keys and values.
 #
-# The file is little endian and begins with the magic `ggsq` and a version. What follows, as files
-# of real servers have it:
+# The file is little endian and begins with the magic `ggsq` and a version. The rest is, in files of
+# real servers:
 #
-#     count, then so many words: the token ids; of newer servers −1, 1, n, the n ids, and a count of
-#         what is no text (images)
+#     a count, then so many words: the token ids; in newer versions −1, 1, n, the n ids, and a count
+#         of items that are not text (images)
 #     streams, cells, and for each cell: position, number of sequences, their numbers
-#     are values transposed?, layers, (eight bytes more, of newer servers)
+#     are values transposed?, layers, (eight bytes more in newer versions)
 #     for each layer: type, bytes of a row as 64 bits, the keys: a row of all heads for each cell
 #     for each layer the values: the same; or transposed: type, bytes of a number, numbers of a row,
 #         and then a row of all cells for each number
-#     of a model with sliding windows, after its other layers: all that again, from the streams on,
-#         for the layers that have one
+#     for a model with sliding windows, after its other layers: the same again, from the streams on,
+#         for the layers with a window
 #
-# Quantised numbers are dequantised, which leaves what their rounding took away (`error`).
+# Quantised numbers are dequantised; `error` is the error that their rounding left.
 #
-# Keys of the llama family are stored as GGUF orders them, the two numbers of a rotated plane side
-# by side; transformers has them half a head apart.
+# Keys of the llama family are stored in the order of GGUF, with the two numbers of a rotated plane
+# side by side; in transformers they are half a head apart.
 
 _TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _STEPS = {"Q8_0": 254, "Q5_1": 31, "Q5_0": 31, "Q4_1": 15, "Q4_0": 15}  # from end to end of a block
-_FRAMED = 0xFFFFFFFF  # where newer servers say that more than ids follows
-_GAPS = (0, 8)  # bytes between the number of layers and the first of them
+_FRAMED = 0xFFFFFFFF  # the first word in newer versions, before more than ids
+_GAPS = (0, 8)  # bytes between the number of layers and the first layer
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values (cells, numbers of all heads) of each layer; `error`: of their rounding."""
+    """Keys and values (cells, numbers of all heads) of each layer, and their rounding `error`."""
 
     positions: tuple[int, ...]
     keys: tuple[Tensor, ...]
@@ -278,7 +281,7 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Token ids (n,) and their cache; `sliding`: that of the layers that have a window."""
+    """Token ids (n,) and their cache; `sliding` is that of the layers with a window."""
 
     ids: tuple[int, ...]
     cache: Cache
@@ -290,12 +293,8 @@ class Slot:
 
 
 def read_slot(path: str | Path) -> Slot:
-    """The slot in a file, or one line on why it is none."""
-    try:
-        expect_memory(2 * Path(path).stat().st_size, f"the file {path}")
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise unreadable("a saved slot of llama.cpp", path, error) from error
+    """Read a saved slot, or raise InputError with the reason why the file is none."""
+    content = _content(path, "a saved slot of llama.cpp")
     try:
         return _parsed_slot(content)
     except InputError as error:
@@ -303,13 +302,13 @@ def read_slot(path: str | Path) -> Slot:
 
 
 def arrays_of_slot(slot: Slot) -> dict[str, Tensor]:
-    """Under the names of a cache of transformers, with the ids."""
+    """Return the ids, and keys and values under names that readings.py knows."""
     named = {"input_ids": torch.tensor(slot.ids)}
     caches = {"": slot.cache}
     if slot.sliding is not None:
         caches = {".full_attention": slot.cache, ".sliding_attention": slot.sliding}
     for kind, cache in caches.items():
-        if cache.whole:  # or else the text is longer than the window
+        if cache.whole:  # else the text is longer than the window
             for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
                 named |= {f"gguf.{layer}.keys{kind}": keys, f"gguf.{layer}.values{kind}": values}
     return named
@@ -351,11 +350,17 @@ def _bad_slot(what: str) -> InputError:
 
 
 class _AnotherType(InputError):
-    """Numbers that are none of the types that are read."""
+    """The numbers are of a type that cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            "cannot read the saved slot of llama.cpp: keys and values must be f32, f16, bf16 or in "
+            f"blocks of {', '.join(_STEPS)}, not of type {number}"
+        )
 
 
 class _Reader:
-    """Words and rows one after the other, never beyond the end of the file."""
+    """Reads words and rows one after the other, never beyond the end of the file."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content = content
@@ -374,7 +379,7 @@ class _Reader:
         return np.frombuffer(self.take(4 * count), "<u4").tolist()
 
     def cache(self, gap: int) -> Cache:
-        """Cells, and keys and values of each layer, `gap` bytes behind the number of layers."""
+        """Read the cells, and keys and values of layers, `gap` bytes after the number of layers."""
         if self.word() != 1:
             raise _bad_slot("cells of several streams, where one was saved")
         positions: list[int] = []
@@ -391,7 +396,7 @@ class _Reader:
         return Cache(tuple(positions), next(made), next(made), error)
 
     def rows(self, cells: int) -> tuple[Tensor, float]:
-        """(cells, numbers), and the error of their rounding where they are quantised."""
+        """Read rows (cells, numbers), and return the error of their rounding if quantised."""
         kind, size = self.word(), self.word(8)
         content = self.take(cells * size)
         if kind in _TYPES and content:
@@ -400,7 +405,7 @@ class _Reader:
         quants = importlib.import_module("gguf")
         known = {int(quants.GGMLQuantizationType[name]): name for name in _STEPS}
         if kind not in known or not content:
-            raise _another_type(kind)
+            raise _AnotherType(kind)
         blocks = np.frombuffer(content, np.uint8).reshape(cells, size)
         rows = torch.from_numpy(quants.quants.dequantize(blocks, quants.GGMLQuantizationType(kind)))
         each = rows.unflatten(-1, (-1, 32))
@@ -411,19 +416,12 @@ class _Reader:
         return rows, float((step.square() / 12).mean(-1).max().sqrt())
 
     def columns(self, cells: int) -> tuple[Tensor, float]:
-        """The same from rows of one number in all cells."""
+        """Read the same from one row for each number, of all cells."""
         kind, size, width = self.word(), self.word(), self.word()
         content = self.take(cells * width * size)
         if kind not in _TYPES or not content:
-            raise _another_type(kind)
+            raise _AnotherType(kind)
         numbers = torch.frombuffer(bytearray(content), dtype=_TYPES[kind])
         if numbers.numel() != cells * width:
             raise _bad_slot("numbers of another size than their type's")
         return numbers.reshape(width, cells).mT.contiguous(), 0.0
-
-
-def _another_type(number: int) -> _AnotherType:
-    return _AnotherType(
-        "cannot read the saved slot of llama.cpp: keys and values must be f32, f16, bf16 or in "
-        f"blocks of {', '.join(_STEPS)}, not of type {number}"
-    )

@@ -1,8 +1,8 @@
-"""The leaks that sources hold: of a file of another program, one leak for each of its texts.
+"""The leaks that sources hold: from a file of another program, one leak for each of its texts.
 
-Of several exposures in one file the lowest layer is taken, which is nearest to the text. Where the
+Of several exposures in one file, the lowest layer is taken, which is nearest to the text. Where the
 layer or the order of axes is not known, every likely reading is tried on the shortest text, and
-only one that gives a verified text is taken: rows of another layer are refused, not misread.
+only one that gives a verified text is accepted: rows of another layer are refused, not misread.
 """
 
 from __future__ import annotations
@@ -24,30 +24,23 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import Dump
-from keyhole.recover.files.readings import (
-    IDS,
-    MASKS,
-    Reading,
-    Section,
-    readings_of,
-    turned,
-)
+from keyhole.recover.files.readings import IDS, MASKS, Reading, Section, readings_of, turned
 from keyhole.recover.files.sources import Opened
 from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.leaks import TYPES, Leak, rows_of
 
-_TRIED = 4  # likely layers
+_TRIED = 4  # likely layers that are tried
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
-_UNIT = 1e-3  # how far from 1 rounding may put the length of a normalised vector
+_UNIT = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
-_LEAST = 1e-6  # of the largest spread: a number that hardly varies decides nothing by itself
+_LEAST = 1e-6  # of the largest spread: a number that hardly varies must not decide alone
 _TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
-_MARGIN = 1.5  # above the largest error of a position of the ordinary texts; chosen, not fitted
+_MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
 Verifies = Callable[[Leak], bool]
 
 
 def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
-    """The head that a model needs to give such leaks: that of the next token, or none."""
+    """Return the head that a model needs to give such leaks: that of the next token, or none."""
     first = sources[0]
     if expose is not None:
         kind = expose.kind
@@ -64,7 +57,7 @@ def opened_by(
     expose: Exposure | None,
     verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
-    """The leaks of all sources; `verifies` says whether a reading of arrays gives a text."""
+    """Return the leaks of all sources; `verifies` says whether a reading of arrays gives a text."""
     opened: list[Opened] = []
     for source in sources:
         if isinstance(source, Opened):
@@ -88,7 +81,7 @@ def opened_by(
 def _verified(
     dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies
 ) -> list[Opened]:
-    """The leaks in a file; `expose` says what it holds, `verifies` whether a leak can be read."""
+    """Return the leaks in a file: of the only reading, or of the first that `verifies`."""
     mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
     if dump.error:
@@ -111,12 +104,12 @@ def _verified(
 
 
 def _as_stored(target: Target, dump: Dump, leaks: Sequence[Leak]) -> list[Leak]:
-    """Leaks of one exposure with what is known of the error that a file's numbers have."""
+    """Return leaks of one exposure with the noise of a server's file stated."""
     return with_served_noise(target, leaks, error=dump.error) if dump.served else list(leaks)
 
 
 def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
-    """A mask or token ids (texts, positions), if they were saved with the arrays."""
+    """Return a mask or token ids (texts, positions), if they were saved with the arrays."""
     for name, tensor in dump.arrays.items():
         if name.rpartition(".")[2] in names and tensor.ndim <= 2:
             return tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
@@ -124,7 +117,7 @@ def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
 
 
 def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None) -> list[Section]:
-    """The section that was asked for, or else the one nearest to the text."""
+    """Return the section that `expose` names, or else the one nearest to the text."""
     if expose is not None:
         asked = [
             replace(section, layer=expose.layer) if section.layer is None else section
@@ -148,12 +141,12 @@ def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None)
 
 
 def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
-    first = section.kind == "kv" and parts.causal  # layers of caches count from 0
+    first = section.kind == "kv" and parts.causal  # layers of a cache count from 0
     return (section.layer or 0) + first, _PREFERRED.index(section.kind)
 
 
 def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Opened]:
-    """A leak for each text of a section, without the padding around it; nameless as yet."""
+    """Make a leak for each text of a section, without the padding around it, and without a name."""
     texts: list[Opened] = []
     length = _length(section)
     for what, given in (("mask", mask), ("token ids", ids)):
@@ -197,10 +190,10 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
 def _samples(
     texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy
 ) -> Iterator[Leak]:
-    """Leaks that are verified if the reading is right: the shortest, and one more.
+    """Yield leaks that are verified if the reading is right: the shortest, and one more.
 
-    That is another text, or another layer of the same. One alone does not tell a text at
-    all layers from as many texts at one.
+    That is another text, or another layer of the same. One leak alone does not distinguish a text
+    at all layers from as many texts at one layer.
     """
     leaks = sorted((text.leak for text in texts), key=lambda leak: leak.length or 0)
     layer = leaks[0].exposure.layer
@@ -231,10 +224,10 @@ def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
 
 @torch.no_grad()
 def likely_layers(target: Target, section: Section) -> list[int]:
-    """All layers that such a section may be of, the likeliest first.
+    """Return all layers that such a section may be of, the likeliest first.
 
     Every layer has its own means and spreads. With μ and σ those of each number over rows of
-    ordinary texts at a layer, rows x are as likely as −Σ log σ − Σ (x − μ)²/2σ² says.
+    ordinary texts at a layer, the log-likelihood of rows x is −Σ log σ − Σ (x − μ)²/2σ².
     """
     parts = target.parts
     from_zero = section.kind == "hidden" or (section.kind == "kv" and parts.causal)
@@ -242,9 +235,9 @@ def likely_layers(target: Target, section: Section) -> list[int]:
         range(0 if from_zero else 1, parts.layers + (section.kind == "hidden" or not from_zero))
     )
     if section.kind == "maps" or (section.kind == "kv" and not parts.causal):
-        return layers  # maps are as wide as the text is long; encoders keep no cache to compare by
+        return layers  # maps are as wide as the text is long, and encoders have no cache to compare
     seen = _compared(rows_of({name: tensor.float() for name, tensor in section.tensors.items()}))
-    alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
+    alone = seen.shape[1] == 1  # then it is compared with first positions only
     texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
     own = [_at_layers(target, section.kind == "kv", ids) for ids in texts]
     likelihoods = [
@@ -258,12 +251,12 @@ def likely_layers(target: Target, section: Section) -> list[int]:
 
 
 def _compared(rows: Tensor) -> Tensor:
-    """Without the first position, which is unlike all others, where there are others."""
+    """Leave out the first position, which is unlike all others, if there are others."""
     return rows[:, 1:] if rows.shape[1] > 1 else rows
 
 
 def _at_layers(target: Target, cached: bool, ids: Sequence[int]) -> list[Tensor]:
-    """Rows (1, n, numbers) of a text at every layer, in one pass: of its cache or of its states."""
+    """Return the rows (1, n, numbers) of a text's cache or states at every layer, in one pass."""
     text = torch.tensor([ids], device=target.parts.device)
     base = cast("Any", target.parts.base)
     if not cached:
@@ -284,9 +277,9 @@ def _likelihood(seen: Tensor, own: Tensor) -> float:
 def with_served_noise(
     target: Target, leaks: Sequence[Leak], arithmetic: str = EIGHT_BITS, error: float = 0.0
 ) -> list[Leak]:
-    """Leaks of one exposure, with the noise stated that a server's arithmetic leaves in it.
+    """Return leaks of one exposure with the noise of a server's arithmetic stated.
 
-    `error` is that of storing them, on top.
+    `error` is the additional error of their storage.
     """
     noise = math.hypot(served_noise(target, leaks[0], arithmetic), error)
     return [replace(leak, noise=noise) for leak in leaks]
@@ -294,11 +287,11 @@ def with_served_noise(
 
 @contextmanager
 def as_served(target: Target, exposure: Exposure, arithmetic: str) -> Generator[None]:
-    """The model computes with a server's arithmetic, for the length of a block.
+    """Compute with a server's arithmetic, in a context.
 
-    Its numbers are not the server's, but nearer than those of float32: at the first position, where
-    a wrong token may be as near in float32 as the right one, by a factor of two to four for SmolLM2
-    in Q4_1. What is found out about the model itself, is found out before.
+    The model's numbers are then not the server's, but nearer to them than those of float32: at the
+    first position, where a wrong token may be as near in float32 as the right one, by a factor of
+    two to four for SmolLM2 in Q4_1. What is measured on the model itself is measured before.
     """
     Branches(target.model, torch.zeros(1, dtype=torch.long, device=target.parts.device))
     rounding_error(target, exposure)
@@ -308,12 +301,11 @@ def as_served(target: Target, exposure: Exposure, arithmetic: str) -> Generator[
 
 @torch.no_grad()
 def served_noise(target: Target, leak: Leak, arithmetic: str) -> float:
-    """The error that a server's arithmetic leaves in such a leak.
+    """Return the error that a server's arithmetic leaves in such a leak.
 
-    The weights are ours, dequantised, but the server rounds what it computes with. How far that
-    moves an exposure is measured on ordinary texts, before the leak is looked at: the largest error
-    of a position, as a root mean square over its numbers, and a margin. The judge tests the leak
-    against it, as against any noise that was stated.
+    The weights are ours, dequantised, but the server rounds activations too. How far that moves an
+    exposure is measured on ordinary texts, without the leak: the largest error of a position, as a
+    root mean square over its numbers, times a margin. The judge uses it like any stated noise.
     """
     largest = 0.0
     for text in demo.TEXTS:

@@ -1,23 +1,25 @@
-"""What the arrays of a file may be, by their names or else by their shapes: every possible reading.
+"""Every possible reading of a file's arrays, by their names or else by their shapes.
 
 The names are known of the outputs of
+
 - transformers: `hidden_states.3`, `last_hidden_state`, `attentions.0`, `logits`,
   `past_key_values.layers.0.keys`, and of older caches `key_cache.0`, `past_key_values.0.1`, `0.1`;
 - TransformerLens: `blocks.3.hook_resid_post`, `blocks.3.attn.hook_k`, `blocks.3.attn.hook_pattern`.
 
-Blocks count from 0 in both, hidden states from 0 as well, where 0 is the embeddings. What is not
-yet what the model exposes is passed over: the last block's output before the final norm of a causal
-model, and keys before their rotation.
+Blocks count from 0 in both, and so do hidden states, where 0 is the embeddings. Arrays that are not
+yet what the model exposes are skipped: a causal model's last block before the final norm, and keys
+before their rotation.
 
 Where names are unknown, the shape decides. With a model of L layers, width d, h key heads of k
 numbers and H heads, an array is
+
 - hidden states if its last axis is d: (n, d), (texts, n, d), or all layers of them, (L+1, …);
 - keys and values if it ends in (h, n, k): (2, …), or all layers of them, (L, 2, …);
 - maps if it ends in (H, n, n), or all layers of them;
 - one vector for a text: (d,); logits of the next token: (v,).
 
-Two readings may fit: (7, n, d) of a model of six layers is one text at all layers, or seven texts
-at one layer. Both are returned then, and the text that is verified decides.
+Two readings may be possible: (7, n, d) of a model of six layers is one text at all layers, or seven
+texts at one layer. Both are returned then, and the text that is verified decides.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from keyhole.models.capture import Exposure, capture
 
 MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
-_LOOKED = 32  # tokens whose keys tell in which order llama.cpp keeps their numbers
-_BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or what it makes
+_COMPARED = 32  # tokens whose keys are compared with the model's
+_BEFORE, _AFTER = 0, 1  # added to a block's number: the state before the block, or its output
 _TOKENS = 4096  # in one pass
-_TURN = 64  # numbers that newer llama.cpp turns together, at least
+_TURN = 64  # least numbers that newer llama.cpp multiplies by one Hadamard matrix
 _LENS = r"(?:^|\.)blocks\.(\d+)\."
 
 
@@ -47,7 +49,7 @@ _LENS = r"(?:^|\.)blocks\.(\d+)\."
 class Section:
     """Tensors (texts, …) under the names that leaks use; `layer` is None where it is not known.
 
-    `noise` is the size of their error, where their numbers do not show how they were rounded.
+    `noise` is the size of their error, where the numbers do not show how they were rounded.
     """
 
     kind: str
@@ -64,13 +66,13 @@ class Section:
         return Exposure(self.kind, self.layer or 0)
 
 
-Reading = tuple[Section, ...]  # one way to read a file: a section for each layer
+Reading = tuple[Section, ...]  # one reading of a file: a section for each layer
 
 
 def readings_of(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> tuple[list[Reading], Tensor | None]:
-    """Every way to read the arrays, and a mask where they are texts of several lengths."""
+    """Return every reading of the arrays, and a mask where they are texts of several lengths."""
     readings = _of_vllm(arrays, parts, expose) or _of_chunk(arrays, parts, expose)
     if readings:
         return readings, None
@@ -82,11 +84,11 @@ def readings_of(
 
 
 def turned(reading: Reading) -> Reading:
-    """A quantised cache of newer llama.cpp, turned back.
+    """Undo the Hadamard transform in a quantised cache of newer llama.cpp.
 
-    There each head is multiplied by a Hadamard matrix before it is rounded, so that no number is
-    much larger than the others: of the largest power of two that divides a key, of 64 for values.
-    The matrix is its own inverse.
+    Before rounding, each head is multiplied by a Hadamard matrix, so that no number is much larger
+    than the others: of the largest power of two that divides a key, and of 64 for values. The
+    matrix is its own inverse.
     """
     return tuple(
         replace(section, tensors={
@@ -98,7 +100,7 @@ def turned(reading: Reading) -> Reading:
 
 
 def _hadamard(numbers: Tensor, size: int | None) -> Tensor:
-    """The product of each `size` numbers, a power of two, with the matrix of Sylvester."""
+    """Multiply each `size` numbers, a power of two, by Sylvester's Hadamard matrix."""
     width = numbers.shape[-1]
     if width % _TURN:
         return numbers
@@ -112,7 +114,7 @@ def _hadamard(numbers: Tensor, size: int | None) -> Tensor:
 
 
 def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Arrays of unknown names as one array, and a mask if they are texts of several lengths."""
+    """Return arrays of unknown names as one array, and a mask if the texts' lengths differ."""
     arrays = {
         name: tensor
         for name, tensor in every.items()
@@ -134,9 +136,9 @@ def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _batched(kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool = False) -> Tensor:
-    """A tensor with its axes in the order that leaks have, the texts first.
+    """Return a tensor with its axes in the order of leaks, and the texts first.
 
-    `positions_first`: keys come as (n, heads, numbers), as hooks give them, or as (n, heads ·
+    With `positions_first`, keys come as (n, heads, numbers), as hooks give them, or as (n, heads ·
     numbers).
     """
     if not tensor.is_floating_point():
@@ -149,7 +151,7 @@ def _batched(kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool
     if kind == "maps":
         square = axes >= 3 and shape[-1] == shape[-2]
         return _with_texts("maps", tensor, 4, square and shape[-3] == parts.heads)
-    if kind == "logits":  # (v,) or (texts, v) are the next token's; of (texts, n, v) the last's are
+    if kind == "logits":  # of the next token (v,) or (texts, v), or of every token (texts, n, v)
         right = shape[-1] == len(parts.table)
         given = _with_texts("logits", tensor, 3 if axes == 3 else 2, right)
         return given if axes == 3 else given[:, None]
@@ -177,7 +179,7 @@ def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
 
 
 def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]:
-    """Every way to read an array; `asked` is its kind, where that is known."""
+    """Return every reading of an array by its shape; `asked` is its kind, if that is known."""
     if not array.is_floating_point():
         return []
     kinds = ("hidden", "kv", "maps", "pooled", "logits") if asked is None else (asked,)
@@ -187,7 +189,7 @@ def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]
 
 
 def _as_kind(array: Tensor, parts: Anatomy, kind: str, asked: bool) -> Iterator[Reading]:
-    """The ways to read an array as one kind: as all layers of it, or as one unknown layer.
+    """Yield the readings of an array as one kind: as all layers of it, or as one unknown layer.
 
     Each of these may be of one text or, with one axis more, of several.
     """
@@ -200,7 +202,7 @@ def _as_kind(array: Tensor, parts: Anatomy, kind: str, asked: bool) -> Iterator[
         return
     layers, first_layer = parts.layers, 0 if kind == "kv" and parts.causal else 1
     layer_axes = [0]  # axes that the layers may be along
-    one_layer = all_layers = True  # which of the two ways the shape allows
+    one_layer = all_layers = True  # which of the two readings the shape allows
     if kind == "kv":
         fits = axes >= 4 and (shape[-1], shape[-3]) == (parts.head_dim, parts.key_heads)
         text_axes = 4
@@ -234,13 +236,13 @@ def _section(kind: str, layer: int | None, array: Tensor, parts: Anatomy) -> Sec
 def _of_vllm(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> list[Reading]:
-    """Hidden states that vLLM's connector for speculative decoding saved, one file a prompt.
+    """Read hidden states that vLLM's connector for speculative decoding saved, a file per prompt.
 
     As documented (`extract_hidden_states`, ExampleHiddenStatesConnector), not tried on vLLM itself:
-    `token_ids` (n,), the prompt in the clear, and `hidden_states` (n, k, d), the states between
+    `token_ids` (n,), the prompt in plain text, and `hidden_states` (n, k, d), the states between
     blocks at k layers, which the file does not name. Each is read as one unknown layer, and the
-    last one also as the model's last layer, after the final norm is applied. Where `expose` names
-    the layer, only one of these two ways is returned.
+    last one also as the model's last layer, after the final norm is applied. If `expose` names the
+    layer, only one of these two readings is returned.
     """
     if set(arrays) != {"hidden_states", "token_ids"}:
         return []
@@ -259,27 +261,25 @@ def _of_vllm(
     return whole if expose.layer == parts.layers else readings
 
 
-# What LMCache's server may have stored, which its files do not tell.
+# The types that LMCache's server may have stored; its files do not say which.
 _STORED = (
     torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32,
 )  # fmt: skip
-
-
-_CHUNK = 256  # tokens of a chunk, unless LMCache is told another number
+_CHUNK = 256  # LMCache's default number of tokens in a chunk
 
 
 def _of_chunk(
     arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
 ) -> list[Reading]:
-    """A chunk of LMCache or vLLM (arrays.py): of all layers, or of one it names.
+    """Read a chunk of LMCache or vLLM (arrays.py), of all layers or of one that it names.
 
-    Of all layers the one that `expose` names is taken, or the first. Keys and values are as wide as
-    the model's where one worker served it. Bytes are read as every type that gives finite numbers
-    and a whole number of tokens. Of what is encrypted the bytes stand for the numbers, as many as
-    16-bit numbers would be: that is its length, and no more.
+    Of all layers, the one that `expose` names is taken, or the first. Keys and values are as wide
+    as the model's if one worker served it. Bytes are read as every type that gives finite numbers
+    and a whole number of tokens. Encrypted bytes are taken for 16-bit numbers: they show the length
+    of the text, and nothing else.
 
-    The first layer's keys of a chunk from the middle of a text are turned back by the position that
-    it begins at: there nothing but the rotation depends on what stands before.
+    A chunk may be from the middle of a text. In the first layer, only the rotation of its keys
+    depends on the position; they are rotated back to the start of a text.
     """
     name, array = next(iter(arrays.items()))
     if not re.fullmatch(r"chunk(\.(sealed|\d+))?", name):
@@ -308,70 +308,70 @@ def _of_chunk(
                 number = int(which) if alone else layer
                 start = 0 if sealed or number else _start_of(tensors, parts)
                 section = Section("kv", number, tensors)
-                readings.append((_turned_back(section, start, parts) if start else section,))
+                readings.append((_moved_to_start(section, start, parts) if start else section,))
     if not readings:
         raise InputError(
             f"expected {2 * layers * each} numbers for each token of this model's cache, got "
             f"{size} bytes: is it another model's, or of one of several workers?"
         )
-    return sorted(readings, key=_magnitudes)
+    return sorted(readings, key=_spread_of_magnitudes)
 
 
-def _magnitudes(reading: Reading) -> float:
-    """How far the sizes of numbers are apart: far, where bytes are read as another type."""
+def _spread_of_magnitudes(reading: Reading) -> float:
+    """Return how far the sizes of numbers vary, which is far if bytes are read as a wrong type."""
     numbers = torch.cat([part.float().flatten() for part in reading[0].tensors.values()])
     return float(numbers[numbers != 0].abs().log2().std())
 
 
 @torch.no_grad()
 def _start_of(tensors: Mapping[str, Tensor], parts: Anatomy) -> int:
-    """The position of a chunk's first token in its text, from the first layer.
+    """Return the position of a chunk's first token in its text, from the first layer.
 
-    Its values tell the tokens, wherever they stand: the nearest of all tokens' own. Turned on by
-    every number of whole chunks, the keys of these tokens are nearest to the chunk's where it
-    begins.
+    Its values identify the tokens at any position, as the nearest of all tokens' own values. The
+    keys of these tokens are then rotated by every number of whole chunks, and the nearest to the
+    chunk's keys show where it starts.
     """
     if not parts.rotary:
         return 0
-    keys, values = (tensors[part][:, :, :_LOOKED].float() for part in ("keys", "values"))
+    keys, values = (tensors[part][:, :, :_COMPARED].float() for part in ("keys", "values"))
     every = torch.arange(len(parts.table), device=parts.device)[:, None]
     table = torch.cat([
         capture(parts.base, Exposure("kv", 0), ids=some)["values"].flatten(1).float().cpu()
         for some in every.split(_TOKENS)
     ])  # fmt: skip
-    names = torch.cdist(values[0].transpose(0, 1).flatten(1), table).argmin(-1)
-    own = capture(parts.base, Exposure("kv", 0), ids=names[None].to(parts.device))["keys"].cpu()
+    ids = torch.cdist(values[0].transpose(0, 1).flatten(1), table).argmin(-1)
+    own = capture(parts.base, Exposure("kv", 0), ids=ids[None].to(parts.device))["keys"].cpu()
     tokens = tensors["keys"].shape[-2]
     last = min(parts.max_length, 2**16) - tokens
     starts = sorted({*range(0, last + 1, tokens), *range(0, last + 1, _CHUNK)})
-    return min(starts, key=lambda start: float((_turned_on(own, start, parts) - keys).norm()))
+    return min(starts, key=lambda start: float((_rotated(own, start, parts) - keys).norm()))
 
 
-def _turned_back(section: Section, start: int, parts: Anatomy) -> Section:
-    """The same chunk as if its text began with it.
+def _moved_to_start(section: Section, start: int, parts: Anatomy) -> Section:
+    """Return the chunk as if its text began with it.
 
-    Numbers that were rounded and then turned are on no grid any more: the error of the position
-    that has the largest is stated, with steps of at most ε of a number, evenly spread.
+    Numbers that were rounded and then rotated are no longer on a grid, so their noise is stated:
+    the largest error of a position, for rounding in steps of ε times a number.
     """
     keys, values = (section.tensors[part].float() for part in ("keys", "values"))
     step = torch.finfo(section.tensors["keys"].dtype).eps
     error = (torch.cat([keys, values], -1) * step).square().mean((1, 3)).max() / 12
-    tensors = {"keys": _turned_on(keys, -start, parts), "values": values}
+    tensors = {"keys": _rotated(keys, -start, parts), "values": values}
     return replace(section, tensors=tensors, noise=float(error.sqrt()))
 
 
-def _turned_on(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
-    """The first layer's keys as they are so many positions later."""
+def _rotated(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
+    """Return the first layer's keys as they would be `by` positions later."""
     positions = torch.full((1, keys.shape[-2]), by, device=parts.device)
     return parts.rotated(0, keys.to(parts.device), positions).cpu()
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where an array belongs: `part` of the exposure `kind` of `layer`.
+class Role:
+    """What an array is: the `part` of the exposure `kind` of `layer`.
 
-    `positions_first`: axes are (texts, positions, heads, numbers). `paired`: the two numbers of
-    each rotated plane may be neighbours, as llama.cpp keeps them for some models.
+    With `positions_first`, its axes are (texts, positions, heads, numbers). If `paired`, the two
+    numbers of each rotated plane may be neighbours, as llama.cpp stores them for some models.
     """
 
     kind: str
@@ -381,7 +381,7 @@ class Slot:
     paired: bool = False
 
 
-# Pattern, kind, form, and whether the state before the block or after it is meant. The form:
+# Pattern, kind, form, and whether the state is that before the block or after it. The form:
 #
 # | form | the array is |
 # |---|---|
@@ -414,37 +414,37 @@ _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
 
 
-def slot_of(name: str, parts: Anatomy) -> Slot | None:
-    """What an array of that name is; None where the name says nothing."""
+def role_of(name: str, parts: Anatomy) -> Role | None:
+    """Return what an array of that name is, or None if the name is unknown."""
     final = _FINAL.search(name)
     if final is not None:
-        return Slot("logits", 0) if final[1] == "logits" else Slot("hidden", parts.layers)
+        return Role("logits", 0) if final[1] == "logits" else Role("hidden", parts.layers)
     for pattern, kind, form, side in _PATTERNS:
         match = re.search(pattern, name)
         if match is not None and match.lastindex == 2:
             layers = _layers_of_type(parts, match[2])
             number = int(match[1])
-            return _slot(kind, form, layers[number] + side, parts) if number < len(layers) else None
+            return _role(kind, form, layers[number] + side, parts) if number < len(layers) else None
         if match is not None:
-            return _slot(kind, form, int(match[1]) + side, parts)
+            return _role(kind, form, int(match[1]) + side, parts)
     return None
 
 
 def _layers_of_type(parts: Anatomy, name: str) -> list[int]:
-    """The numbers of the layers whose attention is of a type, such as sliding_attention."""
+    """Return the numbers of the layers whose attention is of a type, such as sliding_attention."""
     types = getattr(parts.base.config, "layer_types", None) or ()
     return [number for number, each in enumerate(types) if each == name]
 
 
-def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot | None:
-    """The slot of an array in a form of `_PATTERNS`, made by block `number`, counted from 1."""
+def _role(kind: str, form: str, number: int, parts: Anatomy) -> Role | None:
+    """Return the role of an array in a form of `_PATTERNS`, made by block `number` (from 1)."""
     if form == "raw" and parts.rotary:
         return None
     if form == "after":  # the final norm follows the last block of a causal model
-        return None if parts.causal and number == parts.layers else Slot(kind, number)
+        return None if parts.causal and number == parts.layers else Role(kind, number)
     if kind != "kv":
-        return Slot(kind, number, form)
-    return Slot(
+        return Role(kind, number, form)
+    return Role(
         kind,
         layer=number - parts.causal,
         part="values" if form in ("values", "rows") else "keys",
@@ -454,26 +454,23 @@ def _slot(kind: str, form: str, number: int, parts: Anatomy) -> Slot | None:
 
 
 def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Section]:
-    """The arrays whose names are known, as a section for each kind and layer."""
-    slots = {
-        name: slot_of(name, parts) for name, tensor in arrays.items() if tensor.is_floating_point()
-    }
-    chosen: dict[tuple[str, int], dict[str, tuple[str, Slot]]] = {}
-    for name, slot in slots.items():
-        if slot is not None:
-            taken = chosen.setdefault((slot.kind, slot.layer), {})
-            taken[slot.part] = (name, slot)
+    """Return the arrays with known names, as a section for each kind and layer."""
+    chosen: dict[tuple[str, int], dict[str, tuple[str, Role]]] = {}
+    for name, tensor in arrays.items():
+        role = role_of(name, parts) if tensor.is_floating_point() else None
+        if role is not None:
+            chosen.setdefault((role.kind, role.layer), {})[role.part] = (name, role)
     sections: list[Section] = []
     name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
     ids = arrays.get("input_ids")
     paired = first is not None and first.paired and ids is not None
-    paired = paired and _neighbours(arrays[name], cast("Tensor", ids), parts)
+    paired = paired and _interleaved(arrays[name], cast("Tensor", ids), parts)
     for (kind, layer), taken in chosen.items():
         if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
         tensors = {
-            part: _finished(replace(slot, paired=slot.paired and paired), arrays[name], parts)
-            for part, (name, slot) in taken.items()
+            part: _finished(replace(role, paired=role.paired and paired), arrays[name], parts)
+            for part, (name, role) in taken.items()
         }
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
         if len(shapes) > 1:
@@ -484,16 +481,16 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 
 
 @torch.no_grad()
-def _neighbours(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
-    """Are the two numbers of a rotated plane neighbours in these keys of llama.cpp?
+def _interleaved(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
+    """Return whether the two numbers of a rotated plane are neighbours in keys of llama.cpp.
 
-    It is by the model's architecture, which neither the file nor the name of a family tells: a
-    Mistral is converted as a Llama, a Qwen is not. The first layer's `keys` of the ids that the
-    file holds do: as they are or turned, they are nearer one way than the other.
+    It depends on the model's architecture, which neither the file nor the family's name shows: a
+    Mistral is converted like a Llama, a Qwen is not. So the first layer's `keys` are compared with
+    the model's own for the ids in the file, in both orders, as they are and transformed (`turned`).
     """
     if not parts.rotary or 1 not in parts.cached:
         return False
-    ids = ids[: min(_LOOKED, parts.max_length)].to(parts.device)[None]
+    ids = ids[: min(_COMPARED, parts.max_length)].to(parts.device)[None]
     if not bool(((ids >= 0) & (ids < len(parts.table))).all()):
         return False
     own = capture(parts.base, Exposure("kv", 0), ids=ids)["keys"].cpu()
@@ -506,12 +503,12 @@ def _neighbours(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
 
 
 def _unpaired(keys: Tensor) -> Tensor:
-    """Keys (…, k) with the first numbers of all planes before the second ones."""
+    """Return keys (…, k) with the first numbers of all planes before the second ones."""
     return keys.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 @torch.no_grad()
-def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
-    """The array as the model exposes it, in its order of axes."""
-    whole = _batched(slot.kind, tensor, parts, positions_first=slot.positions_first)
-    return _unpaired(whole) if slot.paired else whole
+def _finished(role: Role, tensor: Tensor, parts: Anatomy) -> Tensor:
+    """Return the array as the model exposes it, in its order of axes."""
+    whole = _batched(role.kind, tensor, parts, positions_first=role.positions_first)
+    return _unpaired(whole) if role.paired else whole

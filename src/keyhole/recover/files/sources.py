@@ -1,7 +1,7 @@
-"""Where leaks come from: files and folders of files, leaks, arrays in memory.
+"""The sources of leaks: files and folders of files, leaks, arrays in memory.
 
-A file that Keyhole wrote says what it is. What other programs wrote is read as arrays (arrays.py),
-and only the model can tell what those hold (contents.py).
+A file that Keyhole wrote says what it is. Files of other programs are read as arrays (arrays.py),
+and only with the model can it be found what they are (contents.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, l
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A leak by the name of its file, with the token ids that the file holds too, if any.
+    """A leak by the name of its file, with the token ids that the file holds, if any.
 
-    `sealed` says how it is encrypted: then the leak has its length, and nothing to attack.
+    `sealed` says how it is encrypted: then the leak has only its length, and nothing to attack.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class WrittenIds:
-    """Nothing to attack: proposes the ids that stand in the file, for the judge to check."""
+    """Proposes the ids that stand in the file for the judge to check; nothing is attacked."""
 
     ids: Sequence[Sequence[int]]
 
@@ -48,7 +48,7 @@ class WrittenIds:
 
 @dataclass(frozen=True)
 class Sealed:
-    """Nothing that could be attacked: says how the file is encrypted, and how long it is."""
+    """Reports how the file is encrypted and how long its text is; nothing can be attacked."""
 
     how: str
 
@@ -60,7 +60,7 @@ class Sealed:
 
 
 def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
-    """Files read, and arrays taken, as they are."""
+    """Read files, and take leaks and arrays as they are."""
     kinds = str | Path | BaseLeak | Opened | Dump
     several = isinstance(leaks, list | tuple) and all(isinstance(leak, kinds) for leak in leaks)
     read: list[Opened | Dump] = []
@@ -79,7 +79,7 @@ def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
 
 
 def leak_files(sources: Sequence[Path]) -> list[Path]:
-    """The files of leaks, those in folders in the order of their names."""
+    """Return the files of leaks; those in folders are sorted by name."""
     files: list[Path] = []
     for source in sources:
         if not is_folder(source):
