@@ -48,8 +48,7 @@ def test_the_score_weighs_the_vector_and_the_order(populations):
 def test_the_text_itself_arrives_and_is_kept(populations):
     take(populations, [SECRETS[0], [30], SECRETS[1], [31]], [0, 1, 2, 3])
     assert (populations.best > 1 - 1e-6).all()
-    texts = Texts(populations.best_ids, populations.best_lengths)
-    assert [texts.tokens(row) for row in range(2)] == SECRETS
+    assert [populations.best_texts.tokens(row) for row in range(2)] == SECRETS
 
 
 def test_texts_of_the_same_tokens_take_turns(populations):
@@ -70,7 +69,7 @@ def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(pop
     for _ in range(4):
         populations.renew(rows)
     assert populations.cosines[0].max() == nearest
-    begun = Texts(populations.ids[1, :1], populations.lengths[1, :1]).tokens(0)
+    begun = populations.texts[1].tokens(0)
     assert set(begun) <= {10, 11} or set(begun) <= {30, 31, 32}
     assert populations.cosines[1, 1] == -2
 

@@ -47,7 +47,7 @@ class Texts:
     @property
     def mask(self) -> Tensor:
         """A mask (b, n), true on tokens."""
-        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+        return torch.arange(self.ids.shape[-1], device=self.ids.device) < self.lengths[..., None]
 
     def clean(self) -> Texts:
         """Return the texts with zeros after their ends, so that equal texts are equal rows."""
@@ -76,8 +76,9 @@ class Texts:
         return cls(ids, torch.full_like(ids[:, 0], ids.shape[1]))
 
     @classmethod
-    def cat(cls, parts: list[Texts]) -> Texts:
-        return cls(torch.cat([p.ids for p in parts]), torch.cat([p.lengths for p in parts]))
+    def cat(cls, parts: list[Texts], dim: int = 0) -> Texts:
+        ids, lengths = [part.ids for part in parts], [part.lengths for part in parts]
+        return cls(torch.cat(ids, dim), torch.cat(lengths, dim))
 
 
 class Encoder:

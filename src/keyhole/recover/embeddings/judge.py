@@ -178,9 +178,10 @@ class Stored:
     """The stored form of a vector: `values` (k,), and the width of each number's cell.
 
     `widths` (k,) are 0 for a number that is not rounded and infinite for a sign. With a `codebook`
-    (blocks, codes, numbers), the cells are those of its centroids. Cells at the `ends` (2, k) of a
-    range are open. `error` is the standard deviation of the error before rounding, and `noise` the
-    part of it that was stated, if that is more than arithmetic's.
+    (blocks, codes, numbers), the cells are those of its centroids, and `widths` (blocks,) are
+    infinite. Cells at the `ends` (2, k) of a range are open. `error` is the standard deviation of
+    the error before rounding, and `noise` the part of it that was stated, if that is more than
+    arithmetic's.
     """
 
     name: str
@@ -200,7 +201,8 @@ class Stored:
         error = math.hypot(least, noise or 0.0)
         if leak.codebook is not None:
             book = leak.codebook.to(values)
-            return cls("codes", values, torch.zeros_like(values), error, noise, book)
+            widths = torch.full_like(values[: len(book)], torch.inf)
+            return cls("codes", values, widths, error, noise, book)
         if leak.steps is not None:
             ends = None if leak.ends is None else leak.ends.to(values)
             return cls("steps", values, leak.steps.to(values), error, noise, ends=ends)
@@ -258,12 +260,8 @@ class Stored:
         mean = 2 * (torch.special.entr(wrong) + torch.special.entr(1 - wrong))
         square = 4 * (_squared_log(wrong) + _squared_log(1 - wrong))
         variance = square - mean.square()
-        if self.codebook is None:
-            sharp = ~self._short[:, None]
-            short = int(self._short.sum())
-            mean, variance = mean.where(sharp, 0.0), variance.where(sharp, 0.0)
-        else:
-            short = 0
+        sharp, short = ~self._short[:, None], int(self._short.sum())
+        mean, variance = mean.where(sharp, 0.0), variance.where(sharp, 0.0)
         spread = math.sqrt(float(variance.sum().clamp(min=0)) + 2 * short)
         return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
 

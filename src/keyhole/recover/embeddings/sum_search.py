@@ -191,14 +191,18 @@ class SumSearch:
             base, shares, own,
         )  # fmt: skip
         prior = found.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
-        effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
+        every = torch.arange(len(changes.kinds), device=off.device).where(changes.allowed, -1)
+        vectors, log_p, ran = self._tried(found, changes, rows, every[..., None])
+        moves = (vectors - parents.vectors[:, None]).where(ran[..., None], 0.0)
+        likelier = (log_p - parents.likelihoods[:, None]).where(ran, 0.0)
+        effects = Effects.of(changes, moves, likelier, prior)
         sets = Sets.none(off)
         for stage in range(2):
             if not len(self._open(found, rows)):
                 break
             overlap = found.overlap[rows]
             tried = effects.grown(sets, self.width, self.depth, self.tried, overlap)
-            vectors, ran = self._tried(found, changes, rows, tried)
+            vectors, _, ran = self._tried(found, changes, rows, tried)
             if stage == 0:
                 did = vectors - parents.vectors[:, None]
                 found.overlap[rows] = effects.overlap(tried, did, ran).clamp(0.0, 1.0)
@@ -209,29 +213,16 @@ class SumSearch:
 
     def _tried(
         self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run sets of changes (p, w, k), and return vectors (p, w, d) and which sets were run."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run sets of changes (p, w, k): return vectors (p, w, d), log p, and which were run."""
         p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
         fits &= (sets >= 0).any(-1).flatten()
         vectors = found.goals.new_zeros(p * w, found.goals.shape[1])
-        vectors[fits], _ = found.take(texts[fits], rows[parent[fits]])
-        return vectors.view(p, w, -1), fits.view(p, w)
-
-
-def _effects(
-    found: Populations, changes: SingleChanges, rows: Tensor, parents: Parents
-) -> tuple[Tensor, Tensor]:
-    """Run every change, and return what it adds to its text's vector (p, N, d) and log p (p, N)."""
-    parent, change = changes.allowed.nonzero().unbind(1)
-    texts, _ = changes.applied(parent, change[:, None])
-    vectors, likelihoods = found.take(texts, rows[parent])
-    moves = vectors.new_zeros(*changes.allowed.shape, vectors.shape[1])
-    likelier = vectors.new_zeros(changes.allowed.shape)
-    moves[parent, change] = vectors - parents.vectors[parent]
-    likelier[parent, change] = likelihoods - parents.likelihoods[parent]
-    return moves, likelier
+        log_p = found.goals.new_zeros(p * w)
+        vectors[fits], log_p[fits] = found.take(texts[fits], rows[parent[fits]])
+        return vectors.view(p, w, -1), log_p.view(p, w), fits.view(p, w)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,30 +252,25 @@ class Populations:
         self.vector = torch.arange(v, device=device).repeat_interleave(self.count)  # (r,)
         self.trust = trust.repeat(v) * 2 / d
         self.overlap = torch.full_like(self.trust, _OVERLAP)  # (r,) as last measured (sums.py)
-        self.ids = torch.zeros(rows, kept, max_length, dtype=torch.long, device=device)
-        self.lengths = torch.ones_like(self.ids[..., 0])
+        ids = torch.zeros(rows, kept, max_length, dtype=torch.long, device=device)
+        self.texts = Texts(ids, torch.ones_like(ids[..., 0]))
         self.cosines = torch.full((rows, kept), _NONE, device=device)
         self.likelihoods = torch.zeros_like(self.cosines)  # log p
         self.vectors = torch.zeros(rows, kept, d, device=device)
         # The best text of each vector, and its cosine, which is exact from `_CLOSE` on.
         self.best = torch.full((v,), _NONE, device=device)
-        self.best_ids = torch.zeros(v, max_length, dtype=torch.long, device=device)
-        self.best_lengths = torch.ones_like(self.best_ids[:, 0])
-        self.passes = torch.zeros_like(self.best_lengths)
+        self.best_texts = Texts(ids.new_zeros(v, max_length), ids.new_ones(v))
+        self.passes = ids.new_zeros(v)
         self.left = torch.zeros_like(self.best, dtype=torch.bool)  # vectors whose search has ended
         # How many rounds the best text of each vector has stood, and its cosine in the last round.
         self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
-        self._changed = self.ids.new_zeros(rows, 0)  # (r, rounds) keys of the texts changed so far
+        self._changed = ids.new_zeros(rows, 0)  # (r, rounds) keys of the texts changed so far
         # The best score of each population, and how many rounds ago it was reached.
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
         size = (len(encoder.table) + max_length,)
         keys = torch.randint(1, 2**40, size, generator=generator, device=device)
         self._tokens, self._places = keys[:-max_length], keys[-max_length:]
-
-    @property
-    def best_texts(self) -> Texts:
-        return Texts(self.best_ids, self.best_lengths)
 
     def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Run texts, each for the population in `rows`, and keep the best different ones.
@@ -299,17 +285,17 @@ class Populations:
         score = _score(cosines, likelihoods, self.trust[rows])
         touched, places = best_of_each(rows, score, 2 * self.kept)
         inside = places.clamp(min=0)
-        ids = torch.cat([self.ids[touched], texts.ids[inside]], 1)
-        lengths = torch.cat([self.lengths[touched], texts.lengths[inside]], 1)
+        both = Texts.cat([self.texts[touched], texts[inside]], 1)
         new = cosines[inside].where(places >= 0, _NONE)
         new = torch.cat([self.cosines[touched], new], 1)
         likely = torch.cat([self.likelihoods[touched], likelihoods[inside]], 1)
-        new = new.where(~self._repeated(ids, lengths, new), _NONE)
+        new = new.where(~self._repeated(both, new), _NONE)
         ranks = _score(new, likely, self.trust[touched][:, None]).where(new > _NONE, _LOWEST)
         order = ranks.topk(self.kept, dim=1).indices
-        both = torch.cat([self.vectors[touched], vectors[inside]], 1)
-        self.vectors[touched], self.ids[touched] = picked(both, order), picked(ids, order)
-        self.lengths[touched] = lengths.gather(1, order)
+        run = torch.cat([self.vectors[touched], vectors[inside]], 1)
+        self.vectors[touched] = picked(run, order)
+        self.texts.ids[touched] = picked(both.ids, order)
+        self.texts.lengths[touched] = both.lengths.gather(1, order)
         self.cosines[touched] = new.gather(1, order)
         self.likelihoods[touched] = likely.gather(1, order)
         self._look_again(texts, rows, cosines)
@@ -340,8 +326,8 @@ class Populations:
         better = found > self.best[vectors]
         vectors, places = vectors[better], places[better]
         self.best[vectors] = found[better]
-        self.best_ids[vectors] = texts.ids[places]
-        self.best_lengths[vectors] = texts.lengths[places]
+        self.best_texts.ids[vectors] = texts.ids[places]
+        self.best_texts.lengths[vectors] = texts.lengths[places]
 
     def _exact(self, texts: Texts, vectors: Tensor) -> Tensor:
         """Return the exact cosines (b,) of texts with the vectors of these numbers."""
@@ -361,9 +347,8 @@ class Populations:
         """Return the text to change of each population: by turn, or the one that is nearest."""
         if not by_turn:
             return self._parents(rows, self.cosines[rows].argmax(1), torch.zeros_like(rows))
-        held = self._tokens[self.ids[rows]]
-        places = torch.arange(self.max_length, device=rows.device)
-        keys = held.where(places < self.lengths[rows][..., None], 0).sum(-1)
+        texts = self.texts[rows]
+        keys = self._tokens[texts.ids].where(texts.mask, 0).sum(-1)
         turns = (keys[:, :, None] == self._changed[rows][:, None]).sum(-1)
         place = (self._scores(rows) - _BACK * turns).argmax(1)
         turn = self._changed.new_zeros(len(self._changed), 1)
@@ -373,13 +358,13 @@ class Populations:
 
     def _parents(self, rows: Tensor, place: Tensor, turns: Tensor) -> Parents:
         held = self.vectors[rows, place], self.likelihoods[rows, place]
-        return Parents(self._texts(rows, place), *held, turns)
+        return Parents(self.texts[rows, place], *held, turns)
 
     def leading(self, rows: Tensor, among: int) -> Texts:
         """Return a random one of the best `among` texts of each population."""
         ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
         chosen = (self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
-        return self._texts(rows, ranks.indices.gather(1, chosen)[:, 0])
+        return self.texts[rows, ranks.indices.gather(1, chosen)[:, 0]]
 
     def renew(self, rows: Tensor) -> None:
         """Start populations again that do not improve, except the nearest one of each vector."""
@@ -395,7 +380,7 @@ class Populations:
         chance = self._chance(len(stuck), 2)
         other = self.vector[stuck] * self.count + (chance[:, 0] * self.count).long()
         other = torch.where(chance[:, 1] < 0.5, nearest[self.vector[stuck]], other)
-        texts = self._texts(other, self.cosines[other].argmax(1))
+        texts = self.texts[other, self.cosines[other].argmax(1)]
         share = _RUINED * self._chance(len(stuck), 1)
         kept = (self._chance(*texts.ids.shape) > share) & texts.mask
         kept[:, 0] |= ~kept.any(1)
@@ -414,16 +399,13 @@ class Populations:
         scores = _score(cosines, self.likelihoods[rows], self.trust[rows][:, None])
         return scores.where(cosines > _NONE, _LOWEST)
 
-    def _texts(self, rows: Tensor, places: Tensor) -> Texts:
-        return Texts(self.ids[rows, places], self.lengths[rows, places])
-
     def _chance(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.goals.device)
 
-    def _repeated(self, ids: Tensor, lengths: Tensor, cosines: Tensor) -> Tensor:
+    def _repeated(self, texts: Texts, cosines: Tensor) -> Tensor:
         """Return which of the texts (r, c, n) equal an earlier one of their row."""
-        keys = (ids * self._places).sum(-1) * 64 + lengths
-        steps = torch.arange(ids.shape[1], device=ids.device)
+        keys = (texts.ids * self._places).sum(-1) * 64 + texts.lengths
+        steps = torch.arange(keys.shape[1], device=keys.device)
         same = (keys[:, :, None] == keys[:, None]) & (cosines[:, None] > _NONE)
         return (same & (steps[:, None] > steps)).any(-1)
 

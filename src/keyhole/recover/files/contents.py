@@ -148,7 +148,8 @@ def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
 def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Opened]:
     """Make a leak for each text of a section, without the padding around it, and without a name."""
     texts: list[Opened] = []
-    length = _length(section)
+    per_text = section.kind in ("pooled", "logits")
+    length = None if per_text else next(iter(section.tensors.values())).shape[-2]
     for what, given in (("mask", mask), ("token ids", ids)):
         if given is not None and given.shape != (section.texts, length or given.shape[1]):
             raise InputError(
@@ -167,17 +168,10 @@ def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Op
     return texts
 
 
-def _length(section: Section) -> int | None:
-    if section.kind in ("pooled", "logits"):
-        return None
-    return next(iter(section.tensors.values())).shape[-2]
-
-
 def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
     make: Any = TYPES[section.kind]
     if section.kind == "logits":
-        rows = tensors["values"][inside]
-        return make(values=rows[-1:])
+        return make(values=tensors["values"][inside][-1:])
     if section.kind == "pooled":
         length = float(tensors["values"].float().norm())
         return make(values=tensors["values"], normalised=abs(length - 1) <= _UNIT)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
@@ -104,13 +105,9 @@ def _hadamard(numbers: Tensor, size: int | None) -> Tensor:
     width = numbers.shape[-1]
     if width % _TURN:
         return numbers
-    blocks = numbers.unflatten(-1, (-1, size or width & -width))
-    half = 1
-    while half < blocks.shape[-1]:
-        pairs = blocks.unflatten(-1, (-1, 2, half))
-        sums = torch.stack([pairs.sum(-2), pairs[..., 0, :] - pairs[..., 1, :]], -2)
-        blocks, half = sums.flatten(-3), 2 * half
-    return (blocks / half**0.5).flatten(-2)
+    size = size or width & -width
+    matrix = torch.from_numpy(hadamard(size)).to(numbers) / size**0.5
+    return (numbers.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
 
 def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -115,20 +115,18 @@ def epsilon_of(noise: float) -> float:
         return math.inf
     if spent(0.0, noise) <= DELTA:
         return 0.0
-
-    def over(epsilon: float) -> float:
-        return spent(epsilon, noise) - DELTA
-
-    return cast("float", brentq(over, 0.0, 0.5 / noise**2 + 9 / noise))
+    most = 0.5 / noise**2 + 9 / noise
+    return _root(lambda epsilon: spent(epsilon, noise) - DELTA, 0.0, most)
 
 
 def noise_for(epsilon: float) -> float:
     """Return the noise that gives this ε in one release, at δ = 1e-5."""
 
-    def over(log: float) -> float:
-        return spent(epsilon, math.exp(log)) - DELTA
+    return math.exp(_root(lambda log: spent(epsilon, math.exp(log)) - DELTA, -27.0, 27.0))
 
-    return math.exp(cast("float", brentq(over, -27.0, 27.0)))
+
+def _root(of: Callable[[float], float], low: float, high: float) -> float:
+    return cast("float", brentq(of, low, high))
 
 
 @dataclass(frozen=True, eq=False)
@@ -535,31 +533,27 @@ class Errors:
         return variance
 
 
-@dataclass(eq=False)
 class _Proofs:
-    """The evidence for each text of a batch whose update fits as a whole."""
+    """The evidence for each text of a batch whose update, `given`, fits as a whole."""
 
-    target: Target
-    update: Update
-    batch: Batch
-    errors: Errors
-    given: Mapping[str, Tensor]
-    tokens: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        model, parts = self.target.model, self.target.parts
+    def __init__(
+        self, target: Target, update: Update, batch: Batch, errors: Errors,
+        given: Mapping[str, Tensor], tokens: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        self.target, self.update, self.batch, self.tokens = target, update, batch, tokens
+        model, parts = target.model, target.parts
         self._weights = {name: each.detach() for name, each in model.named_parameters()}
         inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
         self._inside = [name for name, each in model.named_parameters() if id(each) in inside]
         starts = {name.removesuffix("weight") for name in self._inside}
         self._names = [
             name
-            for name in self.update.values
+            for name in update.values
             if name.removesuffix("weight").removesuffix("lora_A.").removesuffix("lora_B.") in starts
         ]
-        self._variance = {name: self.errors.variance(name) for name in self._names}
+        self._variance = {name: errors.variance(name) for name in self._names}
         self._off = {
-            name: self.update.values[name].to(parts.device).double() - self.given[name].double()
+            name: update.values[name].to(parts.device).double() - given[name].double()
             for name in self._names
         }
 
