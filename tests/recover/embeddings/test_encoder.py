@@ -50,7 +50,7 @@ def test_a_causal_model_says_how_likely_its_texts_are(family):
     texts = Texts.of([[20, 21, 22, 23], [30], [31, 9]], 5)
     vectors, log_p = encoder.read(texts)
     gaps = encoder.next_log_p(texts)
-    assert encoder.speaks
+    assert encoder.predicts
     torch.testing.assert_close(vectors, encoder.vectors(texts), rtol=0, atol=1e-5)
     assert log_p.shape == (3, 5)
     assert gaps.shape == (3, 6, len(encoder.table))
@@ -72,7 +72,7 @@ def test_a_causal_model_says_how_likely_its_texts_are(family):
 
 
 def test_an_encoder_says_nothing_of_the_kind(encoder):
-    assert not encoder.speaks
+    assert not encoder.predicts
 
 
 def test_in_half_precision_it_says_nearly_the_same():

@@ -37,7 +37,7 @@ def test_inputs_lie_in_the_span_and_others_do_not():
     rows = reference.gradient_of_map(stream.normal(size=(7, 30)), inputs)
     span = span_of(torch.tensor(rows), torch.zeros(30, 20))
     assert span.rank == 7
-    assert span.says
+    assert span.complete
     assert float(span.distance(torch.tensor(inputs)).max()) < 1e-12
     naive = [reference.distance_from_rows(row, inputs) for row in others]
     assert np.allclose(span.distance(torch.tensor(others)), naive, atol=1e-12)
@@ -46,7 +46,7 @@ def test_inputs_lie_in_the_span_and_others_do_not():
 def test_the_span_of_as_many_inputs_as_it_is_wide_says_nothing():
     stream = np.random.default_rng(0)
     rows = reference.gradient_of_map(stream.normal(size=(25, 30)), stream.normal(size=(25, 20)))
-    assert not span_of(torch.tensor(rows), torch.zeros(30, 20)).says
+    assert not span_of(torch.tensor(rows), torch.zeros(30, 20)).complete
 
 
 def test_noise_is_no_part_of_the_span():
@@ -78,7 +78,7 @@ def test_what_adapters_say_of_inputs():
         rows = reference.gradient_of_map(stream.normal(size=(seen, 30)), inputs[:seen] @ through.T)
         spans.append((span_of(torch.tensor(rows), torch.zeros(30, 8)), torch.tensor(through)))
     span = joined(spans)
-    assert (span.rank, span.rest.shape[1], span.says) == (5, 6, True)
+    assert (span.rank, span.rest.shape[1], span.complete) == (5, 6, True)
     assert float(span.distance(torch.tensor(inputs)).max()) < 1e-9
     assert float(span.distance(torch.tensor(others)).min()) > 0.1
 

@@ -93,10 +93,9 @@ class SingleChanges:
         return self.places + self.width * (self.kinds == INSERTED)
 
     def applied(self, rows: Tensor, sets: Tensor) -> tuple[Texts, Tensor]:
-        """Return text `rows[b]` with the changes `sets[b]`, for each b, and whether that is
-        allowed.
+        """Return each text `rows[b]` with its changes `sets[b]` (b, k), and whether it is allowed.
 
-        `sets` (b, k) are padded by -1.
+        Sets are padded by -1.
         """
         n, every = self.width, torch.arange(len(rows), device=rows.device)
         parents = self.parents[rows]
@@ -212,10 +211,9 @@ class LikelyTokens:
 def exchanged(
     parents: Texts, ngrams: NGrams, count: int, generator: torch.Generator
 ) -> tuple[Texts, Tensor]:
-    """Return `count` exchanges of each text, or as many as there are, and the row of each one's
-    text.
+    """Draw `count` exchanges of each text, likely ones first, and return each one's row too.
 
-    They are drawn with a preference for likely ones.
+    There are fewer if a text has no more.
     """
     n = int(parents.lengths.max())
     cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(parents.ids.device)

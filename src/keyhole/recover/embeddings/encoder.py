@@ -167,7 +167,7 @@ class Encoder:
         return max(1, most // length)
 
     @cached_property
-    def speaks(self) -> bool:
+    def predicts(self) -> bool:
         """Whether this is a causal model with its head, which predicts the next token."""
         head = self.target.model.get_output_embeddings() if self.target.parts.causal else None
         return isinstance(head, nn.Linear)
@@ -176,7 +176,7 @@ class Encoder:
     def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Run texts fast, and return their vectors (b, d) and log p (b, n) of each token.
 
-        The model must have a head (`speaks`). A token with no token before it has log p NaN.
+        The model must have a head (`predicts`). A token with no token before it has log p NaN.
         """
         self.passes += len(texts)
         order, n = texts.lengths.argsort(), texts.ids.shape[1]

@@ -1,5 +1,4 @@
-"""The judge of a text that was read from one vector: is it that text's vector, and no similar
-one's?
+"""The judge of a text from one vector: is it that text's vector, and that of no similar text?
 
 A text is verified if four conditions hold.
 

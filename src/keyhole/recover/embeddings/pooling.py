@@ -101,8 +101,6 @@ def encoder_max_length(folder: str | Path) -> int:
     It may be less than the model takes: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
     """
     path = Path(folder) / "sentence_bert_config.json"
-    if not exists(path):
-        return MAX_LENGTH
     max_length = _settings(path, "the settings of an encoder").get("max_seq_length")
     if max_length is None:
         return MAX_LENGTH
@@ -171,15 +169,13 @@ def from_known(
 def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
     """Return the pooling that sentence-transformers wrote next to an encoder, or None."""
     path = Path(folder) / "1_Pooling" / "config.json"
-    if not exists(path):
-        return None
     chosen = _settings(path, "the settings of a pooling")
     names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
     names = names or [
         name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
     ]
     if len(names) != 1:
-        return None  # several ways side by side, or an unknown one
+        return None  # no file, several ways side by side, or an unknown one
     normalised, unit = _normalised(vectors, width)
     way = Exposure("pooled", 0, names[0], normalised, width, unit)
     reason = f"{_words(way)}: as {path.parent.name} of the encoder says; {_SURE}"
@@ -187,6 +183,8 @@ def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None)
 
 
 def _settings(path: Path, what: str) -> dict[str, Any]:
+    if not exists(path):
+        return {}
     try:
         settings: object = parse(read_text(path, what))
     except ValueError as error:
@@ -250,7 +248,7 @@ def likely_prefix(
 def _prompts(model: Any) -> list[str]:
     """Return the prefixes that sentence-transformers wrote next to an encoder."""
     path = Path(str(model.name_or_path)) / "config_sentence_transformers.json"
-    prompts = _settings(path, "the settings of an encoder").get("prompts") if exists(path) else None
+    prompts = _settings(path, "the settings of an encoder").get("prompts")
     return [text for text in prompts.values() if text] if isinstance(prompts, dict) else []
 
 

@@ -185,15 +185,16 @@ class SumSearch:
         vector = found.vector[rows]
         goals = found.goals[vector]
         off = goals - parents.vectors
-        own = encoder.next_log_p(parents.texts) if encoder.speaks else None
+        own = encoder.next_log_p(parents.texts) if encoder.predicts else None
         changes = likely.changes(
             parents.texts, off, vector, parents.turns, found.generator, found.max_length,
             base, shares, own,
         )  # fmt: skip
         prior = found.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
         every = torch.arange(len(changes.kinds), device=off.device).where(changes.allowed, -1)
-        vectors, log_p, ran = self._tried(found, changes, rows, every[..., None])
-        moves = (vectors - parents.vectors[:, None]).where(ran[..., None], 0.0)
+        moves, log_p, ran = self._tried(found, changes, rows, every[..., None])
+        moves -= parents.vectors[:, None]  # in place: this is the largest tensor of the search
+        moves.masked_fill_(~ran[..., None], 0.0)
         likelier = (log_p - parents.likelihoods[:, None]).where(ran, 0.0)
         effects = Effects.of(changes, moves, likelier, prior)
         sets = Sets.none(off)
@@ -303,7 +304,7 @@ class Populations:
 
     def _run(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Return texts' vectors, and log p: the n-grams', averaged with a language model's own."""
-        if not self.encoder.speaks:
+        if not self.encoder.predicts:
             return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(texts)
         vectors, own = self.encoder.read(texts)
         return vectors.float(), self.ngrams.log_p(texts, own)

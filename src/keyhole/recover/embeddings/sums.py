@@ -57,11 +57,9 @@ class Effects:
 
     @classmethod
     def of(cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
-        """Make the effects of `changes`, from the difference that each makes to the vector and to
-        log p.
+        """Make the effects from what each change adds to the vector, and to log p (p, N).
 
-        `likelier` (p, N) are the differences of log p, weighted by `prior` (p,). Changes that are
-        not allowed get an infinite cost.
+        The latter is weighted by `prior` (p,). Changes that are not allowed get an infinite cost.
         """
         cost = (moves * moves).sum(-1) - prior[:, None] * likelier
         cost = cost.where(changes.allowed, _INFINITE)
@@ -79,11 +77,9 @@ class Effects:
     def grown(
         self, sets: Sets, width: int, depth: int, count: int, overlap: Tensor | None = None
     ) -> Tensor:
-        """Add up to `depth` changes to sets, and return the `count` best sets (p, count, k), padded
-        by -1.
+        """Add up to `depth` changes to sets, and return the `count` best (p, count, k), with -1s.
 
-        Sets of one change are left out, because those were run already. `overlap` (p,) is ρ, 0 by
-        default.
+        Sets of one change are left out, as those were run already. By default, ρ (p,) is 0.
         """
         overlap = torch.zeros_like(self.cost[:, 0]) if overlap is None else overlap
         changes, off, alive = sets.changes, sets.off, sets.alive

@@ -1,5 +1,4 @@
-"""The texts of an encoder's batch, found one by one and tested by the spans of the next layers
-(ours).
+"""The texts of an encoder's batch, found one by one and tested by spans (ours).
 
 The inputs of the first attention do not show which tokens form a text. But the attention's result
 for a text lies, at every position, in the span of its output map's gradient if all tokens of the
@@ -58,7 +57,6 @@ class Read:
     misfit: float
 
 
-@dataclass(eq=False)
 class EncoderTexts:
     """The search for the texts of a batch.
 
@@ -67,37 +65,34 @@ class EncoderTexts:
     gradient.
     """
 
-    target: Target
-    span: Span
-    contexts: Contexts
-    tokens: Sequence[Tensor]
-    places: Places
-    texts: int
-
-    def __post_init__(self) -> None:
-        known, count = self.places.tokens, len(self.tokens)
-        self._exact = self.span.tolerance**2  # the misfit of a text that is right
-        self._numbers = {int(id_): number for number, id_ in enumerate(known)}
-        before, after = self.target.frame()
-        self._before = [self._numbers[id_] for id_ in before if id_ in self._numbers]
-        self._after = [self._numbers[id_] for id_ in after if id_ in self._numbers]
-        self._may = torch.stack([torch.isin(known, tokens) for tokens in self.tokens], 1)
+    def __init__(
+        self, target: Target, span: Span, contexts: Contexts, tokens: Sequence[Tensor],
+        places: Places, texts: int,
+    ) -> None:  # fmt: skip
+        self.target, self.span, self.contexts = target, span, contexts
+        self.places, self.texts = places, texts
+        self._exact = span.tolerance**2  # the misfit of a text that is right
+        known, (before, after) = places.tokens, target.frame()
+        numbers = {int(id_): number for number, id_ in enumerate(known)}
+        self._before = [numbers[id_] for id_ in before if id_ in numbers]
+        self._after = [numbers[id_] for id_ in after if id_ in numbers]
+        self._may = torch.stack([torch.isin(known, each) for each in tokens], 1)
         self._ends = [
             place
-            for place in range(len(before), count - len(self._after) + 1)
+            for place in range(len(before), len(tokens) - len(self._after) + 1)
             if all(self._may[id_, place + off] for off, id_ in enumerate(self._after))
         ]
         self._closing = torch.zeros_like(self._may)
         for id_ in self._after[:1]:
             self._closing[id_, self._ends] = True
-        special = torch.tensor([*before, *after, *self.target.pads()], device=known.device)
+        special = torch.tensor([*before, *after, *target.pads()], device=known.device)
         self._may &= ~torch.isin(known, special)[:, None]
-        order = self.places.shares.argsort(0, descending=True)
+        order = places.shares.argsort(0, descending=True)
         self._likeliest = [
-            order[:, at][self._may[order[:, at], at]] for at in range(len(self.tokens))
+            column[may[column]] for column, may in zip(order.T, self._may.T, strict=True)
         ]
         # Shares that no text explains yet: texts start from them.
-        self._left = self.places.shares.clamp(min=0) * self._may
+        self._left = places.shares.clamp(min=0) * self._may
 
     def __iter__(self) -> Iterator[Read]:
         """Yield each text once: first those that fit, then the others, the nearest first."""
@@ -200,11 +195,8 @@ class EncoderTexts:
         """Return the text nearest to the span that ends at one of the given positions."""
         after = torch.tensor(self._after, device=guess.device).long()
         texts = [torch.cat([guess[:end], after]) for end in ends]
-        misfits = [float(self.contexts.misfit(text)) for text in texts]
-        if not texts:
-            return guess, math.inf
-        best = min(range(len(texts)), key=misfits.__getitem__)
-        return texts[best], misfits[best]
+        found = [(text, float(self.contexts.misfit(text))) for text in texts]
+        return min(found, key=lambda each: each[1], default=(guess, math.inf))
 
     def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
         """Improve one token after the other, first where none is clear."""
@@ -213,10 +205,13 @@ class EncoderTexts:
         for _ in range(_SWEEPS):
             before = misfit
             for at in free:
-                best, reached = self._best(text, at, few)
-                if reached < misfit:
-                    text, misfit = text.clone(), reached
-                    text[at] = best
+                numbers = self._likeliest[at][:few]
+                if not len(numbers):
+                    continue
+                misfits = self.contexts.changed(text, at, numbers)
+                if float(misfits.min()) < misfit:
+                    text, misfit = text.clone(), float(misfits.min())
+                    text[at] = numbers[misfits.argmin()]
             if misfit < self._exact:
                 break
             if misfit > _WON * before:
@@ -224,15 +219,6 @@ class EncoderTexts:
                     break
                 free, few = inside, len(self._may)
         return text, misfit
-
-    def _best(self, text: Tensor, at: int, few: int) -> tuple[int, float]:
-        """Return the best of the `few` likeliest tokens at a position, and its misfit."""
-        numbers = self._likeliest[at][:few]
-        if not len(numbers):
-            return int(text[at]), math.inf
-        misfits = self.contexts.changed(text, at, numbers)
-        best = int(misfits.argmin())
-        return int(numbers[best]), float(misfits[best])
 
     def _fits(self, ids: list[int]) -> bool:
         """Return whether every input of the second attention lies in its span."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ from keyhole.recover.gradients.update import (
     task_for,
     update_of,
 )
-from keyhole.recover.recovery import Recovery, TextRecovery, Verdict
+from keyhole.recover.recovery import Recovery, TextRecovery
 from keyhole.recover.simulate import MAX_LENGTH
 
 _NEAREST = 8  # tokens that are tried at a position for each text, where spans are blurred
@@ -212,7 +213,7 @@ def _recovered(leaked: _Leaked) -> BatchRecovery:
     used = leaked.used(leaked.target.parts.tokens)
     blurred = first.blurred or second.blurred
     read: BatchRecovery | None = None
-    if first.says and second.says and not (blurred and used is None):
+    if first.complete and second.complete and not (blurred and used is None):
         read = _by_membership(leaked, first, second, used)
     if read is None or (blurred and leaked.update.texts == 1 and not read.verified):
         guessed = _by_likelihood(leaked, first.soft, second.soft, used)
@@ -233,8 +234,7 @@ def _by_membership(
         return _no_texts("no text of these tokens fits the gradient", every.tolist())
     batch = labelled(leaked, [ids for ids, _ in texts])
     in_span = [fits and second.sharp for _, fits in texts]
-    verdicts = judge(leaked.target, leaked.update, batch, in_span, tokens)
-    return _result(leaked.target, leaked.update, batch, verdicts, sum(in_span), every)
+    return _judged(leaked, batch, in_span, tokens, every.tolist())
 
 
 def _by_likelihood(
@@ -253,8 +253,8 @@ def _by_likelihood(
     if not first.rank and used is None:
         ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
         return _no_texts(f"the update's own errors hide what it is made of: {ranks}")
-    if not first.hints or not second.hints:
-        return _too_many(target, first if not first.hints else second, ids)
+    if not first.excludes or not second.excludes:
+        return _too_many(target, first if not first.excludes else second, ids)
     inputs = first_inputs(parts, _length(leaked) or _POSITIONS)
     near = list(nearest_in(inputs, first, _NEAREST * update.texts, used))
     tokens = [best for best, _ in near]
@@ -270,9 +270,7 @@ def _by_likelihood(
         texts = [ids for ids, _ in _texts(leaked, second, inputs, tokens, every)]
     if not texts:
         return _no_texts("no text stands out from the update's errors", ids)
-    batch = _likeliest(leaked, labelled(leaked, texts), tokens)
-    verdicts = judge(target, update, batch, (), tokens)
-    return _result(target, update, batch, verdicts, 0, torch.tensor(ids, dtype=torch.long))
+    return _judged(leaked, _likeliest(leaked, labelled(leaked, texts), tokens), (), tokens, ids)
 
 
 def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
@@ -378,7 +376,7 @@ def _texts(
     rows = [(each.rows, each.through) for each in leaked.rows(leaked.inputs(1))]
     places = places_of(rows, (part, values.through), heads, inputs, every, len(tokens))
     output = leaked.span([first.output])
-    directions = output.some_directions(_DIRECTIONS) * output.says
+    directions = output.some_directions(_DIRECTIONS) * output.complete
     contexts = contexts_of(parts, inputs, every, len(tokens), directions)
     read = EncoderTexts(target, span, contexts, tokens, places, count)
     return [(text.ids, text.fits) for text in read if text.ids]
@@ -402,31 +400,30 @@ def _no_texts(
     return BatchRecovery(status, reason, METHOD, (), (), tuple(ids), 0, 0.0)
 
 
-def _result(
-    target: Target,
-    update: Update,
-    batch: Batch,
-    verdicts: Sequence[Verdict],
-    in_span: int,
-    tokens: Tensor,
+def _judged(
+    leaked: _Leaked, batch: Batch, in_span: Sequence[bool], tokens: Sequence[Tensor], ids: list[int]
 ) -> BatchRecovery:
+    """Return the judge's result for a batch; `ids` are known to be in it."""
+    target, update = leaked.target, leaked.update
+    verdicts = judge(target, update, batch, in_span, tokens)
     verified = sum(verdict.verified for verdict in verdicts)
     residual, precision = verdicts[0].residual, verdicts[0].precision
     reason = (
-        f"{len(batch.texts)} of {update.texts} texts, {in_span} in the span; {verified} verified: "
-        f"their update differs by {residual:.1e} of its size, the leak's errors are {precision:.1e}"
+        f"{len(batch.texts)} of {update.texts} texts, {sum(in_span)} in the span; "
+        f"{verified} verified: their update differs by {residual:.1e} of its size, "
+        f"the leak's errors are {precision:.1e}"
     )
-    status = Status.INEXACT if in_span or verified else Status.UNSOLVED
+    status = Status.INEXACT if any(in_span) or verified else Status.UNSOLVED
     status = Status.RECOVERED if verified == update.texts else status
     texts = tuple(
         TextRecovery(
-            status=verdict.status, reason=verdict.reason, method=METHOD, ids=list(ids),
-            text=target.decode(ids), verified=verdict.verified, passes=0, seconds=0.0,
-            marks=verdict.marks, residual=residual, precision=precision, pieces=target.pieces(ids),
+            status=verdict.status, reason=verdict.reason, method=METHOD, ids=list(text),
+            text=target.decode(text), verified=verdict.verified, passes=0, seconds=0.0,
+            marks=verdict.marks, residual=residual, precision=precision, pieces=target.pieces(text),
         )
-        for ids, verdict in zip(batch.texts, verdicts, strict=True)
+        for text, verdict in zip(batch.texts, verdicts, strict=True)
     )  # fmt: skip
-    everything = tuple(sorted({*tokens.tolist(), *(id_ for ids in batch.texts for id_ in ids)}))
+    everything = tuple(sorted({*ids, *chain.from_iterable(batch.texts)}))
     passes = 1 + sum(verdict.forwards for verdict in verdicts)
     return BatchRecovery(
         status, reason, METHOD, texts, batch.labels, everything, passes, 0.0, residual, precision

@@ -55,7 +55,7 @@ class Span:
     """The rank of the inputs' span, and directions `rest` (d, k) orthogonal to it.
 
     `tolerance` is how far from the span an input may seem to be, relative to its length, and `left`
-    is the number of dimensions by which the span is smaller than it could be. `weighed` (d, k) are
+    is the number of dimensions by which the span is smaller than it could be. `weighted` (d, k) are
     all directions, each scaled by the share of errors in what the gradient has along it: an input
     of the batch is short along these, whatever the noise (Capon, 1969).
     """
@@ -64,20 +64,20 @@ class Span:
     rest: Tensor
     tolerance: float
     left: int
-    weighed: Tensor
+    weighted: Tensor
 
     @property
     def soft(self) -> Span:
         """The span with distances along weighted directions, if errors blur it."""
-        return replace(self, rest=self.weighed) if self.blurred and self.says else self
+        return replace(self, rest=self.weighted) if self.blurred and self.complete else self
 
     @property
-    def says(self) -> bool:
-        """Whether the span excludes anything: it does not if it is as wide as the layer."""
+    def complete(self) -> bool:
+        """Whether all inputs lie in it: unknown if it is as wide as the layer or the gradient."""
         return self.left >= _LEFT
 
     @property
-    def hints(self) -> bool:
+    def excludes(self) -> bool:
         """Whether anything at all lies outside the span."""
         return self.rest.shape[1] >= _LEFT
 
@@ -89,7 +89,7 @@ class Span:
     @property
     def sharp(self) -> bool:
         """Whether an input in the span is as good as proven, despite rounding and noise."""
-        return self.says and self.tolerance <= _SHARP
+        return self.complete and self.tolerance <= _SHARP
 
     def distance(self, rows: Tensor) -> Tensor:
         """Return how far rows (…, d) are from the span, relative to their lengths."""
