@@ -14,7 +14,7 @@ directions alike.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -149,22 +149,25 @@ class Encoder:
     @torch.no_grad()
     def values(self, texts: Texts, fast: bool = False) -> Tensor:
         """Return what the model exposes of texts (b, d), unchanged."""
-        self.passes += len(texts)
         model = self._fast if fast else self.target.model
-        order = texts.lengths.argsort()
-        step = self._step(texts.ids.shape[1] + 2)
-        parts: list[Tensor] = []
-        for rows in order.split(step):
-            ids, mask = self.framed(texts[rows])
-            parts.append(capture(model, self.exposure, ids=ids, mask=mask)["values"])
-        return torch.cat(parts)[order.argsort()]
 
-    def _step(self, length: int) -> int:
-        """Return how many texts of such a length are run at once."""
-        most = _TOKENS[self.device.type]
+        def run(_: Texts, ids: Tensor, mask: Tensor) -> tuple[Tensor]:
+            return (capture(model, self.exposure, ids=ids, mask=mask)["values"],)
+
+        return self._in_batches(texts, run)[0]
+
+    def _in_batches(
+        self, texts: Texts, run: Callable[[Texts, Tensor, Tensor], tuple[Tensor, ...]]
+    ) -> list[Tensor]:
+        """Run texts in batches of similar length, and return the results in their own order."""
+        self.passes += len(texts)
+        length, most = texts.ids.shape[1] + 2, _TOKENS[self.device.type]
         if self.device.type != "cpu":  # that many may not fit
             most = min(most, self.target.parts.at_once(length, modest=False))
-        return max(1, most // length)
+        order = texts.lengths.argsort()
+        batches = (texts[rows] for rows in order.split(max(1, most // length)))
+        results = [run(batch, *self.framed(batch)) for batch in batches]
+        return [torch.cat(parts)[order.argsort()] for parts in zip(*results, strict=True)]
 
     @cached_property
     def predicts(self) -> bool:
@@ -178,19 +181,13 @@ class Encoder:
 
         The model must have a head (`predicts`). A token with no token before it has log p NaN.
         """
-        self.passes += len(texts)
-        order, n = texts.lengths.argsort(), texts.ids.shape[1]
-        step = self._step(n + 2)
-        vectors: list[Tensor] = []
-        log_p: list[Tensor] = []
-        for rows in order.split(step):
-            some = texts[rows]
-            ids, mask = self.framed(some)
+
+        def run(batch: Texts, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             states = self._states(ids, mask)
-            vectors.append(self.directions(pool(self.exposure, states, mask)))
-            log_p.append(self._log_p(states, some, n))
-        back = order.argsort()
-        return torch.cat(vectors)[back], torch.cat(log_p)[back]
+            return self.directions(pool(self.exposure, states, mask)), self._log_p(states, batch)
+
+        vectors, log_p = self._in_batches(texts, run)
+        return vectors, log_p
 
     @torch.no_grad()
     def next_log_p(self, texts: Texts) -> Tensor:
@@ -198,11 +195,15 @@ class Encoder:
         self.passes += len(texts)
         n = texts.ids.shape[1]
         states = self._before(self._states(*self.framed(texts)), n + 1)
-        parts = states.flatten(0, 1).split(_ANSWERS[self.device.type])
-        head = self._fast.get_output_embeddings()
-        dtype = head.weight.dtype
-        answers = [head(part.to(dtype)).float().log_softmax(-1).to(dtype) for part in parts]
+        dtype = self._fast.get_output_embeddings().weight.dtype
+        answers = [part.to(dtype) for part in self._answers(states.flatten(0, 1))]
         return torch.cat(answers).unflatten(0, states.shape[:2])
+
+    def _answers(self, states: Tensor) -> Iterator[Tensor]:
+        """Yield log p (…, V) of every token after states (m, d), a part at a time."""
+        head = self._fast.get_output_embeddings()
+        for part in states.split(_ANSWERS[self.device.type]):
+            yield head(part.to(head.weight.dtype)).float().log_softmax(-1)
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the last layer's states (b, m, d) of framed texts."""
@@ -216,17 +217,13 @@ class Encoder:
         rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
         return nn.functional.pad(rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan)
 
-    def _log_p(self, states: Tensor, texts: Texts, n: int) -> Tensor:
+    def _log_p(self, states: Tensor, texts: Texts) -> Tensor:
         """Return log p (b, n) of each token of texts, from the states before it."""
-        states, inside = self._before(states, n), texts.mask
-        size, head = _ANSWERS[self.device.type], self._fast.get_output_embeddings()
-        parts = zip(states[inside].split(size), texts.ids[inside][:, None].split(size), strict=True)
-        found = [
-            head(part.to(head.weight.dtype)).float().log_softmax(-1).gather(1, tokens)[:, 0]
-            for part, tokens in parts
-        ]
+        states, inside = self._before(states, texts.ids.shape[1]), texts.mask
+        tokens = texts.ids[inside][:, None].split(_ANSWERS[self.device.type])
+        pairs = zip(self._answers(states[inside]), tokens, strict=True)
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
-        log_p[inside] = torch.cat(found)
+        log_p[inside] = torch.cat([answers.gather(1, some)[:, 0] for answers, some in pairs])
         return log_p
 
     def gradient(self, texts: Texts, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -253,8 +250,8 @@ def matrix_half() -> torch.dtype | None:
 class Whitening:
     """An affine map to equal variance in all directions, with a mean (d,) and a map (d, d).
 
-    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes (v − μ) U diag(λ
-    + ε)^-½. ε is a share of the largest λ, so that rounding does not count as much as the text.
+    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, v becomes (v − μ) U diag(λ + ε)^-½.
+    ε is a share of the largest λ, so that rounding does not count as much as the text.
     """
 
     mean: Tensor

@@ -27,7 +27,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from scipy.linalg import hadamard
@@ -418,19 +417,17 @@ def role_of(name: str, parts: Anatomy) -> Role | None:
         return Role("logits", 0) if final[1] == "logits" else Role("hidden", parts.layers)
     for pattern, kind, form, side in _PATTERNS:
         match = re.search(pattern, name)
-        if match is not None and match.lastindex == 2:
-            layers = _layers_of_type(parts, match[2])
-            number = int(match[1])
-            return _role(kind, form, layers[number] + side, parts) if number < len(layers) else None
-        if match is not None:
-            return _role(kind, form, int(match[1]) + side, parts)
+        if match is None:
+            continue
+        number = int(match[1])
+        if match.lastindex == 2:  # it counts the layers of one type, such as sliding_attention
+            types = getattr(parts.base.config, "layer_types", None) or ()
+            layers = [at for at, each in enumerate(types) if each == match[2]]
+            if number >= len(layers):
+                return None
+            number = layers[number]
+        return _role(kind, form, number + side, parts)
     return None
-
-
-def _layers_of_type(parts: Anatomy, name: str) -> list[int]:
-    """Return the numbers of the layers whose attention is of a type, such as sliding_attention."""
-    types = getattr(parts.base.config, "layer_types", None) or ()
-    return [number for number, each in enumerate(types) if each == name]
 
 
 def _role(kind: str, form: str, number: int, parts: Anatomy) -> Role | None:
@@ -460,15 +457,15 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
     sections: list[Section] = []
     name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
     ids = arrays.get("input_ids")
-    paired = first is not None and first.paired and ids is not None
-    paired = paired and _interleaved(arrays[name], cast("Tensor", ids), parts)
+    paired = first is not None and first.paired
+    paired = paired and ids is not None and _interleaved(arrays[name], ids, parts)
     for (kind, layer), taken in chosen.items():
         if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
-        tensors = {
-            part: _finished(replace(role, paired=role.paired and paired), arrays[name], parts)
-            for part, (name, role) in taken.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for part, (name, role) in taken.items():
+            whole = _batched(kind, arrays[name], parts, positions_first=role.positions_first)
+            tensors[part] = _unpaired(whole) if role.paired and paired else whole
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
         if len(shapes) > 1:
             words = " and ".join(map(str, shapes))
@@ -502,10 +499,3 @@ def _interleaved(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
 def _unpaired(keys: Tensor) -> Tensor:
     """Return keys (…, k) with the first numbers of all planes before the second ones."""
     return keys.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-@torch.no_grad()
-def _finished(role: Role, tensor: Tensor, parts: Anatomy) -> Tensor:
-    """Return the array as the model exposes it, in its order of axes."""
-    whole = _batched(role.kind, tensor, parts, positions_first=role.positions_first)
-    return _unpaired(whole) if role.paired else whole
