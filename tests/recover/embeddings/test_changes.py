@@ -64,7 +64,7 @@ def test_sets_of_changes_are_applied_as_by_hand(single, row):
             assert texts.tokens(number) == expected
 
 
-def test_a_text_without_room_gets_no_token_more():
+def test_a_text_of_maximum_length_gets_no_token_inserted():
     full = Texts.of([[3, 4]], 2)
     single = SingleChanges.of(full, torch.tensor([[[5], [5]]]), torch.tensor([[[5]] * 3]), 2)
     assert not single.allowed[0, single.kinds == INSERTED].any()

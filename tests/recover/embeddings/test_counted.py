@@ -1,4 +1,4 @@
-"""Counts of a corpus: they point at the tokens of texts, and a search with them reads texts."""
+"""Counts of a corpus find the tokens of texts, and a search with them reads texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_odds_point_at_the_tokens_of_texts_that_are_not_in_the_corpus(counte
     assert sum(held) >= 6  # of 8; by chance less than one
 
 
-def test_what_is_missing_is_the_difference_of_the_odds(counted, secrets):
+def test_missing_tokens_follow_from_the_difference_of_the_odds(counted, secrets):
     _, goals = secrets
     token_odds = counted.token_odds
     expected = token_odds.odds(goals[0]) - token_odds.odds(goals[1])
@@ -98,7 +98,7 @@ def test_a_corpus_without_texts_is_refused(loaded):
         recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))
 
 
-def test_a_token_that_promises_nothing_is_found_once_a_text_stands(encoder, lines, secrets):
+def test_an_unlikely_token_is_found_after_the_best_text_has_stood(encoder, lines, secrets):
     """No line holds the last token, and its odds are set to the lowest of all."""
     counted = Counted.of(encoder, lines, 5)
     odd = len(encoder.table) - 1

@@ -1,4 +1,4 @@
-"""Texts around a text: one edit away, all kinds of edits, and the nearest token among them."""
+"""Alternatives to a text: one edit away, all kinds of edits, and the nearest token among them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def texts(count=3, length=7):
     return [ids.tolist() for ids in tiny.ids(count, length)]
 
 
-def test_vectors_are_the_models_own_whatever_is_run_with_them():
+def test_vectors_are_those_of_the_model_in_any_batch():
     ids = texts()[0]
     vectors = Vectors(target(), WAY, ids)
     text = vectors.inside(ids)
@@ -81,8 +81,8 @@ def test_alternatives_are_one_edit_away_and_of_every_kind():
             assert 1 <= sum(touched) <= 2
 
 
-def test_the_nearest_of_all_edits_is_among_them():
-    """Against every text one edit away; a miss would be an alternative not met."""
+def test_the_nearest_of_all_edits_is_an_alternative():
+    """Compare with every text one edit away."""
     hits = 0
     for ids in texts(4, 5):
         vectors = Vectors(target(), WAY, ids)

@@ -1,4 +1,4 @@
-"""Texts as the encoder sees them: its vectors are what the model leaks, its slopes are slopes."""
+"""The encoder's vectors are what the model leaks, and its gradients are right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_slopes_are_those_of_finite_differences(loaded, encoder):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_causal_model_says_how_likely_its_texts_are(family):
+def test_a_causal_model_gives_the_log_probability_of_texts(family):
     """Against one pass for each beginning of each text."""
     model, words = tiny.language_model(family), tiny.tokenizer(causal=True)
     encoder = Encoder(Target.of(model, words), Exposure("pooled", pooling="last"))
@@ -71,11 +71,11 @@ def test_a_causal_model_says_how_likely_its_texts_are(family):
                 )
 
 
-def test_an_encoder_says_nothing_of_the_kind(encoder):
+def test_an_encoder_does_not_predict_tokens(encoder):
     assert not encoder.predicts
 
 
-def test_in_half_precision_it_says_nearly_the_same():
+def test_half_precision_gives_nearly_the_same():
     target = Target.of(tiny.language_model("llama"), tiny.tokenizer(causal=True))
     exposure, texts = Exposure("pooled", pooling="last"), Texts.of([[20, 21, 22], [30]], 4)
     whole, half = (Encoder(target, exposure, dtype) for dtype in (None, torch.bfloat16))

@@ -71,7 +71,7 @@ def test_logits_that_did_not_leak_are_left_out():
     assert caught.value.status is Status.NOT_IDENTIFIABLE
 
 
-def test_a_head_of_dependent_columns_is_said():
+def test_a_head_with_dependent_columns_is_not_identifiable():
     model = tiny.language_model("llama", tie_word_embeddings=False)
     leak = leak_of(model, tiny.tokenizer(causal=True), "w3 w14", "logits")
     model.lm_head.weight[:, 4] = model.lm_head.weight[:, 5]

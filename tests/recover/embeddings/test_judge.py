@@ -1,4 +1,4 @@
-"""The judge of one vector: right texts pass in every form a store has, near misses never."""
+"""The judge of one vector verifies right texts in every stored form, and never similar ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_right_text_is_verified_and_the_nearest_ones_are_not(form):
         assert len(verdict.marks) == len(other)
 
 
-def test_noise_nobody_stated_is_never_vouched_for():
+def test_nothing_is_verified_with_noise_that_nobody_stated():
     ids = TEXTS[0]
     for share in (0.01, 0.05):
         verdict = judge_vector(target(), degrade(leak_for(ids), noise=share), ids)
@@ -86,7 +86,7 @@ def test_noise_nobody_stated_is_never_vouched_for():
     assert set(verdict.marks) == {Mark.UNKNOWN}
 
 
-def test_noise_that_hides_a_rival_leaves_the_text_likely():
+def test_noise_that_hides_an_alternative_leaves_the_text_likely():
     ids = TEXTS[0]
     leak = leak_for(ids)
     loud = replace(degrade(leak, noise=0.8), noise=0.8 * float(leak.values.std()))
@@ -110,7 +110,7 @@ def test_a_model_without_positions_leaves_the_order_open():
     assert alternative != text
 
 
-def test_two_equal_tokens_leave_each_other_open():
+def test_two_tokens_of_equal_embedding_are_not_distinguished():
     model = tiny.model("bert", hidden_size=192)
     ids = list(TEXTS[0])
     table = model.embeddings.word_embeddings.weight
@@ -124,7 +124,7 @@ def test_two_equal_tokens_leave_each_other_open():
         assert verdict.marks[2] is Mark.LIKELY
 
 
-def test_few_bits_hold_no_long_text():
+def test_few_bits_do_not_verify_a_long_text():
     """Signs of 16 numbers for 6 tokens of 200, which are 46 bits, and odds of e¹⁰ : 1 are 14."""
     small = Target.of(tiny.shared("bert", hidden_size=16), tiny.tokenizer())
     ids = TEXTS[0]
@@ -142,7 +142,7 @@ def test_few_bits_hold_no_long_text():
 
 
 @pytest.mark.parametrize("form", ["float32", "int8", "binary"])
-def test_vectors_of_nobody_are_nobodys(form):
+def test_random_vectors_are_not_verified(form):
     stream = torch.Generator().manual_seed(0)
     first, second = (leak_for(ids) for ids in TEXTS)
     other = Target.of(tiny.shared("bert", seed=5, hidden_size=192), tiny.tokenizer())
@@ -154,7 +154,7 @@ def test_vectors_of_nobody_are_nobodys(form):
         assert Mark.VERIFIED not in verdict.marks
 
 
-def test_what_was_run_before_is_not_run_again():
+def test_no_text_is_run_twice():
     leak, ids = leak_for(TEXTS[0]), TEXTS[0]
     vectors = Vectors(target(), leak.exposure, ids)
     first = judge_vector(target(), leak, ids, vectors)
@@ -176,7 +176,7 @@ def test_other_families_and_poolings(family, pooling):
     assert not judge_vector(whose, leak, [*ids[:2], ids[2] % 100 + 50, *ids[3:]]).verified
 
 
-def test_noise_that_lets_neighbours_fit_verifies_nothing():
+def test_nothing_is_verified_if_noise_lets_similar_texts_fit():
     """A text two edits away is not tried: it must not fit, and so one at a neighbour's distance."""
     stream = torch.Generator().manual_seed(0)
     own = torch.nn.functional.normalize(torch.randn(384, generator=stream), dim=0).double()
@@ -187,7 +187,7 @@ def test_noise_that_lets_neighbours_fit_verifies_nothing():
         other = own + far * noise * along
         assert stored.resolves(own, other[None]) is apart
         noisy = (own + noise * torch.randn(384, generator=stream)).float()
-        if apart:  # then the first test alone tells it
+        if apart:  # the first test alone distinguishes it
             assert not Stored.of(Pooled(noisy, noise=noise), other).fits(other)
     exact = Stored.of(Pooled(own.float()), own)
     assert exact.resolves(own, own[None])  # no noise: odds alone decide

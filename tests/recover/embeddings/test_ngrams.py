@@ -52,7 +52,7 @@ def test_texts_are_as_likely_as_their_pairs(ngrams):
     assert ngrams.log_p(texts).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_a_language_model_says_counts_half(ngrams):
+def test_a_language_model_counts_half(ngrams):
     texts = Texts.of([[0, 1], [5]], 2)
     own = torch.tensor([[math.nan, -0.5], [-3.0, math.nan]])
     first = naive(SIZE, 0) + math.log((math.exp(naive(0, 1)) + math.exp(-0.5)) / 2) + naive(1, SIZE)
@@ -60,14 +60,14 @@ def test_what_a_language_model_says_counts_half(ngrams):
     assert ngrams.log_p(texts, own).tolist() == pytest.approx([first, second], abs=1e-4)
 
 
-def test_counts_of_no_lines_know_nothing():
+def test_without_lines_all_tokens_are_equally_likely():
     places = torch.arange(SIZE + 1)
     first, second = torch.meshgrid(places, places, indexing="ij")
     pairs = NGrams.of([], SIZE).pairs(first, second)
     assert torch.allclose(pairs, torch.full((SIZE + 1, SIZE + 1), -math.log(SIZE + 1)))
 
 
-def test_kinds_of_tokens_say_what_may_follow():
+def test_kinds_of_tokens_change_the_probability_of_the_next():
     kinds = torch.tensor([0, 0, 0, 3, 3, 3])  # words, and later pieces
     ngrams = NGrams.of([[0, 3], [1, 3, 4], [2]], SIZE, kinds)
     places = torch.arange(SIZE + 1)

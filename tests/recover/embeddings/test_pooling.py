@@ -1,4 +1,4 @@
-"""How embeddings were made, found out from a text that is known, or guessed from many."""
+"""The pooling of embeddings, found from a known text or guessed from many vectors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
 
 
 @pytest.mark.parametrize("way", ways(MODEL), ids=lambda way: f"{way.pooling} {way.normalised}")
-def test_every_pooling_is_found_out(way):
+def test_every_pooling_is_found(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
     assert (pooling.exposure.pooling, pooling.exposure.normalised) == (way.pooling, way.normalised)
@@ -47,7 +47,7 @@ def test_every_pooling_is_found_out(way):
 
 
 @pytest.mark.parametrize("prefix", ["", "w30 w31 "])
-def test_words_before_every_text_are_found_out(prefix, tmp_path, monkeypatch):
+def test_a_prefix_is_found(prefix, tmp_path, monkeypatch):
     begun = [prefix + text for text in TEXTS]
     vectors = embeddings(MODEL, WORDS, begun, Exposure("pooled"))
     prefixes = ("", "w40 ", "w30 w31 ")
@@ -69,7 +69,7 @@ def test_words_before_every_text_are_found_out(prefix, tmp_path, monkeypatch):
     "way", [way for way in ways(MODEL, 20) if way.pooling == "mean"],
     ids=lambda way: f"{way.pooling} {way.normalised} {way.unit}",
 )  # fmt: skip
-def test_the_first_numbers_of_every_pooling_are_found_out(way):
+def test_the_first_numbers_of_every_pooling_are_found(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     assert vectors.shape == (3, 20)
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors, width=20)
@@ -82,7 +82,7 @@ def test_the_first_numbers_of_every_pooling_are_found_out(way):
 
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_the_lengths_of_truncated_vectors_say_what_was_normalised(normalised, unit, tmp_path):
+def test_the_lengths_of_truncated_vectors_show_what_was_normalised(normalised, unit, tmp_path):
     way = Exposure("pooled", 0, "mean", normalised, 20, unit)
     vectors = embeddings(MODEL, WORDS, OTHERS, way)
     (tmp_path / "1_Pooling").mkdir()
@@ -111,7 +111,7 @@ def test_rounding_does_not_matter(precision):
     )
 
 
-def test_another_encoder_is_told():
+def test_another_encoder_is_noticed():
     vectors = embeddings(tiny.model("bert", seed=1), WORDS, TEXTS, Exposure("pooled"))
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
     assert not pooling.sure
@@ -140,7 +140,7 @@ def test_a_guess_says_that_it_is_one(name, normalised):
         ([], None),
     ],
 )
-def test_what_an_encoder_says_of_itself(settings, name, tmp_path):
+def test_settings_of_an_encoder(settings, name, tmp_path):
     vectors = embeddings(MODEL, WORDS, TEXTS, Exposure("pooled", 0, "mean", False))
     assert from_settings(tmp_path, vectors) is None
     (tmp_path / "1_Pooling").mkdir()
@@ -150,7 +150,7 @@ def test_what_an_encoder_says_of_itself(settings, name, tmp_path):
     assert pooling is None or not (pooling.exposure.normalised or pooling.sure)
 
 
-def test_settings_that_are_none(tmp_path):
+def test_settings_that_name_no_pooling(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text("{")
     with pytest.raises(InputError, match="does not hold the settings of a pooling"):
@@ -159,7 +159,7 @@ def test_settings_that_are_none(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [name for name in POOLINGS if name not in ("cls", "pooler")])
-def test_padding_is_no_part_of_an_embedding(name, side):
+def test_padding_does_not_change_an_embedding(name, side):
     """Against a loop over the positions of the text, on states of the whole batch."""
     ids = tiny.ids(texts=3, length=7)
     mask = torch.ones_like(ids)

@@ -45,7 +45,7 @@ def test_the_score_weighs_the_vector_and_the_order(populations):
     assert populations.trust.tolist() == pytest.approx([0, trust, 0, trust])
 
 
-def test_the_text_itself_arrives_and_is_kept(populations):
+def test_the_right_text_is_kept_as_the_best(populations):
     take(populations, [SECRETS[0], [30], SECRETS[1], [31]], [0, 1, 2, 3])
     assert (populations.best > 1 - 1e-6).all()
     assert [populations.best_texts.tokens(row) for row in range(2)] == SECRETS
@@ -74,7 +74,7 @@ def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(pop
     assert populations.cosines[1, 1] == -2
 
 
-def test_no_texts_are_no_work(populations):
+def test_no_texts_can_be_taken(populations):
     assert populations.take(Texts.of([], 4), torch.zeros(0, dtype=torch.long))[0].shape[0] == 0
 
 

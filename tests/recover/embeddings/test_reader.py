@@ -104,7 +104,7 @@ def test_beginnings_are_of_every_line_and_of_all_lengths():
     assert made == beginnings(lines, 4)
 
 
-def test_a_token_alone_is_proposed_for_the_same_token_repeated():
+def test_one_token_is_proposed_for_a_repeated_token():
     """Attention over equal values is that value: the state does not say how often it stood."""
     model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
     attack = CountedReader(

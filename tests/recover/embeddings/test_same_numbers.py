@@ -1,4 +1,4 @@
-"""Numbers that belong together, told by how they vary together."""
+"""Numbers that correspond are recognised by how they vary together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def mixing():
     return torch.eye(16).double() + 0.4 * torch.randn(16, 16, generator=stream).double()
 
 
-def test_the_same_numbers_are_known_again(mixing):
+def test_the_same_numbers_are_recognised(mixing):
     assert same_numbers(drawn(mixing, 60, 0), drawn(mixing, 60, 1))
 
 
-def test_in_another_order_and_of_another_encoder_they_are_not(mixing):
+def test_other_orders_and_encoders_are_not_recognised(mixing):
     own = drawn(mixing, 60, 0)
     assert not same_numbers(own, drawn(mixing, 60, 1).roll(3, 1))
     others = torch.eye(16).double() + 0.4 * torch.randn(
@@ -33,13 +33,13 @@ def test_in_another_order_and_of_another_encoder_they_are_not(mixing):
     assert not same_numbers(own, drawn(others, 60, 1))
 
 
-def test_chance_seldom_says_yes():
+def test_independent_numbers_are_seldom_recognised():
     """Independent numbers: the right order is one as good as any."""
     plain = torch.eye(12).double()
     assert not any(same_numbers(drawn(plain, 20, 2 * s), drawn(plain, 20, 2 * s + 1), s)
                    for s in range(40))  # fmt: skip
 
 
-def test_too_few_vectors_and_numbers_that_never_vary_say_nothing(mixing):
+def test_too_few_vectors_and_constant_numbers_are_not_recognised(mixing):
     assert not same_numbers(drawn(mixing, 60, 0), drawn(mixing, 2, 1))
     assert not same_numbers(drawn(mixing, 60, 0), torch.ones(9, 16))

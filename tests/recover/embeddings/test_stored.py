@@ -45,7 +45,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_form_is_seen_in_the_numbers_or_was_stated(form):
+def test_the_form_is_inferred_or_stated(form):
     f = unit()[0]
     assert Stored.of(FORMS[form](f), f).name == form
 
@@ -85,7 +85,7 @@ def test_a_step_smaller_than_the_error_only_adds_to_it():
     assert float(stored.misfit(f[None])) == pytest.approx(truth, rel=1e-3)
 
 
-def test_what_was_beyond_the_ends_was_put_there():
+def test_numbers_beyond_the_ends_are_clipped():
     f = unit()[0]
     ends = torch.stack([torch.full((WIDTH,), -0.1), torch.full((WIDTH,), 0.1)])
     steps = torch.full((WIDTH,), 0.2 / 255)
@@ -159,6 +159,6 @@ def test_bits_are_at_most_what_shannon_allows():
         ({"codebook": BOOK, "steps": torch.ones(64)}, "give steps or a codebook, not both"),
     ],
 )
-def test_what_a_store_says_has_to_go_with_the_vector(given, words):
+def test_stated_forms_must_fit_the_vector(given, words):
     with pytest.raises(InputError, match=words):
         Pooled(unit()[0].float(), **given)

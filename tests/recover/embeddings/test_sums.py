@@ -1,4 +1,4 @@
-"""Sets of changes whose effects add up to what is missing, against all sets there are."""
+"""Sets of changes whose effects add up to a residual, against all possible sets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_wide_beam_finds_the_best_of_all_sets(seed):
         assert given == ranked[:5]
 
 
-def test_sets_go_on_from_where_they_are():
+def test_sets_are_extended():
     effects, off = effects_of(3)
     begun = torch.tensor([[[0, 2]], [[1, 5]]])
     rest = off - torch.stack([effects.moves[0, [0, 2]].sum(0), effects.moves[1, [1, 5]].sum(0)])
@@ -80,5 +80,5 @@ def test_the_overlap_is_measured_on_the_sets_that_were_run():
         for k, changes in enumerate(sets[row].tolist()):
             chosen = [change for change in changes if change >= 0]
             did[row, k] = effects.moves[row, chosen].sum(0) / (1 + overlap * (len(chosen) - 1))
-    did[:, 2] = 7.0  # not run: not looked at
+    did[:, 2] = 7.0  # was not run
     assert effects.overlap(sets, did, ran).tolist() == pytest.approx([0.0, 0.4])

@@ -79,7 +79,7 @@ def test_no_code_of_a_file_is_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_file_of_arrays(tmp_path):
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "words.txt").write_text("nothing but words, and more of them")
     (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY\x01\x00v")
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more")

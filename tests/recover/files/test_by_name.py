@@ -1,4 +1,4 @@
-"""What names say, against what the model itself exposes at that layer."""
+"""Arrays by name, against what the model exposes at that layer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_maps_by_name():
     expect_exposed(model, {"blocks.1.attn.hook_pattern": maps}, ["maps:2"])
 
 
-def test_names_that_say_nothing():
+def test_unknown_names():
     parts = anatomy(tiny.model("bert"))
     assert role_of("activations", parts) is None
     assert role_of("encoder.layer.7", parts) is None

@@ -37,7 +37,7 @@ def read(subject, source, **options):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_a_layer_is_found_out(family):
+def test_a_layer_is_found(family):
     layers = 2 if family == "bert" else 3  # a search at each layer that it is not takes long
     subject = loaded(family, num_hidden_layers=layers)
     _, given = outputs(subject, TEXTS[:1])
@@ -140,7 +140,7 @@ def test_ids_in_the_file_are_checked_and_not_attacked():
     assert [result.text for result in again] == TEXTS[:2]
 
 
-def test_what_is_no_leak_of_this_model():
+def test_leaks_of_another_model_are_refused():
     subject = loaded("bert")
     _, given = outputs(subject, TEXTS[:1])
     states = {"hidden_states": given.hidden_states[:2]}

@@ -1,4 +1,4 @@
-"""Slots that llama.cpp's own server saved: ids in the clear, and the text from the rest alone."""
+"""Slots that llama.cpp's server saved: ids in plain text, and the text from the rest alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ids_of_another_text_do_not_fit(slot, loaded, tmp_path):
     assert not result.verified
 
 
-def test_what_is_no_whole_slot(slot, tmp_path):
+def test_incomplete_slots_are_refused(slot, tmp_path):
     content = slot.read_bytes()
     for size in (8, 12, 40, 200, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.bin").write_bytes(content[:size])
@@ -123,7 +123,7 @@ def test_layers_with_a_window_come_after_the_others(tmp_path):
     }  # fmt: skip
 
 
-def test_a_file_says_how_its_weights_are_stored(loaded):
+def test_the_precision_of_a_file_s_weights(loaded):
     linear = [each for each in loaded.model.modules() if isinstance(each, torch.nn.Linear)]
     assert {getattr(each, STORED) for each in linear} == {"Q4_1"}
 

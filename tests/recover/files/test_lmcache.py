@@ -67,7 +67,7 @@ def test_a_chunk_gives_its_text(name, dtype, subject, chunk, tmp_path):
     assert (result.text, result.verified) == (TEXT, True)
 
 
-def test_sizes_may_stand_in_front(subject, chunk, tmp_path):
+def test_sizes_may_come_first(subject, chunk, tmp_path):
     numbers = chunk.to(torch.float16)
     words = [len(content(numbers)), 1, 2, *numbers.shape]  # KV_2LTD, float16
     path = tmp_path / "org-SEP-model@1@0@-1f@bfloat16.data"  # they count, and not the name
@@ -113,7 +113,7 @@ def sealed(chunk, tmp_path):
     return path
 
 
-def test_an_encrypted_chunk_is_said_to_be_and_not_read(sealed, subject):
+def test_an_encrypted_chunk_is_reported_and_not_read(sealed, subject):
     (result,) = recover.run(subject, sealed)
     assert (result.status, result.ids, result.verified) == ("not applicable", [], False)
     assert "encrypted" in result.reason

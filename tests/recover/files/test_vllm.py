@@ -47,7 +47,7 @@ def last(subject):
     return len(subject.model.layers)
 
 
-def test_the_ids_stand_there_and_are_checked(subject, saved):
+def test_the_ids_in_the_file_are_checked(subject, saved):
     (result,) = recover.run(subject, saved(1, 2))
     assert (result.text, result.verified) == (TEXT, True)
 

@@ -1,4 +1,4 @@
-"""What a client hands over: the library's own gradient, clipped, noised, or after several steps."""
+"""A client's update: the library's own gradient, clipped, with noise, or after several steps."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_embeddings_can_be_left_out():
     }
 
 
-def test_it_comes_back_from_a_file(tmp_path):
+def test_an_update_is_saved_and_loaded(tmp_path):
     model, batch = case("bert", "classification")
     update = update_of(model, batch, Protocol(clip=1.0), precision="bfloat16")
     update.save(tmp_path / "g.safetensors")

@@ -1,4 +1,4 @@
-"""Batches come back from their gradients, whole and verified, and nothing else is vouched for."""
+"""Batches are recovered from their gradients and verified, and nothing else is verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_batch_comes_back(family, head):
 
 @pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
 @pytest.mark.parametrize("protocol", [Protocol(clip=0.01), Protocol(steps=3, rate=1e-3)])
-def test_by_other_rules(family, head, protocol):
+def test_clipping_and_several_steps(family, head, protocol):
     model, words, batch = case(family, head, texts=2)
     recovery = recover_batch(model, words, update_of(model, batch, protocol))
     if protocol.clip:
@@ -91,7 +91,7 @@ def test_noise_that_tokens_stand_out_from(family, head):
     update = update_of(model, batch, Protocol(clip=0.1, noise=1e-4))
     expect_all(recover_batch(model, words, update), batch)
     target, text = Target.of(model, words), batch.texts[0]
-    for place in (1, 3):  # what is not the text is not vouched for, whatever noise hides
+    for place in (1, 3):  # wrong texts are not verified, however strong the noise
         wrong = batch.changed(0, place, 5 + (text[place] + 1) % 190)
         for noise in (1e-4, 1.0):
             update = update_of(model, batch, Protocol(clip=0.1, noise=noise))
@@ -99,14 +99,14 @@ def test_noise_that_tokens_stand_out_from(family, head):
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 8.0])
-def test_privacy_ends_it(epsilon):
+def test_privacy_prevents_recovery(epsilon):
     model, words, batch = case("bert", CLASSES, texts=1)
     update = update_of(model, batch, Protocol(clip=0.1, epsilon=epsilon))
     assert not recover_batch(model, words, update).verified
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0])
-def test_noise_ends_the_proof(noise):
+def test_nothing_is_verified_with_noise(noise):
     model, words, batch = case("bert", CLASSES, texts=2)
     update = update_of(model, batch, Protocol(clip=0.1, noise=noise))
     recovery = recover_batch(model, words, update)
@@ -144,7 +144,7 @@ def test_the_judge_finds_one_wrong_token_and_one_wrong_class(family, head):
         assert not any(each.verified for each in judge(target, update, fewer))
 
 
-def test_a_spliced_update_is_not_vouched_for():
+def test_a_spliced_update_is_not_verified():
     model, words, batch = case("bert", CLASSES, texts=2)
     update = update_of(model, batch)
     other = update_of(model, case("bert", CLASSES, texts=2, seed=9)[2])

@@ -1,4 +1,4 @@
-"""What a gradient says of the inputs, against naive loops and against the model itself."""
+"""The span of inputs from a gradient, against naive loops and against the model itself."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_inputs_lie_in_the_span_and_others_do_not():
     assert np.allclose(span.distance(torch.tensor(others)), naive, atol=1e-12)
 
 
-def test_the_span_of_as_many_inputs_as_it_is_wide_says_nothing():
+def test_the_span_of_as_many_inputs_as_its_width_is_not_complete():
     stream = np.random.default_rng(0)
     rows = reference.gradient_of_map(stream.normal(size=(25, 30)), stream.normal(size=(25, 20)))
     assert not span_of(torch.tensor(rows), torch.zeros(30, 20)).complete
 
 
-def test_noise_is_no_part_of_the_span():
+def test_noise_is_not_part_of_the_span():
     stream = np.random.default_rng(0)
     rows = reference.gradient_of_map(stream.normal(size=(7, 90)), stream.normal(size=(7, 60)))
     noisy = rows + 0.01 * stream.normal(size=rows.shape)
@@ -68,7 +68,7 @@ def test_inputs_are_nearer_to_a_noisy_span_than_others():
     assert float(near.max()) < float(far.min())
 
 
-def test_what_adapters_say_of_inputs():
+def test_the_span_from_adapters():
     """B's gradient G·Aᵀ holds the inputs after A; a map that misses an input is left out."""
     stream = np.random.default_rng(0)
     inputs, others = stream.normal(size=(5, 20)), stream.normal(size=(9, 20))
