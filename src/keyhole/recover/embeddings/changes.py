@@ -71,12 +71,12 @@ class SingleChanges:
         fits = (between <= parents.lengths[:, None]) & (parents.lengths < max_length)[:, None]
         new = replaced != parents.ids[:, :n, None]
         may_replace = (inside[..., None] & new).flatten(1)
-        may_leave_out = inside & (parents.lengths > 1)[:, None]
+        may_delete = inside & (parents.lengths > 1)[:, None]
         kinds = [REPLACED] * (n * m) + [INSERTED] * ((n + 1) * gaps) + [DELETED] * n
         return cls(
             parents,
             torch.cat([replaced.flatten(1), inserted.flatten(1), parents.ids[:, :n]], 1),
-            torch.cat([may_replace, fits.repeat_interleave(gaps, 1), may_leave_out], 1),
+            torch.cat([may_replace, fits.repeat_interleave(gaps, 1), may_delete], 1),
             torch.tensor(kinds).to(device),
             torch.cat([places.repeat_interleave(m), between.repeat_interleave(gaps), places]),
             max_length,
@@ -174,15 +174,15 @@ class LikelyTokens:
         same = tokens[:, None] == row[:, 1:-1, None]  # (p, n, c)
         odds = odds.where(~same.any(1), 0.0)
         length = off.norm(dim=-1, keepdim=True).clamp(min=1e-3)
-        far_words = _FAR[0] * odds + _FAR[1] * missing
-        near_words = _NEAR[0] * odds + _NEAR[1] * missing / length
+        far_odds = _FAR[0] * odds + _FAR[1] * missing
+        near_odds = _NEAR[0] * odds + _NEAR[1] * missing / length
         heat = turns.clamp(max=_TURNS)[:, None, None]
 
         def chosen(log_p: Tensor, count: int, barred: Tensor, by_odds: int = 0) -> Tensor:
             """Return the tokens (p, places, count) with the best scores, each once."""
             picks: list[Tensor] = []
             order = _ORDER * (log_p + heat * gumbel(log_p, generator))
-            far, near = order + far_words[:, None], order + near_words[:, None]
+            far, near = order + far_odds[:, None], order + near_odds[:, None]
             by_odds_alone = odds[:, None].expand_as(order)
             for scores, wanted in ((far, count), (near, count), (by_odds_alone, 2 * by_odds)):
                 left = order.shape[2] - sum(pick.shape[2] for pick in picks) - 1

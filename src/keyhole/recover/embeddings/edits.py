@@ -203,8 +203,8 @@ def _touched(text: Tokens, edit: Tokens) -> list[bool]:
     """Return which tokens of the text an edit changes; an inserted one touches its neighbours."""
     if len(text) == len(edit):
         return [a != b for a, b in zip(text, edit, strict=True)]
-    first = next((p for p, (a, b) in enumerate(zip(text, edit, strict=False)) if a != b), None)
-    place = min(len(text), len(edit)) if first is None else first
+    pairs = enumerate(zip(text, edit, strict=False))
+    place = next((p for p, (a, b) in pairs if a != b), min(len(text), len(edit)))
     if len(edit) < len(text):
         return [p == place for p in range(len(text))]
     return [p in (place - 1, place) for p in range(len(text))]

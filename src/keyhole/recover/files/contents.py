@@ -100,7 +100,9 @@ def _verified(
         samples = _samples(texts, reading, mask, target.parts)
         if all(verifies(*_as_stored(target, dump, [leak])) for leak in samples):
             return texts
-    raise _unexplained([texts[0].leak for texts, _ in made], expose)
+    tried = ", ".join(dict.fromkeys(str(texts[0].leak.exposure) for texts, _ in made))
+    fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
+    raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
 
 def _as_stored(target: Target, dump: Dump, leaks: Sequence[Leak]) -> list[Leak]:
@@ -136,7 +138,7 @@ def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None)
     return [
         replace(section, layer=layer)
         for section in reading
-        for layer in likely_layers(target, section)[:_TRIED]
+        for layer in _likely_layers(target, section)[:_TRIED]
     ]
 
 
@@ -198,12 +200,6 @@ def _samples(
         yield leak.cut(min(_BEGINNING, leak.length or 1)) if causal else leak
 
 
-def _unexplained(tried_leaks: Sequence[Leak], expose: Exposure | None) -> InputError:
-    tried = ", ".join(dict.fromkeys(str(leak.exposure) for leak in tried_leaks))
-    fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
-    return InputError(f"no text explains these numbers at {tried} of this model{fix}")
-
-
 def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
     shapes = ", ".join(
         f"{name or 'an array'} {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
@@ -217,17 +213,15 @@ def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
 
 
 @torch.no_grad()
-def likely_layers(target: Target, section: Section) -> list[int]:
+def _likely_layers(target: Target, section: Section) -> list[int]:
     """Return all layers that such a section may be of, the likeliest first.
 
     Every layer has its own means and spreads. With μ and σ those of each number over rows of
     ordinary texts at a layer, the log-likelihood of rows x is −Σ log σ − Σ (x − μ)²/2σ².
     """
     parts = target.parts
-    from_zero = section.kind == "hidden" or (section.kind == "kv" and parts.causal)
-    layers = list(
-        range(0 if from_zero else 1, parts.layers + (section.kind == "hidden" or not from_zero))
-    )
+    first = 0 if section.kind == "hidden" or (section.kind == "kv" and parts.causal) else 1
+    layers = list(range(first, first + parts.layers + (section.kind == "hidden")))
     if section.kind == "maps" or (section.kind == "kv" and not parts.causal):
         return layers  # maps are as wide as the text is long, and encoders have no cache to compare
     seen = _compared(rows_of({name: tensor.float() for name, tensor in section.tensors.items()}))

@@ -355,13 +355,11 @@ def clean_update(
 ) -> dict[str, Tensor]:
     """Return an update before noise: the gradient, or the difference of weights after steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
-    gradients = _clipped(model, start, batch, protocol.clip, adapters)
-    if protocol.steps == 1:
-        return gradients
-    weights = start
-    for step in range(protocol.steps):
-        if step:
-            gradients = _clipped(model, weights, batch, protocol.clip, adapters)
+    weights, gradients = start, dict[str, Tensor]()
+    for _ in range(protocol.steps):
+        gradients = _clipped(model, weights, batch, protocol.clip, adapters)
+        if protocol.steps == 1:
+            return gradients
         weights = {
             name: weight - protocol.rate * gradients[name] if name in gradients else weight
             for name, weight in weights.items()
@@ -409,7 +407,7 @@ def gradient(
     else:
         following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
-    # The gradient is None where the loss does not depend on a parameter, unlike torch's type says.
+    # The gradient of a parameter that the loss does not depend on is None, despite torch's types.
     tensors = cast(
         "tuple[Tensor | None, ...]",
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
