@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -60,24 +61,20 @@ class DecoderTexts:
         branches = Branches(self.target.model, torch.zeros(1, dtype=torch.long, device=device))
         active = [_Prefix((), 0, None)]
         ended: list[_Prefix] = []
-        for place in range(self.max_length):
-            # A model without embeddings of positions has the same tokens everywhere.
-            tokens = self.tokens[min(place, len(self.tokens) - 1)]
-            if len(self.tokens) > 1 and place >= len(self.tokens):
-                ended += active
-                break
-            longer = self._longer(branches, active, tokens)
+        # A model without embeddings of positions has the same tokens everywhere.
+        everywhere = len(self.tokens) == 1
+        tokens = repeat(self.tokens[0]) if everywhere else self.tokens
+        for some in islice(tokens, self.max_length):
+            longer = self._longer(branches, active, some)
             going = {parent for parent, _, _ in longer}
             ended += [prefix for number, prefix in enumerate(active) if number not in going]
+            active = [prefix for _, _, prefix in longer]
             if not longer:
                 break
             parents = torch.tensor([parent for parent, _, _ in longer], device=device)
             first = torch.tensor([node for _, node, _ in longer], device=device)
             branches.accept(first, torch.ones_like(first), parents)
-            active = [prefix for _, _, prefix in longer]
-        else:
-            ended += active
-        yield from _distinct(ended)
+        yield from _distinct([*ended, *active])
 
     def _longer(
         self, branches: Branches, active: Sequence[_Prefix], tokens: Tensor
