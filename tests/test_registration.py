@@ -133,7 +133,7 @@ def registered(dummy: Dummy):
     try:
         yield
     finally:
-        dummy.registry.remove(dummy.entry.name)
+        del dummy.registry[dummy.entry.name]
 
 
 @pytest.fixture(params=DUMMIES.values(), ids=DUMMIES)

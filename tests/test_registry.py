@@ -88,5 +88,5 @@ def test_one_more_method_and_one_less(methods):
     assert ("new", "sounds") in [(entry.name, row) for entry, row in methods.rows()]
     with pytest.raises(InputError, match=r"^there is already a method new: choose another name$"):
         methods.add(Entry("new", Careful))
-    methods.remove("new")
+    del methods["new"]
     assert "new" not in methods

@@ -110,7 +110,7 @@ def test_an_attacker_in_one_line_is_in_the_audit():
     try:
         findings = checked(target(), seed=3).findings
     finally:
-        ATTACKERS.remove("whole")
+        del ATTACKERS["whole"]
     assert findings[-1].exposure == Exposure("KH-PREDICTIONS-CUTS", "everything")
     assert findings[-1].attack == "Whole"
     assert findings[-1].reason.startswith("6 of 6 right answers flipped")

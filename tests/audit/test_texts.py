@@ -240,7 +240,7 @@ def guess():
     exposure = Shown("KH-TEXT-HIDDEN-STATES", "guessed")
     ATTACKS.add(Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),)))
     yield
-    ATTACKS.remove("guess")
+    del ATTACKS["guess"]
 
 
 @pytest.mark.usefixtures("guess")

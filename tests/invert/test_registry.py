@@ -80,7 +80,7 @@ GUESSED = Exposure("KH-INPUTS-LAYER-OUTPUT", "guessed")
 def zero():
     METHODS.add(Entry("zero", Zero, (Row(GUESSED, "Do nothing."),)))
     yield
-    METHODS.remove("zero")
+    del METHODS["zero"]
 
 
 @pytest.mark.usefixtures("zero")

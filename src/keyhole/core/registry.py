@@ -67,9 +67,6 @@ class Registry(dict[str, Entry[Method, Row]]):
             raise InputError(f"there is already a {self.what} {entry.name}: choose another name")
         self[entry.name] = entry
 
-    def remove(self, name: str) -> None:
-        del self[name]
-
     def make(self, name: str, **options: Any) -> Method:
         """Return the method called `name`; options that are None keep their defaults."""
         entry = self[name]

@@ -165,8 +165,7 @@ class Target:
 class Proposal:
     """The ids that an attack proposes, and what they cost; TextRecovery explains the counts.
 
-    `loss` is the attack's own estimate of its error. `excluded` says why no text of this model
-    explains the leak, if the attack has shown that.
+    `excluded` says why no text of this model explains the leak, if the attack has shown that.
     """
 
     ids: list[int]
@@ -174,7 +173,6 @@ class Proposal:
     forwards: int = 0
     fitting: int = 0
     note: str = ""
-    loss: float = float("inf")
     tested: int = 0
     excluded: str = ""
 

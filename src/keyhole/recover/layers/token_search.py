@@ -80,7 +80,6 @@ class TokenSearch:
             passes=passes + forwards,
             forwards=forwards,
             note=f"loss {best.loss:.1e} in {passes} passes and {forwards} trials",
-            loss=best.loss,
         )
 
 
