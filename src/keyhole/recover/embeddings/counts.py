@@ -26,7 +26,7 @@ from keyhole.data import read_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 
-SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
+SHIPPED = Path(__file__).with_name("corpus.txt")  # English sentences
 _LINES = {"cuda": 200_000, "cpu": 50_000}  # lines that the encoder is run on
 _ALTERED = {"cuda": 4, "cpu": 0}  # times that it is run on them with tokens replaced
 _ALONE = {"cuda": math.inf, "cpu": 4_000}  # tokens that it is run on by themselves
