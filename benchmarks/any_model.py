@@ -1,10 +1,9 @@
-"""Text read back of every architecture that transformers makes, tiny, with random weights.
+"""Text read back from every architecture of transformers, tiny and with random weights.
 
-Every model type of `AutoModel` whose configuration has a vocabulary and no other model inside is
-made with small sizes. Those that answer token ids alone are read: a text of eight tokens from the
-hidden states of layer 1 and of the last layer, and from the keys and values that a causal model
-keeps of its first and its last layer. A text counts as read where it is exact and verified.
-`--models` takes some of them.
+Every model type of `AutoModel` whose configuration has a vocabulary and contains no other model is
+built in a small size. If it runs on token ids alone, a text of eight tokens is read from the hidden
+states of its first and last layer and, if it is causal, from the keys and values of both. A text
+counts as read if it is exact and verified. `--models` selects model types.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import tiny_models
 
 ALL = list(MODEL_MAPPING_NAMES)
-NOT_SHOWN = "not shown"  # a cache, of a model that keeps none
-_LARGEST = 5_000_000  # parameters: a model whose sizes have other names stays as large as it is
+NOT_SHOWN = "not shown"  # the cache of a model that keeps none
+_LARGEST = 5_000_000  # parameters; a model whose sizes have other names may stay large
 _SECONDS = 60  # for each leak
 _QUICK = ["mpnet", "mistral", "gpt_neox", "modernbert", "bart"]
 _WIDTH, _LAYERS, _HEADS, _INNER, _POSITIONS = 32, 3, 4, 64, 80
@@ -83,7 +82,7 @@ _PLANES = {
         "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]
     }
 }  # fmt: skip
-_ODD: dict[str, dict[str, Any]] = {  # what else a few of them need
+_ODD: dict[str, dict[str, Any]] = {  # further fields that some of them need
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
          "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu",
@@ -128,10 +127,10 @@ def run(quick: bool, models: list[str] = ALL) -> Iterator[Row]:
             model = made(name)
             parts = anatomy(model)
         except (InputError, Unmade) as error:
-            reason = re.sub(r" from '[^']*'", "", str(error))  # no place of this machine
+            reason = re.sub(r" from '[^']*'", "", str(error))  # no path of this machine
             unmade.append({"model": name, "reason": reason})
             continue
-        except Exception as error:  # ours to mend
+        except Exception as error:  # a bug of Keyhole
             yield show.every(name, 0, 1, f"{type(error).__name__}: {error}")
             continue
         items = list(_read(model, parts.causal))
@@ -139,13 +138,11 @@ def run(quick: bool, models: list[str] = ALL) -> Iterator[Row]:
         for item in shown:
             tally.setdefault(item["exposure"].split(":")[0], []).append(item["read"])
         reasons = [f"{item['exposure']}: {item['reason']}" for item in items if not item["read"]]
-        row = show.every(name, sum(item["read"] for item in shown), len(shown), "; ".join(reasons))
-        yield show.itemised(row, items)
+        count = sum(item["read"] for item in shown)
+        yield show.every(name, count, len(shown), "; ".join(reasons), items=items)
     for kind, read in tally.items():
         yield Row(f"{kind} of all", f"{sum(read)} of {len(read)}")
-    yield show.itemised(
-        Row("other architectures, not made or not of token ids", str(len(unmade))), unmade
-    )
+    yield Row("other architectures, not built or not of token ids", str(len(unmade)), items=unmade)
 
 
 def _late(*_: object) -> None:
@@ -153,15 +150,15 @@ def _late(*_: object) -> None:
 
 
 class Unmade(Exception):
-    """Why an architecture is not tried."""
+    """The reason why an architecture is not tried."""
 
 
 def made(name: str) -> Any:
-    """A tiny model of that type with random weights, in eval."""
+    """Return a tiny model of this type with random weights, in eval mode."""
     known = transformers.CONFIG_MAPPING[name]
     fields: dict[str, Any] = known.__dataclass_fields__
     if getattr(known, "sub_configs", None) or "vocab_size" not in fields:
-        raise Unmade("has other models inside, or no vocabulary")
+        raise Unmade("contains other models, or has no vocabulary")
     sizes = {field: size for field, size in _SIZES.items() if field in fields}
     try:
         config = known(**{**sizes, **_ODD.get(name, {})})
@@ -169,11 +166,11 @@ def made(name: str) -> Any:
             outline = transformers.AutoModel.from_config(config)
         count = sum(weight.numel() for weight in outline.parameters())
         model = _filled(config) if count <= _LARGEST else None
-    except Exception as error:  # whatever a configuration of other sizes provokes
+    except Exception as error:  # the small sizes may break a configuration in any way
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Unmade(f"{type(error).__name__}: {line}") from error
     if model is None:
-        raise Unmade(f"is large with small sizes: {count:,} parameters")
+        raise Unmade(f"stays large: {count:,} parameters")
     return model
 
 
@@ -209,7 +206,7 @@ def _read(model: Any, causal: bool) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
         except InputError as error:
             outcome = {"read": False, "status": NOT_SHOWN, "reason": str(error)}
-        except Exception as error:  # ours to mend: named, so that the others are read all the same
+        except Exception as error:  # a bug of Keyhole: recorded, and the others are still read
             outcome = {"read": False, "status": type(error).__name__, "reason": str(error)[:300]}
         finally:
             signal.alarm(0)

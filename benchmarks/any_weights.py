@@ -1,12 +1,15 @@
-"""Random weights of any scale and depth: is every text of a causal model read, and what is said?
+"""Texts of causal models with random weights of many scales and depths: is every one read?
 
-`causal`: hidden states after the first block, half of them and all, and the second and the last KV
-cache of a Llama and a GPT-2, weights of standard deviation 0.02 to 0.5, 2 to 30 layers deep: every
-text must be read exactly. `vocabulary`: the same four layers deep with 30,522 tokens. `half`:
-weights in bfloat16 and float16. A leak of this very model must never be called another's
-(*mismatch*).
+`--parts` selects:
 
-`--texts` random texts of 16 tokens each; the models are 64 numbers wide.
+    causal      a Llama and a GPT-2 of width 64 and 2 to 30 layers, weights of standard deviation
+                0.02 to 0.5: hidden states of the first, middle and last layer, KV caches of the
+                second and last; every text must be read exactly
+    vocabulary  the same with four layers and a vocabulary of 30,522 tokens
+    half        the same as `causal`, with weights in bfloat16 and float16
+
+`--texts` random texts of 16 tokens are read from each. A leak must never be called that of another
+model (*mismatch*).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def run(
     scales, layers, width, words, length = [0.02, 0.1, 0.5], [2, 4, 12, 30], 64, 2000, 16
     if quick:
         scales, layers, width, words, texts, length = [0.1, 0.5], [2], 32, 600, 1, 4
-    told: list[dict[str, Any]] = []
+    everything: list[dict[str, Any]] = []
     for what, family, scale, depth, vocabulary, dtype in plan(scales, layers, words, parts, quick):
         loaded = subjects.tiny(
             family, vocabulary, scale=scale, num_hidden_layers=depth, hidden_size=width,
@@ -47,17 +50,18 @@ def run(
         for exposure in exposures(loaded):
             found, _ = subjects.read_back(loaded, ids, exposure)
             items += [{"exposure": str(exposure), **item} for item in found]
-        told += items
+        everything += items
         yield row(f"{what}, scale {scale}, {depth} layers", items)
-    mismatched = sum(item["status"] == Status.MISMATCH for item in told)
-    yield show.exactly("true leaks called mismatch", mismatched, 0, f"of {len(told)} texts")
-    yield show.exactly("false 'verified'", subjects.claims(told)[1], 0, f"of {len(told)} texts")
+    mismatched = sum(item["status"] == Status.MISMATCH for item in everything)
+    false, of = subjects.claims(everything)[1], f"of {len(everything)} texts"
+    yield show.exactly("true leaks called mismatch", mismatched, 0, of)
+    yield show.exactly("texts verified falsely", false, 0, of)
 
 
 def plan(
     scales: list[float], layers: list[int], words: int, parts: list[str], quick: bool
 ) -> Iterator[tuple[str, str, float, int, int, torch.dtype]]:
-    """What is read: a name, the family, scale, depth, number of words and arithmetic."""
+    """Yield each row's name, family, scale, depth, vocabulary and data type."""
     if "causal" in parts:
         for family, depth, scale in product(FAMILIES, layers, scales):
             yield family, family, scale, depth, words, torch.float32
@@ -73,7 +77,7 @@ def plan(
 
 
 def exposures(loaded: Loaded) -> list[Exposure]:
-    """Hidden states of the first layer, the middle one and the last; the second cache, the last."""
+    """Return hidden states of the first, middle and last layer, caches of the second and last."""
     parts = anatomy(loaded.model)
     hidden = sorted({1, parts.layers // 2, parts.layers})
     caches = sorted({1, parts.layers - 1}) if parts.causal else []
@@ -82,12 +86,12 @@ def exposures(loaded: Loaded) -> list[Exposure]:
 
 
 def row(what: str, items: list[dict[str, Any]]) -> Row:
-    said = Counter(item["status"] for item in items)
+    statuses = Counter(item["status"] for item in items)
     tested = sum(item["tested"] for item in items) / sum(item["tokens"] for item in items)
     seconds = sum(item["seconds"] for item in items)
-    details = ", ".join(f"{count} {status}" for status, count in said.most_common())
-    details += f"; {tested:,.0f} tokens tested a position; {seconds:.1f} s"
-    return show.itemised(show.every(what, subjects.claims(items)[0], len(items), details), items)
+    details = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
+    details += f"; {tested:,.0f} tokens tested per position; {seconds:.1f} s"
+    return show.every(what, subjects.claims(items)[0], len(items), details, items=items)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Texts from embeddings with an encoder that one may only ask: exact reads, and queries a text.
+"""Texts from embeddings of an encoder that the attacker can only query: exact reads, queries.
 
-An embeddings server (OpenAI's form, `POST /v1/embeddings`) runs on this machine; the attacker has
-its address, the stored vectors, the tokenizer and a corpus, but not the weights. Every text that is
-sent counts as one query, also those that the corpus and single words are counted with; an answer
-that was had before costs nothing. The same search as ever (recover/embeddings/sum_search.py) stops
-after `--passes` for a text. Nothing is verified here: the judge needs gradients. A text that gives
-the vector back within 1e-6 and is another is counted as wrong.
+An embeddings server (`POST /v1/embeddings`, as OpenAI's) runs on this machine. The attacker has its
+address, the stored vectors, the tokenizer and a corpus, but not the weights. Every text sent counts
+as one query, including those that count the corpus and single words; a repeated text costs nothing.
+The search (recover/embeddings/sum_search.py) stops after `--passes` per text. Nothing is verified,
+because the judge needs gradients. A different text with the same vector (within 1e-6) is wrong.
 
 The server is MiniLM (or another `--encoder`) behind http.server, or llama.cpp for a .gguf file.
-Zero2Text (Kim et al., 2026) reports 2,180 queries a text. `--quick` takes a random-weight model.
+Zero2Text (Kim et al., 2026) reports 2,180 queries per text. `--quick` takes a model with random
+weights.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measured(
     encoder = Queried(url, tokenizer)
     lines = [ids for ids in tokenizer(list(corpus), add_special_tokens=False)["input_ids"] if ids]
     truths = tokenizer(list(secrets), add_special_tokens=False)["input_ids"]
-    goals = encoder.ask(secrets)  # what is in the store: no query of the attacker's
+    goals = encoder.ask(secrets)  # the stored vectors: not queries of the attacker
     encoder.known.clear()
     counted = Counted.of(encoder, lines, max_length)
     counting, search = len(encoder.known), SumSearch(passes=passes)
@@ -98,19 +98,19 @@ def measured(
     wrong = sum(item["cosine"] > 1 - search.arrived and not item["exact"] for item in items)
     each = statistics.mean(item["queries"] for item in items)
     f1 = statistics.mean(item["f1"] for item in items)
-    row = Row(
+    return Row(
         name, f"{exact} of {len(items)} exact, {each + counting / len(items):,.0f} queries a text",
         "0 wrong", wrong == 0,
         f"{each:,.0f} of them for the text itself, and {counting:,} once for all {len(items)}, to "
-        f"count the corpus; token F1 {f1:.3f}; {wrong} that give the vector and are others",
+        f"count the corpus; token F1 {f1:.3f}; {wrong} other texts with the same vector",
+        items=items,
     )  # fmt: skip
-    return show.itemised(row, items)
 
 
 class Queried(Encoder):
-    """An encoder whose vectors come from a server; in place of its weights stand random ones.
+    """An encoder whose vectors come from a server; its own weights are random and unused.
 
-    `known` has what was answered: as many entries as there were queries.
+    `known` holds the answers so far, one for each query.
     """
 
     def __init__(self, url: str, tokenizer: Any) -> None:
@@ -141,7 +141,7 @@ class Queried(Encoder):
 
 @contextmanager
 def answering(loaded: Loaded) -> Generator[str]:
-    """The encoder behind OpenAI's form of embeddings, on a port of this machine."""
+    """Serve an encoder as OpenAI's embeddings on a port of this machine, and yield its URL."""
     encoder = Encoder(Target.of(loaded.model, loaded.tokenizer), Exposure("pooled"))
 
     class Handler(BaseHTTPRequestHandler):
@@ -160,7 +160,7 @@ def answering(loaded: Loaded) -> Generator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -1,8 +1,8 @@
-"""Whole Transformer blocks taken by queries: attention, feed-forward layer, biases, norms.
+"""Whole Transformer blocks extracted by queries: attention, feed-forward layer, biases, norms.
 
-Planted blocks of every kind, ten seeds each; `error` is the largest on fresh queries, relative to
-the answers, of sequences of 1 to 8 tokens. `scores` are answers of one number. The lower bound is
-the number of unknowns, with what symmetries take away, over the numbers in an answer.
+Planted blocks of every kind, ten seeds each. `error` is the largest error on fresh sequences of 1
+to 8 tokens, relative to the answers. Targets named `scores` answer with one number. The lower bound
+is the number of unknowns, less the symmetries, divided by the numbers in an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keyhole.oracle.block import plant_block
 from planted import by_kind, compared, taken
 from show import Row
 
-BITS = 2.0**-45  # of blocks without norms: ePrint 2026/1678 reads d = 8, 6 heads at 2⁻⁵¹
+BITS = 2.0**-45  # for blocks without norms; ePrint 2026/1678 reaches 2⁻⁵¹ at d = 8, 6 heads
 TOLERANCE = 1e-6
 LEAST = 9  # of ten seeds
 SWIGLU = {"activation": "silu", "gated": True}
@@ -70,7 +70,7 @@ for _activation, _dim, _heads in (
 
 
 class PyTorch:
-    """torch.nn.TransformerEncoderLayer, as it is initialised."""
+    """torch.nn.TransformerEncoderLayer as initialised."""
 
     def __init__(
         self, activation: str, dim: int, heads: int, norm_first: bool, *, seed: int

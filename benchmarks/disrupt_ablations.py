@@ -1,12 +1,12 @@
-"""HackAttend's ablations: rankings, orders, half scale, what is spared, and the share as a curve.
+"""HackAttend's ablations: rankings, orders, half scale, spared tokens, and flips by share.
 
-Rows are the released schedule with one thing changed, and ours, of each head or of the whole model,
-on SST-2's dev set: `--models` takes several folders (seeds of one model), every figure is then a
-mean with its range; without it the classifier in the box. With `--task next-token` the models write
-text (a .gguf file will do), and it is their next token that flips. Rows are at `--share`, the
-curve at `--shares`, `--only` takes rows by a part of their names. `--texts` takes the first so many
-sentences; `--join FILE…` makes the table of what several runs wrote with `--json`, so that seeds
-may run one by one. `make pictures` draws the curve. `--quick` takes two of the reviews in the box.
+Each row is the released schedule with one thing changed, or our attack on each head or on the whole
+model, on SST-2's dev set. `--models` takes folders, such as several seeds of one model; each figure
+is then a mean with its range. The default is the classifier that ships. With `--task next-token`
+the models generate text (.gguf files work too), and the attack flips the next token. Rows are
+measured at `--share`, the curve at `--shares`; `--only` selects rows by a part of their names, and
+`--texts` the first sentences. `--join FILE…` makes one table of several `--json` files, so that
+seeds can run one by one. `make pictures` draws the curve. `--quick` takes two reviews that ship.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Measured:
     share: float
     right: int
     flips: int
-    cut: float  # of all units, mean of the flips
+    cut: float  # share of all units, mean over the flips
     worst_head: float
     queries: float
     seconds: float
     control: float  # the largest change of a logit by masks that cut nothing
-    # By sentence: how many units were cut where it flipped, 0 where it stands.
+    # For each sentence the number of units cut if it flipped, otherwise 0.
     sentences: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -123,7 +123,7 @@ def attack(name: str, share: float, batch: int) -> HackAttend:
 
 
 def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]]:
-    """Every row at one share, then what the curve still lacks."""
+    """Yield every row at one share, then the other shares of the curve."""
     yield from ((name, share) for name in (*ABLATIONS, *OURS))
     yield from ((name, other) for name in CURVES for other in shares if other != share)
 
@@ -142,7 +142,7 @@ def measure(
 
 
 def of(points: Sequence[Measured], name: str, share: float) -> tuple[list[Measured], list[float]]:
-    """One attack on each model, and the share of right answers that it flipped."""
+    """Return the points of one attack, and the share of right answers that each flipped."""
     chosen = [point for point in points if (point.attack, point.share) == (name, share)]
     return chosen, [point.flips / max(1, point.right) for point in chosen]
 

@@ -1,12 +1,12 @@
-"""What the drafts of speculative decoding give away: llama.cpp's own server, on this machine.
+"""What the accepted drafts of speculative decoding give away, on llama.cpp's own server.
 
-`--model FILE.gguf`: xllamacpp serves it with drafts of up to `--most` tokens, looked up in the
-prompt itself (its `ngram-simple`). Tokens of one step come together: whoever sees when the chunks
-of a streamed answer come, encrypted or not, sees how many drafts were accepted, step by step.
-`--prompts` dialogues of DREAM are to be repeated; each is asked for once by its owner, and once by
-an observer who has the same weights and the candidates, and takes the one whose steps are nearest
-(as sequences of counts, by edits). Neither the text nor the sizes of chunks are looked at. The bits
-are those of the candidates that different steps tell apart. Without a model nothing is started.
+xllamacpp serves `--model FILE.gguf` on this machine, with drafts of up to `--most` tokens that it
+looks up in the prompt (`ngram-simple`). The tokens of one step are sent together, so that anybody
+who sees the times of a streamed answer's chunks, encrypted or not, can count the accepted drafts.
+The model is told to repeat each of `--prompts` turns of DREAM: once for its owner, and once for an
+observer who has the same weights and all candidates. The observer picks the candidate whose steps
+are nearest by edit distance, without the text or the sizes of chunks. The bits reported are what
+the steps tell about which candidate it was. Without a model nothing is started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subjects
 from servers import served
 from show import Row
 
-TOGETHER = 0.02  # seconds between chunks of one step; a step of the model takes longer
+TOGETHER = 0.02  # most seconds between chunks of one step; a step of the model takes longer
 
 
 def run(
@@ -58,10 +58,10 @@ def asked_for(text: str) -> str:
 
 
 def steps(client: httpx.Client, prompt: str, tokens: int) -> tuple[list[int], int]:
-    """How many tokens came together, one number for each step; and what the last chunk says."""
-    question = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True}
+    """Return the number of tokens of each step, and the accepted drafts of the last chunk."""
+    request = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True}
     counts, before, last = list[int](), 0.0, dict[str, Any]()
-    with client.stream("POST", "/completion", json=question) as answer:
+    with client.stream("POST", "/completion", json=request) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: "):
                 continue
@@ -80,26 +80,26 @@ def rows(seen: list[list[int]], own: list[list[int]], how: str) -> Iterator[Row]
     items: list[dict[str, Any]] = []
     for number, counts in enumerate(seen):
         apart = [edits(counts, other) for other in own]
-        nearest = [at for at, each in enumerate(apart) if each == min(apart)]
+        nearest = [place for place, each in enumerate(apart) if each == min(apart)]
         items.append({"steps": counts, "nearest": nearest, "right": nearest == [number],
                       "apart": apart[number]})  # fmt: skip
     sizes = Counter(map(tuple, own)).values()
     bits = math.log2(len(own)) - sum(size * math.log2(size) for size in sizes) / len(own)
     right = sum(item["right"] for item in items)
-    row = Row(
+    yield Row(
         f"which of {len(own)} prompts it was, by {how}", f"{right} of {len(seen)} right",
         details=f"{bits:.2f} of {math.log2(len(own)):.2f} bits; "
         f"{sum(item['apart'] == 0 for item in items)} the same both times",
+        items=items,
     )  # fmt: skip
-    yield show.itemised(row, items)
 
 
-def edits(one: Sequence[int], other: Sequence[int]) -> int:
-    """Numbers to insert, leave out or replace to make one sequence the other."""
-    line = list(range(len(other) + 1))
-    for row, left in enumerate(one, 1):
+def edits(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the edit distance: insertions, deletions and replacements."""
+    line = list(range(len(second) + 1))
+    for row, left in enumerate(first, 1):
         above, line = line, [row]
-        for column, right in enumerate(other, 1):
+        for column, right in enumerate(second, 1):
             swap = above[column - 1] + (left != right)
             line.append(min(swap, above[column] + 1, line[-1] + 1))
     return line[-1]

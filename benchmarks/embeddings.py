@@ -1,19 +1,24 @@
-"""Texts from pooled sentence embeddings: how much comes back, by encoder and length.
+"""Texts from pooled sentence embeddings: how much is read, by encoder and length.
 
-Sentences of SST-2's development set (none that is a line of the corpus) are searched from their
-vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
-`--tokens` (special ones not counted). Exact means the very same tokens; BLEU, ROUGE-L and F1 are as
-other papers print them. A text that gives the vector back within 1e-6 and is another is wrong.
+Sentences of SST-2's dev set (none of them a line of the corpus) are searched for from their vectors
+of MiniLM (or another `--encoder`) alone, without knowing their length: `--texts` for each length of
+`--tokens`, special tokens not counted. Exact means identical tokens; BLEU, ROUGE-L and F1 are as in
+other papers. A different text with the same vector (within 1e-6) is wrong. `--rows` selects:
 
-Rows: 1, a corpus of the same domain (SST-2's training set; on a GPU with HellaSwag and DREAM
-besides); 3, the corpus that ships; 4, the two secrets of OWASP's lab for embedding inversion, which
-recovers neither, with the corpus that ships and the judge; 5, another domain (HellaSwag and DREAM)
-and the texts of `--drawn` (docs/embeddings.md); 6, passages of `--passages` tokens from the
-development sets of DREAM and HellaSwag, with their training sets and `--drawn`; 7, passes a second
-of the search against plain encoding of such texts with transformers, both in half precision on a
-GPU; 8, one round of sums: of `--texts` texts with four tokens wrong and eight candidates at each
-place, for how many is the right set among those that are run? On a GPU all vectors are searched
-together, on a CPU one after the other. `--quick` takes a random-weight model.
+    1  a corpus of the same domain: SST-2's training set, on a GPU also HellaSwag and DREAM
+    3  the corpus that ships
+    4  the two secrets of OWASP's lab for embedding inversion, which recovers neither, with the
+       corpus that ships and the judge
+    5  another domain, HellaSwag and DREAM, and the texts of `--drawn` (docs/embeddings.md)
+    6  passages of `--passages` tokens from the dev sets of DREAM and HellaSwag, with their training
+       sets and `--drawn` as corpus
+    7  passes per second of the search, against plain encoding of such texts with transformers, both
+       in half precision, on a GPU
+    8  one round of sums: for how many of `--texts` texts with four wrong tokens and eight
+       candidates at each position is the right set among those that are run?
+
+On a GPU all vectors are searched together, on a CPU one by one. `--quick` takes a model with random
+weights.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from keyhole.recover.embeddings.sums import Effects, Sets
 from show import Row
 
-PERCENT = {  # to reach on a GPU, by the numbers of a vector: MiniLM's, MPNet's and Nomic's …
+PERCENT = {  # targets on a GPU, by the width of the vector: MiniLM's, MPNet's and Nomic's …
     384: {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60},
     768: {(10, 16): 90, (17, 24): 75, (25, 32): 55},
 }
@@ -52,18 +57,18 @@ LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
 SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
 Lengths = tuple[int, int]
-_TIMED = 6_000  # passes for each vector, where they are timed
-_WRONG, _CANDIDATES, _WHITENED = 4, 8, 1_000  # where sums are tried: tokens, tokens, lines
+_TIMED = 6_000  # passes for each vector in row 7
+_WRONG, _CANDIDATES, _WHITENED = 4, 8, 1_000  # of row 8: tokens, tokens, lines
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row: where counts come from."""
+    """A row: the corpus that is counted, and the share of texts to reach by length."""
 
     what: str
     corpus: Sequence[str]
     percent: dict[Lengths, int] | None = None
-    passages: Sequence[str] = ()  # to be cut, in the place of sentences
+    passages: Sequence[str] = ()  # cut to length, instead of sentences
 
 
 def run(
@@ -112,7 +117,7 @@ def run(
 
 
 def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
-    """The secrets of OWASP's lab, from the leak to the judge, one by one."""
+    """Yield a row for each secret of OWASP's lab, from the leak to the judge."""
     for text in SECRETS:
         leak = cast("Pooled", leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")))
         reader, clock = CountedReader(search=search), _Clock()
@@ -128,9 +133,10 @@ def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
 
 
 def summed(loaded: Loaded, corpus: Sequence[str], texts: int) -> Row:
-    """Texts with tokens wrong: is the right set among those that a round of the search runs?
+    """Count the texts whose right set of changes is among those that a round of the search runs.
 
-    What several changes do of their sum is told by the right sets of all texts together.
+    The overlap, by which joint changes exceed or miss the sum of single ones, is the median over
+    the right sets of all texts.
     """
     stream, ids = random.Random(0), token_lists(loaded, corpus)
     words = [token for line in ids for token in line]
@@ -164,18 +170,18 @@ def summed(loaded: Loaded, corpus: Sequence[str], texts: int) -> Row:
             found = [sorted(change for change in one if change >= 0) for one in sets[0].tolist()]
             item[name] = right.tolist() in found
     plain_sums, ours = (sum(item[name] for item in items) for name in ("plain sums", "overlapping"))
-    row = Row(
+    return Row(
         f"{Path(loaded.name).name}, sums: the right set of {_WRONG} among {search.tried}",
         f"{ours} of {texts}, {plain_sums} without overlap",
         details=f"overlap {float(overlap):.2f}, the median",
+        items=items,
     )
-    return show.itemised(row, items)
 
 
 def timed(
     loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths]
 ) -> Iterator[Row]:
-    """Passes a second while most vectors are searched, and of the encoder alone."""
+    """Compare passes per second of the search with those of the encoder alone."""
     target, lines = Target.of(loaded.model, loaded.tokenizer), token_lists(loaded, corpus)
     longest = lengths[-1][1] + 2
     encoder = Encoder(target)
@@ -197,13 +203,13 @@ def timed(
             f"{Path(loaded.name).name}, speed, {length[0]}–{length[1]} tokens",
             f"{rates[0] / rates[1]:.2f} of plain encoding", ">= 0.8 of it",
             rates[0] >= 0.8 * rates[1],
-            f"{rates[0]:,.0f} passes a second, plain encoding {rates[1]:,.0f}",
+            f"{rates[0]:,.0f} passes per second, plain encoding {rates[1]:,.0f}",
         )  # fmt: skip
 
 
 @torch.no_grad()
 def plain(loaded: Loaded, ids: Tensor, mask: Tensor) -> int:
-    """Encode these texts (b, n) again and again, those of a length together."""
+    """Encode these texts (b, n) many times, batched by length, and return how many."""
     model = copy.deepcopy(loaded.model).half()
     rows = torch.arange(len(ids), device=ids.device).repeat(_TIMED // 2)
     lengths = mask.sum(1)
@@ -219,7 +225,7 @@ def of_lengths(
     loaded: Loaded, case: Case, secrets: Sequence[str], corpus: Sequence[list[int]],
     lengths: Sequence[Lengths], texts: int,
 ) -> Iterator[tuple[Lengths, list[list[int]]]]:  # fmt: skip
-    """Token lists of each length, none of which is a line of the corpus."""
+    """Yield token lists of each range of lengths that are not lines of the corpus."""
     known = set(map(tuple, corpus))
     fresh = [
         ids for ids in token_lists(loaded, case.passages or secrets) if tuple(ids) not in known
@@ -277,19 +283,19 @@ def measure(
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)
     mean = {name: statistics.mean(item[name] for item in items) for name in items[0]}
     enough = percent is None or exact >= percent / 100 * len(secrets)
-    row = Row(
+    return Row(
         what,
-        f"{exact} of {len(secrets)} exact, {arrived - exact} that give the vector and are others",
+        f"{exact} of {len(secrets)} exact, {arrived - exact} other texts with the same vector",
         f">= {percent}% exact, 0 wrong" if percent else "0 wrong",
         enough and arrived <= exact,
         f"token F1 {mean['f1']:.3f}, BLEU {100 * mean['bleu']:.1f}, ROUGE-L {mean['rouge_l']:.3f}, "
-        f"cosine {mean['cosine']:.4f}; {mean['passes']:,.0f} passes and {took} a text",
+        f"cosine {mean['cosine']:.4f}; {mean['passes']:,.0f} passes and {took} per text",
+        items=items,
     )
-    return show.itemised(row, items)
 
 
 class _Clock:
-    """Seconds of the wall clock and of the CPU since it was made."""
+    """Wall-clock and CPU seconds since it was created."""
 
     def __init__(self) -> None:
         self.began, self.cpu = time.perf_counter(), time.process_time()

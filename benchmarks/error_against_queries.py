@@ -1,4 +1,4 @@
-"""Error on fresh queries against queries asked, for each method, next to the lower bound.
+"""Each method's error on fresh queries against the queries asked, and its lower bound.
 
 `make pictures` draws it: docs/error-against-queries.png.
 """
@@ -14,7 +14,7 @@ from show import Row
 
 
 def table(quick: bool) -> dict[str, Extraction]:
-    """One extraction by each method, all of targets of the same dimension."""
+    """Return one extraction by each method, from targets of the same dimension."""
     d, r, heads = (8, 2, 2) if quick else (32, 4, 4)
     head = oracle.plant("head", dim=d, seed=3)
     low = oracle.plant("head", dim=d, rank=r, seed=3)

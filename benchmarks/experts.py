@@ -1,13 +1,15 @@
 """Texts from the experts that a mixture-of-experts model chose for each token.
 
 The attacker has the weights and sees which `k` of `e` experts each layer chose, for each position;
-`src/keyhole/lab/experts.py` reads the text left to right. Texts are `--texts` of `--length` tokens,
-DREAM's turns in the words of a tokenizer of `--words` tokens that is trained on other turns.
-`random`: Mixtral's architecture with random weights, its layers, experts and choices in turn;
-`trained`: one trained on DREAM for `--steps` steps of `--batch` such texts first. Each is read from
-the choices alone, and with the routers' probabilities, to four digits, as well. The published
-decoder (arXiv 2602.04105), trained on 100 million tokens, recovers 91.2% of the tokens of texts of
-32, of another model and other texts than here.
+`src/keyhole/lab/experts.py` reads the text left to right. `--texts` texts of `--length` tokens are
+DREAM's turns, in a vocabulary of `--words` tokens that is trained on other turns. `--parts`:
+
+    random   Mixtral's architecture with random weights, for several numbers of layers and experts
+    trained  the same after training on DREAM for `--steps` steps of `--batch` texts
+
+Each text is read from the choices alone, then from the choices and the routers' probabilities to
+four digits. The published decoder (arXiv 2602.04105), trained on 100 million tokens, recovers 91.2%
+of the tokens of texts of 32 tokens, for another model and other texts.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def run(
 
 
 def spelled(lines: list[str], words: int) -> Any:
-    """A byte-level tokenizer of so many tokens, of these lines."""
+    """Train a byte-level tokenizer of so many tokens on these lines."""
     from tokenizers import ByteLevelBPETokenizer
 
     made = ByteLevelBPETokenizer()
@@ -70,7 +72,7 @@ def spelled(lines: list[str], words: int) -> Any:
 
 
 def stream(tokenizer: Any, lines: list[str], length: int) -> Tensor:
-    """Texts (texts, length) of lines one after the other."""
+    """Return texts (texts, length) cut from the joined lines."""
     ids = [token for each in tokenizer.encode_batch(lines) for token in each.ids]
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
@@ -88,7 +90,7 @@ def mixture(words: int, layers: int, experts: int, chosen: int, device: str) -> 
 
 
 def train(model: Any, texts: Tensor, steps: int, batch: int) -> float:
-    """The mean loss of the last tenth of the steps."""
+    """Train, and return the mean loss of the last tenth of the steps."""
     draw = torch.Generator().manual_seed(0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
@@ -127,15 +129,15 @@ def rows(name: str, model: Any, ids: Tensor, chosen: int, most: int) -> Iterator
             })  # fmt: skip
         tokens, right = (sum(item[each] for item in items) for each in ("tokens", "right"))
         true, false = subjects.claims(items)
-        row = Row(
+        yield Row(
             f"{what}, choices{more}",
             f"{right / tokens:.1%} of {tokens} tokens, {true + false} of {len(items)} texts "
             f"verified, {false} falsely",
             "0 falsely", not false,
             f"{sum(item['certain'] for item in items)} tokens certain; "
-            f"{sum(item['seconds'] for item in items) / len(items):.1f} s a text",
+            f"{sum(item['seconds'] for item in items) / len(items):.1f} s per text",
+            items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Weights from answers: queries of many heads next to the unknowns, and one-layer Transformers.
+"""Weights from answers: multi-head attention, one-layer Transformers and output matrices.
 
-Targets are planted; errors are relative to the largest entry or, on 100 fresh sequences of each
-length, to the largest answer. `--parts` takes some:
+Targets are planted. Errors are relative to the largest entry or, on 100 fresh sequences of each
+length, to the largest answer. `--parts` selects:
 
-    published    arXiv 2608.03294, as its abstract tells it, and ours on the same targets
-    bound        queries of 1,000 draws, d = 2 … 8 with 1 to 4 heads of any rank, next to the bound
-                 that docs/mathematics.md proves
-    floor        queries for d = 8 … 768 next to the unknowns; `make pictures` draws it:
-                 docs/queries-against-unknowns.png
+    published    arXiv 2608.03294 as its abstract describes it, and ours, on the same targets
+    bound        queries of 1,000 targets, d = 2 … 8 with 1 to 4 heads of any rank, compared with
+                 the bound that docs/mathematics.md proves
+    unknowns     queries for d = 8 … 768, compared with the number of unknowns; `make pictures`
+                 draws docs/queries-against-unknowns.png from its record
     one-layer    Transformers of one layer
-    last-layer   output matrices of 2,048 tokens behind an RMSNorm, from all log-probabilities, the
+    last-layer   output matrices of 2,048 tokens behind an RMSNorm: from all log-probabilities, the
                  best 20 and 5 and the sampled token with a bias, and up to a rotation
 
-The full run takes minutes, most of them the oracle's own.
+The full run takes minutes, most of them for the targets' answers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from keyhole.oracle import OneLayer
 from planted import fresh_error, normals, worst_error
 from show import Row
 
-PARTS = ["published", "bound", "floor", "one-layer", "last-layer"]
+PARTS = ["published", "bound", "unknowns", "one-layer", "last-layer"]
 
 
 def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
     makers = {
-        "published": published, "bound": bound, "floor": floor, "one-layer": one_layer,
+        "published": published, "bound": bound, "unknowns": unknowns, "one-layer": one_layer,
         "last-layer": last_layer,
     }  # fmt: skip
     for part in parts:
@@ -46,7 +46,7 @@ def run(quick: bool, parts: list[str] = PARTS) -> Iterator[Row]:
 
 
 def published(quick: bool) -> Iterator[Row]:
-    """arXiv 2608.03294, as its abstract tells it, and ours on the same targets."""
+    """Compare arXiv 2608.03294, as its abstract describes it, with ours on the same targets."""
     shapes = ((4, 1), (4, 2), (8, 2), (8, 3), (16, 4), (32, 4), (64, 8))
     for d, heads in shapes[:3] if quick else shapes:
         items: list[dict[str, Any]] = []
@@ -64,12 +64,12 @@ def published(quick: bool) -> Iterator[Row]:
         theirs, ours = ([item for item in items if item["method"] == name] for name in
                         ("MultiHeadAsPublished", "MultiHead"))  # fmt: skip
         what = f"2608.03294 and ours, d={d}, H={heads}, {len(ours)} seeds"
-        yield show.itemised(
-            Row(what, f"as published {_told(theirs)}", details=f"ours {_told(ours)}"), items
+        yield Row(
+            what, f"as published {_summary(theirs)}", details=f"ours {_summary(ours)}", items=items
         )
 
 
-def _told(items: list[dict[str, Any]]) -> str:
+def _summary(items: list[dict[str, Any]]) -> str:
     queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
     right = sum(item["status"] == Status.RECOVERED for item in items)
     known = [item["error"] for item in items if item["error"] is not None]
@@ -78,15 +78,12 @@ def _told(items: list[dict[str, Any]]) -> str:
 
 
 def finite(error: float) -> float | None:
-    """JSON has no infinity: where there are more or fewer heads than were planted."""
+    """Return None for infinity, which JSON lacks: the number of heads was wrong."""
     return error if math.isfinite(error) else None
 
 
-# The proved bound.
-
-
 def bound(quick: bool) -> Iterator[Row]:
-    """Queries of many draws next to the bound, by attempts."""
+    """Compare the queries of many targets with the proved bound, in all and per attempt."""
     items: list[dict[str, Any]] = []
     for seed in range(14 if quick else 1000):
         d, heads = 2 + seed % 7, 1 + seed // 7 % 4
@@ -103,26 +100,21 @@ def bound(quick: bool) -> Iterator[Row]:
     more = sum(item["queries"] > item["attempt"] for item in items)
     right = sum(item["status"] == Status.RECOVERED for item in items)
     share = max(item["queries"] / item["attempt"] for item in items)
-    yield show.itemised(
-        show.exactly(f"draws above the bound, of {len(items)}", above, 0, f"{right} recovered"),
-        items,
-    )
+    what = f"draws above the bound, of {len(items)}"
+    yield show.exactly(what, above, 0, f"{right} recovered", items=items)
     yield Row("the same, above that of one attempt", str(more), details=f"at most {share:.2f} x")
 
 
-# Queries next to the floor.
-
-
-def floor(quick: bool) -> Iterator[Row]:
-    """Queries of heads of full rank and of rank d/H, asked where d is small, else expected."""
+def unknowns(quick: bool) -> Iterator[Row]:
+    """Compare queries with unknowns, at full rank and rank d/H; at large d those expected."""
     for d in (8, 16) if quick else (8, 16, 32, 64, 128, 256, 384, 768):
         heads = max(1, min(12, d // 8))
         for rank in (None, max(1, min(64, d // heads))):
             plan = extract.MultiHead(heads=heads)
-            unknowns = heads * (d + (d * d if rank is None else 2 * rank * d - rank * rank))
+            count = heads * (d + (d * d if rank is None else 2 * rank * d - rank * rank))
             counted = plan.expected_queries(d) if rank is None else None
             item: dict[str, Any] = {
-                "d": d, "heads": heads, "rank": rank, "unknowns": unknowns, "expected": counted,
+                "d": d, "heads": heads, "rank": rank, "unknowns": count, "expected": counted,
                 "bound": plan.most_queries(d, 1), "published": 4 * heads * d * d - 2 * heads + 1,
             }  # fmt: skip
             if d <= (16 if quick else 64 if rank is None else 384):
@@ -132,15 +124,15 @@ def floor(quick: bool) -> Iterator[Row]:
                 item |= {"error": finite(worst_error(result.model, target))}
             asked = item.get("queries") or counted
             what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
-            measured = "–" if asked is None else f"{asked:,} = {asked / unknowns:.2f} x unknowns"
+            measured = "–" if asked is None else f"{asked:,} = {asked / count:.2f} x unknowns"
             how = "asked" if "queries" in item else "expected"
-            details = f"{how}; {unknowns:,} unknowns, one attempt at most {item['bound']:,}, "
-            row = Row(what, measured, details=f"{details}published {item['published']:,}")
-            yield show.itemised(row, [item])
+            details = f"{how}; {count:,} unknowns, one attempt at most {item['bound']:,}, "
+            details += f"published {item['published']:,}"
+            yield Row(what, measured, details=details, items=[item])
 
 
 def one_layer(quick: bool) -> Iterator[Row]:
-    """With any network, and with Aᵀw = 0: every neuron has its mirror image."""
+    """Extract any network, and networks with Aᵀw = 0, where every neuron is mirrored."""
     seeds = range(3 if quick else 10)
     for what, mirrored in (("one-layer Transformer", False), ("the same with Aᵀw = 0", True)):
         for m in (32, 64):
@@ -161,8 +153,6 @@ def one_layer(quick: bool) -> Iterator[Row]:
             )  # fmt: skip
 
 
-# The last layer of a language model.
-
 ANSWERS: dict[str, dict[str, Any]] = {
     "all log-probabilities": {}, "the best 20 with a bias": {"top": 20},
     "the best 5 with a bias": {"top": 5}, "the sampled token with a bias": {"top": 0},
@@ -173,18 +163,20 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def last_layer(quick: bool) -> Iterator[Row]:
     for d in (8,) if quick else (16, 64):
         for name, options in ANSWERS.items():
-            items = [stolen(d, seed, options) for seed in range(1 if quick else 5)]
+            items = [copied(d, seed, options) for seed in range(1 if quick else 5)]
             right = sum(item["width"] == d for item in items)
             queries, worst = (max(item[each] for item in items) for each in ("queries", "error"))
-            row = Row(
+            yield Row(
                 f"last layer, d={d}, {name}", f"width of {right} of {len(items)}", "all",
-                right == len(items), f"{queries:,} queries, error {worst:.1e}",
+                right == len(items), f"{queries:,} queries, error {worst:.1e}", items=items,
             )  # fmt: skip
-            yield show.itemised(row, items)
 
 
-def stolen(d: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The error is relative: after the best linear map, or with `rotation` of inner products."""
+def copied(d: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Extract a planted output matrix.
+
+    The error is relative, after the best linear map; with `rotation` it is that of inner products.
+    """
     draw, tokens = normals(seed), 2048
     W, table = 2 * draw(tokens, d) / math.sqrt(d), draw(tokens, 2 * d)
     mix, gain = draw(8 * d, d) / math.sqrt(8 * d), (0.5 * draw(d)).exp()

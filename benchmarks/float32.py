@@ -1,11 +1,11 @@
-"""Attention in float32, as PyTorch modules have it: which kinds are read, and to which precision.
+"""Attention in float32, as in PyTorch modules: which kinds are extracted, and how precisely.
 
-Every module is of the kind that `extract.run` looks for, with weights in float32: 27 single heads
-(d = 8, 16, 32, three scales, three seeds), and 54 with an output bias, projections with biases, a
-temperature, a LayerNorm in front, or 2 to 4 heads. The error of a stolen model is measured by the
-benchmark itself against the same module in float64, on 64 sequences of 1 to 8 tokens that nobody
-asked; the module's own error on those is the other side of the ratio. Modules of other kinds
-(scores cubed, a window of four tokens, keys by position) must not be called recovered.
+All modules with weights in float32 that `extract.run` claims to cover: 27 single heads (d = 8, 16,
+32, three scales, three seeds), and 54 with an output bias, biased projections, a temperature, a
+LayerNorm in front, or 2 or 4 heads. The error of a copy is measured here, against the same module
+in float64 on 64 fresh sequences of 1 to 8 tokens, and compared with the module's own error on them.
+Modules of other kinds (cubed scores, a window of four tokens, keys that depend on the position)
+must not be called recovered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIMS, SCALES, SEEDS = (8, 16, 32), (0.3, 1.0, 3.0), range(3)
 
 
 class Heads(nn.Module):
-    """`softmax(x_last W Xᵀ) X v` and what people add to it."""
+    """`softmax(x_last W Xᵀ) X v` and common additions to it."""
 
     def __init__(self, kind: str, dim: int, scale: float, seed: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Heads(nn.Module):
 
 
 def errors(module: Heads, model: object) -> tuple[float, float]:
-    """The worst error of a model and of the module itself, of the largest answer in float64."""
+    """Return the worst errors of a copy and of the module, relative to the largest answer."""
     exact, stream = copy.deepcopy(module).double(), torch.Generator().manual_seed(99)
     off, own = 0.0, 0.0
     for length in range(1, 9):
@@ -111,7 +111,7 @@ def attacked(module: Heads) -> dict[str, Any]:
 
 
 def _row(what: str, modules: list[Heads], least: int, processes: int) -> Row:
-    """How many are recovered to 16 times the module's own error."""
+    """Count the modules recovered to within 16 times their own error."""
     rows, seconds = show.timed(lambda: list(show.spread_out(attacked, modules, processes)))
     statuses = Counter(row["status"] for row in rows)
     ratios = [row["error"] / row["own"] for row in rows if row["status"] == Status.RECOVERED]

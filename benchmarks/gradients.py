@@ -1,9 +1,9 @@
-"""Texts from the gradients of a batch: how many come back exactly and verified, and their ROUGE.
+"""Texts from the gradient of a batch: how many are read exactly and verified, and their ROUGE.
 
-Sentences of SST-2 (`--split`), all-MiniLM-L6-v2 (`--encoder FOLDER`; without a head for classes it
-gets a random one) and SmolLM2-135M (`--model`) with its next-token loss, `--batches` of each at
-`--sizes`; by other protocols with `--parts rules,decoder-rules`. peers/dager.py reads the same
-batches by DAGER's own program.
+Sentences of SST-2 (`--split`) in `--batches` batches of each of `--sizes`, for all-MiniLM-L6-v2
+(`--encoder FOLDER`; it gets a random classification head if it has none) and SmolLM2-135M
+(`--model`) with its next-token loss. `--parts rules,decoder-rules` measures other protocols.
+peers/dager.py reads the same batches with DAGER's own program.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOISES = (1e-6, 1e-5, 1e-4, 1e-3)
 
 @dataclass(frozen=True)
 class Rules:
-    """How an update is made, and what it is called.
+    """How an update is made, and its name in the table.
 
-    A batch has `texts`, or as many as have `widths` times the model's width in tokens.
+    A batch has `texts` texts, or so many that they have `widths` tokens per unit of model width.
     """
 
     name: str
@@ -54,7 +54,7 @@ def _noisy(noise: float) -> Rules:
     return Rules(f"clipped to 0.1, noise of {noise:g}: ε = {epsilon_of(noise):.1e}", protocol)
 
 
-# Frozen or hidden embeddings hand over no gradient, which is how DAGER's side is run as well.
+# Hidden (or frozen) embeddings have no gradient in the update, as in the comparison with DAGER.
 RULES = (
     Rules("embeddings hidden", hide=("embeddings",)),
     Rules("bfloat16", precision="bfloat16"),
@@ -80,7 +80,7 @@ def of_sizes(sizes: Sequence[int]) -> list[Rules]:
 def batches_of(
     loaded: Loaded, examples: Sequence[Example], rules: Rules, count: int
 ) -> Iterator[tuple[Sequence[Example], Batch]]:
-    """Examples one after the other, so many batches of them."""
+    """Yield batches of consecutive examples."""
     parts = anatomy(loaded.model)
     max_length, first = min(128, parts.max_length), 0
     for _ in range(count):
@@ -95,7 +95,7 @@ def batches_of(
 
 
 def special(loaded: Loaded) -> set[int]:
-    """Tokens that every text has, and that are no part of what was read."""
+    """Return the tokens that every text has, which do not count as read."""
     return set(loaded.tokenizer.all_special_ids)
 
 
@@ -132,7 +132,7 @@ def run(
 
 
 def classifier(encoder: Path | None, device: str) -> Loaded:
-    """MiniLM with a head for classes: its own, or a new one."""
+    """Return MiniLM with its own classification head, or a new one."""
     try:
         return subjects.minilm(encoder, device, task="classification")
     except InputError:
@@ -152,7 +152,7 @@ def by_rules(
 def measure(
     what: str, loaded: Loaded, examples: Sequence[Example], rules: Rules, batches: int
 ) -> Row:
-    """Some batches, read and compared with what they were made of."""
+    """Read some batches, and compare the texts with those they were made of."""
     count = batches if rules.texts < 32 else 1
     items: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -178,7 +178,7 @@ def measure(
         sum(item[name] for item in items) for name in ("texts", "exact", "verified", "false")
     )
     tokens = [item["tokens"] for item in items]
-    row = Row(
+    return Row(
         what,
         f"{exact} of {total} texts exact, {verified} verified, {false} falsely; ROUGE-1 "
         f"{first:.3f}, ROUGE-2 {second:.3f}",
@@ -186,14 +186,14 @@ def measure(
         false == 0,
         f"{min(tokens)}–{max(tokens)} tokens, {mean(item['known'] for item in items):.0%} of them "
         f"known; {seconds:.1f} s",
+        items=items,
     )
-    return show.itemised(row, items)
 
 
 def rouges(
     texts: Sequence[Sequence[int]], read: Sequence[Sequence[int]], special: set[int]
 ) -> list[tuple[float, float]]:
-    """ROUGE-1 and ROUGE-2 of each text with the recovered one that has most of it."""
+    """Return ROUGE-1 and ROUGE-2 of each text with the best of the recovered ones."""
     texts, read = ([[id_ for id_ in text if id_ not in special] for text in each]
                    for each in (texts, read))  # fmt: skip
     pairs = [

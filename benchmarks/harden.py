@@ -1,9 +1,9 @@
-"""S-Attend trained as its released program does it (docs/papers.md), then attacked as in tasks.py.
+"""S-Attend trained as in its released program (docs/papers.md), then attacked as in tasks.py.
 
-Plain and `sattend-token:RATE` (`--methods`) from MiniLM (`--encoder`) on all of SST-2: AdamW
-without decay or clipping, in float16 on a GPU, with the released grid of rates and warm-ups, or the
-one `--rate` with its `--warmup`. The best epoch on the dev set is kept, and its first right answers
-are attacked. Other defences: `tasks.py --tasks sst2`.
+MiniLM (`--encoder`) is trained on all of SST-2 with `--methods` (`plain` and `sattend-token:RATE`):
+AdamW without decay or clipping, in float16 on a GPU, with the released grid of rates and warm-ups,
+or only with `--rate` and `--warmup`. The best epoch on the dev set is kept, and its first right
+answers are attacked. For other defences see `tasks.py --tasks sst2`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(quick: bool, options: Options = RELEASED) -> Iterator[Row]:
         yield from trained.table(runs)
         return
     if wrong := [each for each in options.methods if not each.startswith(("plain", TOKENS))]:
-        raise SystemExit(f"--methods: plain and {TOKENS}RATE alone, not {', '.join(wrong)}")
+        raise SystemExit(f"--methods takes plain and {TOKENS}RATE only, not {', '.join(wrong)}")
     if quick:
         options = Tiny(
             methods=["plain", f"{TOKENS}0.2"], examples=40, epochs=1, batch=16, rate=3e-3, dev=8,
@@ -54,7 +54,7 @@ def run(quick: bool, options: Options = RELEASED) -> Iterator[Row]:
 
 
 def best_of_grid(loaded: Loaded, task: Task, method: str, seed: int, options: Options) -> Run:
-    """The model of the best epoch on dev is left in `loaded`."""
+    """Train with each point of the grid, and leave the best epoch on dev in `loaded`."""
     settings = {"examples": len(task.train), "epochs": task.epochs, "batch": task.batch}
     kept: Run = {"what": task.name, "method": method, "seed": seed, "settings": settings}
     kept["attacks"] = {}
@@ -80,7 +80,7 @@ def best_of_grid(loaded: Loaded, task: Task, method: str, seed: int, options: Op
 def epochs(
     loaded: Loaded, task: Task, method: str, seed: int, warmup: float, device: str
 ) -> Iterator[Training]:
-    """Random batches; yields after each epoch. Keys are dropped in the attention mask, as there."""
+    """Train, and yield after each epoch; keys are dropped in the attention mask, as published."""
     model, started, on_gpu = loaded.model, time.perf_counter(), device.startswith("cuda")
     model.to(device).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.0, fused=on_gpu)

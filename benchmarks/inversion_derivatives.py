@@ -1,6 +1,6 @@
-"""Derivatives of the inversion loss: the Hessian against autodiff, and the paper's theorem.
+"""Derivatives of the inversion loss: the Hessian against autodiff, and Theorem 1.3 with its lemmas.
 
-`torch.func.hessian` is given the loss as a person would write it for one head.
+`torch.func.hessian` differentiates the loss of one head written in one line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 def plant(size: int, seed: int = 0) -> tuple[invert.Problem, Tensor]:
-    """A problem (n = d) with its input; small scores, as the paper's R asks for."""
+    """Return a problem (n = d) and its input; scores are small, as the paper's R requires."""
     draw = normals(seed)
     W, V, X = draw(size, size), draw(size, size), draw(size, size)
     W = 0.3 * W / math.sqrt(size)
@@ -42,7 +42,7 @@ def plant(size: int, seed: int = 0) -> tuple[invert.Problem, Tensor]:
 
 
 def near(size: int) -> tuple[invert.Problem, Tensor]:
-    """A problem, and a point that is close to its input."""
+    """Return a problem and a point close to its input."""
     problem, X = plant(size)
     return problem, X + 0.1 * plant(size, seed=1)[1]
 
@@ -52,7 +52,7 @@ def autodiff(problem: invert.Problem) -> Callable[[Tensor], Tensor]:
     differentiated = torch.func.hessian(lambda X: (attention.output(X, W, V) - B).square().sum())
 
     def matrix(X: Tensor) -> Tensor:
-        with warnings.catch_warnings():  # its first use compiles something that is deprecated
+        with warnings.catch_warnings():  # its first call warns of a deprecation inside torch
             warnings.simplefilter("ignore", DeprecationWarning)
             return differentiated(X).reshape(X.numel(), X.numel())
 
@@ -78,7 +78,7 @@ def products(size: int) -> Row:
 
 
 def the_theorem(size: int, seeds: range) -> Iterator[Row]:
-    """Theorem 1.3: the error's ratio per step, and iterations against log(1/ε)."""
+    """Measure Theorem 1.3: the error's ratio per step, and iterations against log(1/ε)."""
     ratios, slopes, residuals = [], [], []
     exponents = torch.arange(2, 13)
     logs = math.log(10) * exponents.double()
@@ -127,7 +127,7 @@ def distances_to_the_optimum(
 
 
 def the_assumption(draws: int) -> Iterator[Row]:
-    """Lemma 4.5 with a constant of 1, X left out of R (Theorem 1.3 as stated) and taken in."""
+    """Count violations of Lemma 4.5: X left out of R (Theorem 1.3 as stated) and included."""
     stated = "with ‖X‖ left out, ‖W‖_F and ‖V‖_F as in Theorem 1.3"
     proved = "with ‖X‖ <= R and the proved constant"
     violated = dict.fromkeys([stated, "with ‖X‖ left out", "with ‖X‖ <= R", proved], 0)
@@ -158,10 +158,10 @@ RADII = (1.0, 1.5, 2.0, 3.0)
 
 
 def the_worst(draws: int, steps: int) -> Iterator[Row]:
-    """Lemma 4.4 at its boundary: ‖W‖ = ‖V‖ = ‖X‖ = R, |b_ij| ≤ R, as many draws of every shape.
+    """Test Lemma 4.4 at its boundary: ‖W‖ = ‖V‖ = ‖X‖ = R, |b_ij| ≤ R, in equal shares by shape.
 
-    From each draw a climb to a large |d³L(X + tE)/dt³|, whose maximum over E is the Lipschitz
-    constant there: of E alone in half of the draws, of W, V, X and B as well in the others.
+    From each draw, gradient ascent maximises |d³L(X + tE)/dt³|, whose maximum over E is the
+    Lipschitz constant there: over E alone in half of the draws, over W, V, X and B too in the rest.
     """
     shares, cases, errors = {"1": list[float](), "proved": list[float]()}, [], []
     for number, (n, d) in enumerate(SHAPES):
@@ -221,11 +221,11 @@ class Climb:
 
 
 def third(W: Tensor, V: Tensor, X: Tensor, B: Tensor, E: Tensor) -> Tensor:
-    """d³/dt³ of ‖softmax(YWYᵀ)YV − B‖² at Y = X + tE, t = 0: by power series in t."""
+    """Return d³/dt³ of ‖softmax(YWYᵀ)YV − B‖² at Y = X + tE, t = 0, by power series in t."""
     s = [X @ W @ X.mT, E @ W @ X.mT + X @ W @ E.mT, E @ W @ E.mT]
-    one = (s[0] - s[0].amax(-1, keepdim=True)).exp()
+    scale = (s[0] - s[0].amax(-1, keepdim=True)).exp()
     rises = [1.0, s[1], s[2] + s[1] ** 2 / 2, s[1] * s[2] + s[1] ** 3 / 6]
-    top = [one * rise for rise in rises]
+    top = [scale * rise for rise in rises]
     sums = [each.sum(-1, keepdim=True) for each in top]
     P = list[Tensor]()
     for k in range(4):

@@ -1,8 +1,8 @@
 """Stacks of layers, inverted layer by layer: what is found, how exactly, at what cost.
 
-W has entries of variance 0.09/d, not symmetric; X is Gaussian. V has variance 1/(dL), as residual
-streams are initialised: the stream keeps its size. 6 tokens of 4 numbers; minutes on one core, most
-of them for the failures of bare attention, which a clock ends.
+W is asymmetric with entries of variance 0.09/d; X is Gaussian. V has variance 1/(dL), the usual
+initialisation that keeps the size of a residual stream. 6 tokens of 4 numbers. It takes minutes on
+one core, most of them for bare attention, which often fails and stops at a time limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def planted_stack(n: int, d: int, depth: int, residual: bool, seed: int):
 
 
 def stack_row(n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float) -> Row:
-    # Failures dominate: without a residual connection they are ended by the clock.
+    # Without a residual connection most runs fail, and end at the time limit.
     limit = None if residual else seconds
     starts = 16 if residual else 128
     layer = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
@@ -63,13 +63,13 @@ def stack_row(n: int, d: int, depth: int, residual: bool, seeds: range, seconds:
     )
     hits = [item["nearest"] for item in items if item["nearest"] <= SAME]
     known = [item["condition"] for item in items if item["condition"] is not None]
-    row = Row(
+    return Row(
         f"{depth} {'residual' if residual else 'bare'} layers {n}x{d}, peel",
         f"{solved} of {len(items)} solved, planted among them {len(hits)}, least norm {first}, "
         f"error {max(hits, default=0.0):.0e}, {mean(item['seconds'] for item in items):.1f} s",
         details=f"condition {median(known or [torch.inf]):.0e}",
+        items=items,
     )
-    return show.itemised(row, items)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Where inversion works and where it breaks: the open question of *Unmasking Transformers*.
 
 Success, iterations and conditioning as functions of the number of tokens n, the dimension d, the
-scale and symmetry of W, the rank of V, and noise in B. One quantity moves at a time around n = 6,
-d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. 32 starts a problem.
-`make pictures` draws it: docs/inversion-sensitivity.png.
+scale and symmetry of W, the rank of V, and noise in B. One quantity varies at a time around n = 6,
+d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. Each problem gets 32
+starts. `make pictures` draws docs/inversion-sensitivity.png from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = tuple[Problem, Tensor]
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one value of one quantity."""
+    """The measurements at one value of one quantity."""
 
     value: float
     solved: float  # share of problems with an exact solution
@@ -43,7 +43,7 @@ def scaled(n: int = 6, d: int = 6, **options) -> Callable[[int], Pair]:
 
 
 def of_rank(rank: int) -> Callable[[int], Pair]:
-    """V with its smallest singular values set to zero, but for `rank` of them."""
+    """Set all but the `rank` largest singular values of V to zero."""
 
     def make(seed: int) -> Pair:
         problem, X = plant(6, 6, seed=seed)

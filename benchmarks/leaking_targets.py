@@ -1,13 +1,13 @@
-"""200 targets that leak in a short format and behind a link.
+"""200 targets whose answers are rounded and pass through a link function: does `auto` read them?
 
-Eight kinds of target, five links and five precisions, every combination once; the seed of a target
-is its number, not chosen, and `auto` knows nothing of any but its answers. `--blurred` is another
-table: one to four heads whose answers have noise, or are labels.
+Eight kinds of target, five links and five precisions, each combination once. The seed of a target
+is its number, and `auto` knows nothing but the answers. `--blurred` measures another table: one to
+four heads whose answers have noise or are labels.
 
-A target is *read* if the judge says so and the model is as exact as the answers admit: on fresh
-sequences it differs from the function before rounding by at most four times what the answers do, or
-by 1e-6 of the largest; from labels by 1e-4 behind the best factor. What the judge calls read and is
-further off is *read wrongly*.
+A target is *read* if the judge says so and the copy is as exact as the answers allow: on fresh
+sequences it differs from the function before rounding by at most four times the answers' own error,
+or by 1e-6 of the largest answer; from labels, by 1e-4 after the best scaling. A copy that the judge
+accepts and that is further off is *read wrongly*.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": lambda y: y.bfloat16().double(),
     "3 decimals": lambda y: y.round(decimals=3),
 }
-
-
 LABELS = "labels"
 BLURS: dict[str, Callable[[Oracle], Oracle]] = {
     "noise of 0.000001": lambda inner: oracle.Noisy(inner, 1e-6),
@@ -56,7 +54,7 @@ BLURS: dict[str, Callable[[Oracle], Oracle]] = {
 
 
 def biased(seed: int, dim: int, heads: int) -> BiasedHeads:
-    """Heads with a bias of the queries and of the output, all standard normal."""
+    """Return heads with biases of queries and output, all standard normal."""
     plain = oracle.plant("multi-head", dim=dim, heads=heads, seed=seed).tensors()
     draw = normals(seed + 1000)
     return BiasedHeads(plain["W"], plain["v"], draw(heads, dim), draw(1))
@@ -94,7 +92,7 @@ class Case:
 
 
 class Answering:
-    """A target as its server answers; `exactly` is the function before rounding."""
+    """A target as its server answers it; `exactly` is the function before rounding."""
 
     def __init__(self, inner: Oracle, case: Case) -> None:
         self.inner, self.dim = inner, inner.dim
@@ -136,9 +134,9 @@ def run(quick: bool, processes: int = 1, blurred: bool = False) -> Iterator[Row]
 
 
 def attacked(case: Case) -> dict[str, Any]:
-    """The outcome of an extraction that knows nothing of the target, compared with the truth.
+    """Extract a target without knowing its kind, and compare the copy with the truth.
 
-    `error` is that of the model, `own` that of the answers, relative to the largest answer.
+    `error` is that of the copy, `own` that of the answers, relative to the largest answer.
     """
     target = Answering({**KINDS, **BLURRED}[case.kind](case.seed), case)
     result, seconds = show.timed(lambda: extract.Auto(seed=case.seed)(target))
@@ -158,7 +156,7 @@ def attacked(case: Case) -> dict[str, Any]:
 
 
 def errors(target: Answering, model: Oracle) -> tuple[float, float]:
-    """How far a model and the answers are off, on fresh sequences, next to the largest answer."""
+    """Return the errors of a copy and of the answers, relative to the largest answer."""
     draw, lengths = normals(987_654_321), (1, 2, 3, 5)
     asked = [draw(64, length, target.dim) / math.sqrt(target.dim) for length in lengths]
     exact, given, answers = (torch.cat([each(X) for X in asked]) for each in
@@ -181,8 +179,7 @@ def _row(what: str, items: list[dict[str, Any]]) -> tuple[Row, Counter[str]]:
     queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
     measured = ", ".join(f"{counts[each]} {each}" for each in SHOWN if counts[each])
     details = f"{queries:,} queries and {seconds:.1f} s at most"
-    row = Row(what, measured, details="; ".join([details, *failed]))
-    return show.itemised(row, items), counts
+    return Row(what, measured, details="; ".join([details, *failed]), items=items), counts
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""llama.cpp's own numbers of a quantised model against ours, and its last layer from its answers.
+"""llama.cpp's states of a quantised model compared with ours, and its last layer from its answers.
 
-`--models FILE.gguf`: xllamacpp serves it on this machine. Turns of DREAM's dialogues of 8 to 40
-tokens are sent as token ids; back come the last states (pooling none) and a saved slot, the keys
-and values of all layers. `parts`:
+xllamacpp serves each of `--models FILE.gguf` on this machine. Turns of DREAM's dialogues of 8 to 40
+tokens are sent as token ids; the server returns the last states (pooling none) and a saved slot,
+which holds the keys and values of all layers. `--parts` selects:
 
-- `apart`: how far its last states and its values of every layer are from ours in float32, from ours
-  with what goes into every matrix rounded as ggml rounds it, and from its own without flash
-  attention, which is what rounding in another order does to llama.cpp itself;
-- `last-layer`, only where it is named: the width of the model and rows of its output matrix from
-  the best `--top` log-probabilities with a bias, and what that takes in queries.
+    apart       how far its last states and the values of every layer are from ours in float32, from
+                ours with the inputs of every matrix rounded as ggml does it, and from its own
+                without flash attention (the effect of another order of rounding)
+    last-layer  the width of the model and rows of its output matrix, from the best `--top`
+                log-probabilities with a bias, and the queries that this takes
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from show import Row
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Of one text: its ids, the last states (n, d), and the cache of each layer by its number."""
+    """One text: its ids, the last states (n, d), and the cache of each layer by its number."""
 
     ids: list[int]
     states: Tensor
@@ -55,7 +55,7 @@ def run(
     texts: int = 10,
     top: list[int] = [20],  # noqa: B006
 ) -> Iterator[Row]:
-    if quick:  # no server: our own rounding stands in for it
+    if quick:  # without a server: our own rounding takes its place
         loaded = subjects.tiny("llama")
         ids = [each.tolist() for each in subjects.tiny_texts(2, 8, framed=False)]
         given = [own(loaded, each, rounded=True) for each in ids]
@@ -77,21 +77,22 @@ def last_layer(path: Path, top: int) -> Row:
     truth = int(true_matrix(path)[0].shape[1])
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries
-    row = Row(
+    item = {
+        "top": top, "width": result.width, "queries": result.queries, "judge": checked,
+        "status": str(result.status), "seconds": seconds,
+        "layer": result.layer and vars(result.layer),
+    }  # fmt: skip
+    return Row(
         f"{path.stem}, last layer from the best {top} with a bias",
         f"width {result.width}, {result.queries + checked:,} queries", f"width {truth}",
         result.width == truth,
         f"{result.reason}; {seconds:.0f} s",
+        items=[item],
     )  # fmt: skip
-    return show.itemised(row, [{
-        "top": top, "width": result.width, "queries": result.queries, "judge": checked,
-        "status": str(result.status), "seconds": seconds,
-        "layer": result.layer and vars(result.layer),
-    }])  # fmt: skip
 
 
 def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) -> list[Given]:
-    """What llama.cpp's server gives for texts."""
+    """Return the states and caches of llama.cpp's server for texts."""
     parts, caches, states = anatomy(loaded.model), list[Any](), list[Tensor]()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -99,8 +100,8 @@ def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) ->
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         for text in ids:
-            asked = {"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False}
-            client.post("/completion", json=asked).raise_for_status()
+            request = {"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False}
+            client.post("/completion", json=request).raise_for_status()
             saved = client.post("/slots/0?action=save", json={"filename": "slot.bin"})
             saved.raise_for_status()
             slot = read_slot(Path(folder) / "slot.bin")
@@ -141,11 +142,11 @@ def row_of(what: str, given: list[Given], others: list[Given]) -> Row:
         for layer in sorted(given[0].caches)
     }
     shown = ", ".join(f"{layer}: {layers[layer]:.1e}" for layer in list(layers)[:4])
-    row = Row(
+    return Row(
         what, f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
         details=f"values of layers {shown}; relative, mean of {len(given)} texts",
+        items=[{"states": states, "values": list(layers.values())}],
     )  # fmt: skip
-    return show.itemised(row, [{"states": states, "values": list(layers.values())}])
 
 
 @torch.no_grad()
@@ -160,8 +161,8 @@ def own(loaded: Loaded, ids: list[int], *, rounded: bool = False) -> Given:
     return Given(ids, out.last_hidden_state[0], caches)
 
 
-def off(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / one.norm())
+def off(first: Tensor, second: Tensor) -> float:
+    return float((first - second).norm() / first.norm())
 
 
 if __name__ == "__main__":

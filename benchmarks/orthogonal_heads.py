@@ -1,6 +1,6 @@
-"""OrthogonalHeads: exact with known bases; where the conjectured route works and where it breaks.
+"""OrthogonalHeads: exact with known bases; where the conjectured way works, and where it fails.
 
-Errors are the largest of any W or v, relative to its largest entry.
+An error is the largest of any W or v, relative to its largest entry.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 def limits(sizes: list[int], seeds: int) -> Iterator[Row]:
-    """Where it breaks: reported, and required only never to call a wrong model right."""
+    """Report where it fails; it must only never call a wrong model recovered."""
 
     def report(what: str, accuracy: float, made: Attempt, honest: float = 1e-6) -> Row:
         target = f"reported (within {accuracy:.0e})"
@@ -66,10 +66,9 @@ def limits(sizes: list[int], seeds: int) -> Iterator[Row]:
 def plant(
     sizes: Sequence[int], seed: int, weak: float = 1.0, alike: bool = False
 ) -> tuple[MultiHead, list[Tensor]]:
-    """Heads in random orthogonal subspaces of these sizes, and their bases.
+    """Return heads in random orthogonal subspaces of these sizes, and their bases.
 
-    `weak` is the strength of the last head's W next to the others; `alike` gives heads of equal
-    size equal weights.
+    `weak` scales the last head's W; `alike` gives heads of equal size equal weights.
     """
     stream = torch.Generator().manual_seed(seed)
 
@@ -88,7 +87,7 @@ def plant(
 
 
 class Blurred:
-    """Answers with a relative error: what a server with fewer digits would give."""
+    """Answers with a relative error, like those of a server with fewer digits."""
 
     def __init__(self, inner: MultiHead, error: float, seed: int) -> None:
         self.inner, self.dim, self.error = inner, inner.dim, error
@@ -109,7 +108,7 @@ def attempt(
     blur: float = 0.0,
     **options: float,
 ) -> Attempt:
-    """An extraction from planted heads, with or without their bases, by a method's options."""
+    """Return an extraction from planted heads, by their seed, with or without their bases."""
 
     def extract(seed: int) -> tuple[Extraction, MultiHead]:
         truth, bases = plant(sizes, seed, weak, alike)
@@ -128,14 +127,15 @@ def row(
     wanted: bool | None = True,
     honest: float = 1e-6,
 ) -> Row:
-    """Success is a model within `accuracy` of the planted one; `wanted` None only reports.
+    """Count the seeds whose model is within `accuracy` of the planted one.
 
-    A model called recovered that is further than `honest` off on fresh queries is a lie.
+    With `wanted` None the count is only reported. A model that is called recovered must be within
+    `honest` of the answers to fresh queries.
     """
     runs = [made(seed) for seed in range(seeds)]
     queries = [result.queries for result, _ in runs]
     errors = [worst_error(result.model, truth) for result, truth in runs]
-    lied = sum(
+    wrong = sum(
         result.status is Status.RECOVERED and fresh_error(truth, result.model, [5], 20) > honest
         for result, truth in runs
     )
@@ -145,8 +145,8 @@ def row(
         what,
         f"{len(right)}/{seeds}, {min(queries)}..{max(queries)} queries, error {worst}",
         target,
-        not lied and (wanted is None or (len(right) == seeds) == wanted),
-        f"wrong but called right: {lied}",
+        not wrong and (wanted is None or (len(right) == seeds) == wanted),
+        f"wrong but called recovered: {wrong}",
     )
 
 

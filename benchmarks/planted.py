@@ -1,4 +1,4 @@
-"""Planted targets, and errors against the truth that was planted."""
+"""Errors of extracted models against planted targets, and their rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from show import Row, relative
 
 
 def normals(seed: int) -> Callable[..., Tensor]:
-    """Standard Gaussian tensors from one stream, by their shape."""
+    """Return a function that draws standard Gaussian tensors of a shape from one stream."""
     stream = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
 
 
 def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
-    """The largest error of any W or v, relative to its largest entry; heads in any order.
+    """Return the largest error of any W or v, relative to its largest entry.
 
-    Heads are matched by W. Infinite where there are more or fewer heads than were planted.
+    Heads may be in any order and are matched by W. If their number is wrong, the error is infinite.
     """
     if not isinstance(found, type(truth)) or len(found.W) != len(truth.W):
         return math.inf
@@ -48,7 +48,7 @@ def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
 
 
 def compared(target: Any, result: Extraction, seed: int, numbers: int) -> dict[str, Any]:
-    """What an extraction took, next to the truth; `numbers` are those of an answer."""
+    """Compare an extraction with its target, whose answers have `numbers` numbers each."""
     error = None if result.model is None else judge(target, result.model, seed + 100).worst
     return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
             "queries": result.queries, "seconds": result.seconds,
@@ -59,7 +59,10 @@ def by_kind(
     measured: Callable[[tuple[str, int]], dict[str, Any]], known: Collection[str], kinds: str,
     seeds: int, workers: int,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:  # fmt: skip
-    """What each seed of some kinds gives; `kinds` are names or parts of them, with semicolons."""
+    """Yield each kind with the results of its seeds.
+
+    `kinds` are names or parts of names, separated by semicolons.
+    """
     parts = kinds.split(";")
     whole = [part for part in parts if part in known]
     chosen = [
@@ -75,7 +78,7 @@ def by_kind(
 def taken(
     name: str, items: list[dict[str, Any]], allowed: float, least: int, wrong: float | None = None
 ) -> Row:
-    """How many of a kind were recovered as exactly as `allowed`; beyond `wrong` it is false."""
+    """Count how many of a kind were recovered within `allowed`; beyond `wrong` one is false."""
     called = [item for item in items if item["status"] == Status.RECOVERED]
     right = [item for item in called if item["error"] <= allowed]
     false, details = sum(item["error"] > (wrong or allowed) for item in called), ""
@@ -90,18 +93,17 @@ def taken(
         )
         if "parts" in right[0]:
             details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
-    row = Row(
+    return Row(
         name, f"{len(right)} of {len(items)} recovered, {false} false",
         f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
-        details,
+        details, items=items,
     )  # fmt: skip
-    return show.itemised(row, items)
 
 
 def fresh_error(
     target: Oracle, model: Oracle | None, lengths: Sequence[int], count: int = 100, size: float = 1
 ) -> float:
-    """The worst error on fresh sequences of each length, relative to the largest answer."""
+    """Return the worst error on fresh sequences, relative to the largest answer of each length."""
     if model is None:
         return math.inf
     draw, worst = normals(987_654_321), 0.0

@@ -1,14 +1,15 @@
-"""Who may ask whether somebody else's prompt is cached: llama.cpp's own server, on this machine.
+"""Whether one client can tell that another's prompt is cached, on llama.cpp's own server.
 
-`--model FILE.gguf`: xllamacpp serves it with its defaults, which keep the prompts of all clients.
-Before each of `--prompts` questions another client has sent a turn of DREAM's dialogues, the one
-that the asker guesses or another of the same length, by the toss of a coin, and then a third one.
-The asker sends the guess for one token: was it cached? By time alone, against a threshold from
-the asker's own prompts, sent twice; and by the field that the answer has (`timings.cache_n`, or
-`usage.prompt_tokens_details.cached_tokens`). And a prompt that is known ends with four digits
-that are not; the field tells how many tokens fit, so they are guessed one by one. A wrong guess
-takes the place of what it is compared with, so the other client sends the prompt again each time.
-Without a model nothing is started, and the row says so.
+xllamacpp serves `--model FILE.gguf` on this machine with its defaults, which keep the prompts of
+all clients. In each of `--prompts` trials another client sends either the turn of DREAM that the
+attacker guesses or another of the same length, by the toss of a coin, and then a third one. The
+attacker requests one token for the guess: was it cached? They judge by time alone, against a
+threshold from their own prompts sent twice, or by the field that the answer has (`timings.cache_n`,
+or `usage.prompt_tokens_details.cached_tokens`).
+
+In a second attack a known prompt ends with four unknown digits. The field tells how many tokens
+were cached, so that the digits are guessed one by one. A wrong guess replaces the cached prompt,
+which the other client therefore sends again each time. Without a model nothing is started.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subjects
 from servers import served
 from show import Row
 
-OWN = 5  # prompts of the asker's, for the threshold
+OWN = 5  # prompts of the attacker, for the threshold
 KNOWN = "Your account is confirmed. Never share this code with anyone. Your code is "
 
 
@@ -42,14 +43,14 @@ def run(
         yield Row("a server's prefix cache", "nothing was started: --model FILE.gguf was not given")
         return
     with served(model) as url, httpx.Client(base_url=url, timeout=600) as client:
-        yield from asked(client, subjects.turns(data, "dev"), prompts, tokens)
+        yield from guesses(client, subjects.turns(data, "dev"), prompts, tokens)
         yield from digits(client, secrets)
 
 
 def ask(client: httpx.Client, ids: list[int]) -> tuple[int, float]:
-    """How many tokens of a prompt were cached, as the answer says, and the seconds it took."""
-    question = {"prompt": ids, "n_predict": 1, "temperature": 0}
-    answer, seconds = show.timed(lambda: client.post("/completion", json=question).json())
+    """Return how many tokens of a prompt the answer calls cached, and the seconds it took."""
+    request = {"prompt": ids, "n_predict": 1, "temperature": 0}
+    answer, seconds = show.timed(lambda: client.post("/completion", json=request).json())
     return answer["timings"]["cache_n"], seconds
 
 
@@ -57,7 +58,7 @@ def tokenized(client: httpx.Client, text: str) -> list[int]:
     return client.post("/tokenize", json={"content": text}).json()["tokens"]
 
 
-def asked(client: httpx.Client, lines: list[str], prompts: int, tokens: int) -> Iterator[Row]:
+def guesses(client: httpx.Client, lines: list[str], prompts: int, tokens: int) -> Iterator[Row]:
     words: list[int] = []
     wanted = (3 * prompts + OWN) * tokens
     for line in lines:
@@ -84,12 +85,12 @@ def asked(client: httpx.Client, lines: list[str], prompts: int, tokens: int) -> 
         ("the field", lambda item: item["cached"] >= tokens // 2),
     ):
         right = sum(says(item) == item["sent"] for item in items)
-        row = Row(
+        yield Row(
             f"was a prompt of {tokens} tokens sent? by {how}", f"{right} of {prompts} right",
             details=f"{sum(item['sent'] for item in items)} were; cached "
             f"{statistics.median(again):.3f} s, not {statistics.median(fresh):.3f} s",
+            items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
 
 
 def digits(client: httpx.Client, secrets: int) -> Iterator[Row]:
@@ -103,7 +104,7 @@ def digits(client: httpx.Client, secrets: int) -> Iterator[Row]:
         found, questions = list[int](), 0
         for _ in secret:
             for number in range(10):
-                ask(client, [*prompt, digit[0]])  # the other client's, and its text goes on
+                ask(client, [*prompt, digit[0]])  # the other client, whose text continues
                 guess = [*known, *space, *(digit[each] for each in [*found, number])]
                 questions += 1
                 if ask(client, [*guess, 0])[0] >= len(guess):
@@ -111,13 +112,13 @@ def digits(client: httpx.Client, secrets: int) -> Iterator[Row]:
                     break
         items.append({"right": found == secret, "questions": questions})
     right = sum(item["right"] for item in items)
-    row = Row(
-        "four digits behind a known prompt, token by token, by the field",
+    yield Row(
+        "four digits after a known prompt, token by token, by the field",
         f"{right} of {secrets} right",
         details=f"{statistics.mean(item['questions'] for item in items):.1f} questions each, "
         "of 10,000 possible codes",
+        items=items,
     )
-    yield show.itemised(row, items)
 
 
 if __name__ == "__main__":

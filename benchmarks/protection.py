@@ -1,17 +1,19 @@
-"""What protects stored vectors: reads against recall, for each defence and strength.
+"""What protects stored vectors: texts read and retrieval lost, for each defence and strength.
 
-Sentences of SST-2's development set (`--tokens` long, none that is a line of the corpus) are stored
-behind a defence, and read back by somebody who has the store, the encoder, SST-2's training set
-and the defence itself, all but its secret (recover/protection.py). Next to it stands what the
-defence costs: recall@10 among `--docs` sentences, for queries that are other sentences. Promised is
-that no text is verified wrongly.
+Sentences of SST-2's dev set (`--tokens` long, none of them a line of the corpus) are stored with a
+defence. The attacker has the store, the encoder, SST-2's training set and the defence, all but its
+secret (recover/protection.py). The cost of the defence is recall@10 among `--docs` sentences, for
+other sentences as queries. `--parts` selects:
 
-Rows of packages run the packages' own code, from the folder that is given as `--packages`
-(`pip install --target FOLDER --no-deps turboquant-vectors ironcore-alloy`); a package that is not
-there says so. `nobody` are `--nobody` vectors that are of no text, and `near` texts next to the
-true one that are handed to the judge: none may be verified; `--parts defences,nobody` takes some,
-`--only rounding,truncation` some defences.
-On a GPU all vectors of an encoder are searched together. `--quick` takes a random-weight model.
+    defences  every defence; `--only rounding,truncation` selects some
+    near      texts close to the true one, given to the judge: none may be verified
+    nobody    `--nobody` vectors that belong to no text: none may be verified
+    packages  packages that promise to protect vectors, by their own code, installed with `pip
+              install --target FOLDER --no-deps turboquant-vectors ironcore-alloy` for
+              `--packages FOLDER`
+
+No text may be verified wrongly. On a GPU all vectors of an encoder are searched together. `--quick`
+takes a model with random weights.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ from show import Row
 
 WAY = Exposure("pooled")
 PRIVATE = 8.0  # ε that is called private
-PAIRS = (0, 1, 10)  # known texts, and then a fourth of the numbers of a vector, and all
+PAIRS = (0, 1, 10)  # known texts; for a rotation also d / 4 and d
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """An encoder, the secret texts, the texts that the attacker has, and those of the store."""
+    """An encoder, the secret texts, the attacker's texts, and the stored ones."""
 
     loaded: Loaded
     secrets: list[list[int]]
@@ -104,7 +106,8 @@ def run(
             [protection.no_defence(), protection.rounding("int4"), protection.projection(16, 32)],
         )
         yield from near_rows(setting, 2)
-        yield nobody_row(setting, "random directions", torch.randn(4, 32), SumSearch(passes=60))
+        drawn = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+        yield nobody_row(setting, "random directions", drawn, SumSearch(passes=60))
         return
     loaded = subjects.minilm(encoder, device)
     reviews = set(read_texts(data / "sst2" / "train.tsv"))
@@ -140,7 +143,7 @@ def prepared(
 
 
 def embedded(target: Target, lines: Sequence[str]) -> Tensor:
-    """Vectors (lines, d) of length one."""
+    """Return vectors (lines, d) of unit length."""
     ids = target.tokenizer(list(lines), add_special_tokens=False)["input_ids"]
     encoder = Encoder(target, WAY)
     return encoder.vectors(Texts.of(ids, max(map(len, ids)), encoder.device))
@@ -182,15 +185,14 @@ def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery
     found = protection.retrieval(defence, setting.docs, setting.queries)
     what = f"{setting.name}, {defence.name}, {defence.strength}"
     passes = statistics.mean(made.passes for made, _ in pairs)
-    row = Row(
+    kept = {"row": what, "encoder": setting.name, "defence": defence.name,
+            "strength": defence.strength, "exact": exact, "texts": len(pairs), "f1": f1,
+            "verified": verified, "wrong": wrong, "recall": found}  # fmt: skip
+    return Row(
         what, f"{exact} of {len(pairs)} exact, recall@10 {found:.3f}", "0 verified wrongly",
         wrong == 0,
-        f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes",
+        f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes", run=kept,
     )  # fmt: skip
-    kept = {"encoder": setting.name, "defence": defence.name, "strength": defence.strength,
-            "exact": exact, "texts": len(pairs), "f1": f1, "verified": verified, "wrong": wrong,
-            "recall": found}  # fmt: skip
-    return replace(row, run={"row": what, **kept})
 
 
 # Packages that promise to protect vectors, by their own code.
@@ -206,7 +208,7 @@ def packaged(setting: Setting, package: Callable[[Setting], list[Defence]]) -> I
 
 
 def turboquant(setting: Setting) -> list[Defence]:
-    """turboquant-vectors: `PrivateEncoder`, a secret rotation, and vectors compressed to 4 bits."""
+    """turboquant-vectors: `PrivateEncoder` (a secret rotation), and compression to 4 bits."""
     module: Any = importlib.import_module("turboquant_vectors")
     docs, d = setting.docs, setting.docs.shape[1]
     secret, store = module.PrivateEncoder.generate(d), module.TurboQuantVectors(d)
@@ -230,10 +232,10 @@ def turboquant(setting: Setting) -> list[Defence]:
 
 
 def ironcore(setting: Setting) -> list[Defence]:
-    """ironcore-alloy (Cloaked AI): numbers in an order that the key says, and noise.
+    """ironcore-alloy (Cloaked AI): noise, and a secret permutation of the numbers.
 
-    The noise is spread evenly over a ball of radius factor / 4 (Fuchsbauer et al., 2021). Without a
-    known text the order follows from statistics of all that is stored (`reordered`).
+    The noise is uniform in a ball of radius factor / 4 (Fuchsbauer et al., 2021). Without a known
+    text the permutation follows from statistics of all stored vectors (`reordered`).
     """
     module: Any = importlib.import_module("ironcore_alloy")
     d, made = setting.docs.shape[1], list[Defence]()
@@ -275,17 +277,17 @@ def _encrypted(module: Any, sdk: Any, vectors: Tensor) -> Tensor:
 
 
 def in_order(known: Tensor, stored: Tensor) -> Alignment:
-    """A secret order of d numbers, from what is known (m, d) and stored (m, d) of each."""
+    """Find a secret permutation of d numbers from vectors known (m, d) and stored (m, d)."""
     order = assigned(torch.cdist(stored.T.double(), known.T.double()))
     eye = torch.eye(len(order), dtype=torch.float64)
     return Alignment(eye[:, order], eye)
 
 
 def reordered(own: Tensor, stored: Tensor, rounds: int = 30) -> Alignment:
-    """The same from vectors (n, d) of the attacker's texts and of others, by how numbers vary.
+    """Find it from statistics of vectors (n, d) of the attacker's own texts and of the stored ones.
 
-    First by the mean and the spread of each number; then, again and again, by its covariances with
-    all others in the order so far. Noise changes none of these but each number's own variance.
+    Numbers are matched first by mean and standard deviation, then repeatedly by their covariances
+    with all others in the order so far. Noise changes none of these but each number's variance.
     """
     own, stored = own.double().cpu(), stored.double().cpu()
     found = in_order(*(torch.stack([each.mean(0), each.std(0)]) for each in (own, stored)))
@@ -295,13 +297,13 @@ def reordered(own: Tensor, stored: Tensor, rounds: int = 30) -> Alignment:
     return found
 
 
-# Texts that are not the one, and vectors of no text: none may be verified.
+# Texts close to the true one, and vectors of no text: none may be verified.
 
 FORMS = ("float32", "float16", "int8", "int4", "binary")
 
 
 def near_rows(setting: Setting, texts: int) -> Iterator[Row]:
-    """Texts next to the true one, handed to the judge of its vector, in each stored form."""
+    """Give texts close to the true one to the judge of its vector, in each stored form."""
     target, stream = setting.target, random.Random(0)
     kinds: dict[str, list[int]] = {}
     written = same = 0
@@ -322,20 +324,20 @@ def near_rows(setting: Setting, texts: int) -> Iterator[Row]:
                 made = [*frame[0], *miss, *frame[1]]
                 fits = may_be(target, leak, made, vectors)
                 wrong = fits and judge_vector(target, leak, made, vectors).verified
-                for place, one in enumerate((1, fits, wrong)):
-                    count[place] += one
+                for place, more in enumerate((1, fits, wrong)):
+                    count[place] += more
     for kind, (tried, fit, wrong) in kinds.items():
         what = f"{setting.name}, near misses: {kind}"
         yield show.exactly(what, f"{wrong} of {tried} verified", f"0 of {tried} verified",
                            f"{fit} fit the vector")  # fmt: skip
-    what = f"{setting.name}, texts that differ in case or spaces alone"
+    what = f"{setting.name}, texts that differ only in case or spaces"
     yield Row(what, f"{same} of {written} have the same tokens, and so the same vector")
 
 
 def near_misses(
     setting: Setting, vectors: Vectors, text: Tokens, stream: random.Random
 ) -> list[tuple[str, Tokens]]:
-    """The texts one edit away that come nearest, one token by chance, two that change places."""
+    """Return the nearest texts one edit away, random replacements, and swapped neighbours."""
     own = vectors([text])[0]
     edits = alternatives_to(vectors, text, own, False)
     order = (edits.vectors @ own).argsort(descending=True)[:20].tolist()
@@ -376,7 +378,7 @@ def nobody_rows(
 def nobody_row(
     setting: Setting, kind: str, vectors: Tensor, search: SumSearch, right: Sequence[str] = ()
 ) -> Row:
-    """`right` are the texts behind vectors that noise leaves too near to them to be no text's."""
+    """Read vectors of no text; `right` are texts so close to them that reading those is right."""
     vectors, target = normalize(vectors, dim=-1), setting.target
     reader = replace(setting.reader, search=search)
     leaks = [Pooled(vector) for vector in vectors]

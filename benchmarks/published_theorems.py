@@ -1,8 +1,8 @@
-"""Theorems 5.1, 6.1 and B.1 as published: stated, guaranteed and measured, side by side with ours.
+"""Theorems 5.1, 6.1 and B.1 as published, compared with ours: stated, guaranteed and measured.
 
-Stated is what the theorem says before anything is asked (‖Ŵ − W‖_F and ‖v̂ − v‖), guaranteed what
-the answers prove of every entry, measured the error against the planted truth. In Theorem 6.1
-every answer is wrong by exactly ±τ, τ being the theorem's own; bound and margin are those of the
+*Stated* is the accuracy that the theorem promises beforehand (‖Ŵ − W‖_F and ‖v̂ − v‖), *guaranteed*
+what the answers prove of every entry, *measured* the error against the planted truth. In Theorem
+6.1 every answer is wrong by exactly ±τ with the theorem's own τ; bound and margin are those of the
 target. A draw without a guarantee counts as a violation.
 """
 
@@ -36,7 +36,7 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 class Extreme:
-    """Errors of exactly ±τ, by the question: the worst that Theorem 6.1 allows."""
+    """Answers wrong by exactly ±τ, fixed for each query: the worst that Theorem 6.1 allows."""
 
     def __init__(self, head: oracle.Head, tau: float, seed: int) -> None:
         self.inner, self.dim, self._tau = head, head.dim, tau
@@ -48,7 +48,7 @@ class Extreme:
 
 
 class Outcome(NamedTuple):
-    """One draw: what was stated, guaranteed and measured, per entry and in norm."""
+    """One draw: the error stated, guaranteed and measured, per entry and in norm."""
 
     stated: float
     guaranteed: float
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 
 def _entry(result: Extraction, target: oracle.Head) -> float:
-    """The largest error of an entry of W."""
+    """Return the largest error of an entry of W."""
     return float((result.model.W - target.W).abs().max())
 
 
@@ -142,7 +142,7 @@ def from_signs(dim: int, margin: float, accuracy: float, draws: range) -> Iterat
 
 
 def gaussian_measurements(dim: int, rank: int, draws: range) -> Row:
-    """How many independent Gaussian pairs the convex program of Theorem 5.1 takes."""
+    """Measure how many independent Gaussian pairs the convex program of Theorem 5.1 needs."""
     parts: list[str] = []
     for factor in (3, 4, 5, 6, 8):
         good = 0
@@ -157,7 +157,7 @@ def gaussian_measurements(dim: int, rank: int, draws: range) -> Row:
 def _planted(
     dim: int, seed: int, zeros: int = 0, margin: float | None = None
 ) -> tuple[oracle.Head, float]:
-    """A head with ‖v‖ = 1, with zeros in v or with every |v_i| beyond a margin, and its ‖W‖."""
+    """Return a head with ‖v‖ = 1, zeros in v or every |v_i| beyond a margin, and its ‖W‖."""
     head = oracle.plant(dim=dim, seed=seed, scale=0.5)
     draw, v = normals(seed), head.v.clone()
     v[:zeros] = 0.0

@@ -1,14 +1,16 @@
-"""Caches as programs quantise them: is the text read, verified, and nothing falsely?
+"""KV caches quantised as real programs do it: are texts read and verified, and none falsely?
 
-    fp8 e4m3    transformers' own cache of 8-bit floats, a scale for each tensor
-    fp8 e5m2    8-bit floats without a scale
-    KIVI 4, 2   the paper's groups (arXiv 2402.02750): a channel of keys over 32 tokens, 32 numbers
-                of a token's values, each from its least to its largest number
+`--kinds` selects:
 
-`--models`: folders or .gguf files of causal
-models, `--texts` texts each, DREAM's turns joined to 32 tokens; from the first layer's cache, and
-those at a quarter and at half of the layers; `--kinds` takes some of the above. `--quick` reads a
-random Llama.
+    fp8 e4m3  transformers' cache of 8-bit floats, with a scale for each tensor
+    fp8 e5m2  8-bit floats without a scale
+    KIVI 4    groups of 4 bits from their least to their largest number (arXiv 2402.02750): a
+              channel of keys over 32 tokens, 32 numbers of a token's values
+    KIVI 2    the same with 2 bits
+
+`--models` are folders or .gguf files of causal models; `--texts` texts, DREAM's turns cut to 32
+tokens, are read from the first layer's cache and from those at a quarter and half of the layers.
+`--quick` reads a Llama with random weights.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def of_model(name: str, loaded: Loaded, ids: list[Tensor], kinds: list[str]) -> 
 
 @torch.no_grad()
 def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
-    """What such a cache holds of a text, as the model reads it back."""
+    """Return the numbers of a text that such a cache gives back to the model."""
     import transformers
 
     base = anatomy(loaded.model).base
@@ -69,7 +71,7 @@ def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
         base(input_ids=text[None], past_key_values=cache)
         width = anatomy(loaded.model).head_dim
         more = torch.zeros(1, anatomy(loaded.model).key_heads, 1, width, device=text.device)
-        keys, values = cache.update(more, more, layer)  # all that is kept, and this
+        keys, values = cache.update(more, more, layer)  # returns everything kept, and these
         return KeyValues(keys[:, :, :-1].cpu(), values[:, :, :-1].cpu(), layer=layer)
     kept = transformers.DynamicCache()
     base(input_ids=text[None], past_key_values=kept)
@@ -81,7 +83,7 @@ def leaked(loaded: Loaded, text: Tensor, kind: str, layer: int) -> KeyValues:
 
 
 def grouped(numbers: Tensor, bits: int) -> Tensor:
-    """Groups of 32 along the last axis, rounded to even steps between their ends."""
+    """Round groups of 32 along the last axis to even steps between their extremes."""
     groups = numbers.unflatten(-1, (-1, min(LENGTH, numbers.shape[-1])))
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = ((most - least) / (2**bits - 1)).clamp(min=1e-12)
@@ -91,13 +93,12 @@ def grouped(numbers: Tensor, bits: int) -> Tensor:
 def row(what: str, items: list[dict[str, Any]], seconds: float) -> Row:
     exact, false = subjects.claims(items)
     right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
-    made = Row(
+    return Row(
         what, f"{exact} of {len(items)} exact and verified, {false} falsely",
         "all, 0 falsely", exact == len(items) and not false,
         f"{right} of {tokens} tokens right; error {items[0]['precision'] or 0:.2f} of the spread; "
-        f"{seconds:.1f} s", promise=False,
+        f"{seconds:.1f} s", promise=False, items=items,
     )  # fmt: skip
-    return show.itemised(made, items)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Whole blocks of real checkpoints, taken by queries that return one token's vector.
+"""Whole blocks of real checkpoints, extracted by queries that return one token's vector.
 
-all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms behind the sums. all-mpnet-base-v2,
-block 3: the same with a bias of positions in every head (`--encoder FOLDER`). SmolLM2-135M, block
-0: RMS norms in front, rotary positions, 9 heads that share keys and values by threes, units with
-gates. First everything but attention, then its heads (of MiniLM one by one, then all of them fitted
-at once); each matrix next to the truth, in the form that can be known. The lower bound is what
-symmetries leave of the parameters, over the numbers in an answer. subjects.py says where the models
-come from; `--quick` takes planted blocks.
+    minilm   all-MiniLM-L6-v2, block 3: attention, GELU, biases, LayerNorms after the sums
+    mpnet    all-mpnet-base-v2, block 3: the same with position biases in every head (`--encoder
+             FOLDER`)
+    smollm2  SmolLM2-135M, block 0: RMS norms in front, rotary positions, 9 heads that share keys
+             and values in threes, gated units
+
+Everything but attention is extracted first, then the heads one by one, then all heads are fitted at
+once. Each matrix is compared with the truth in canonical form. The lower bound is the number of
+parameters, less the symmetries, divided by the numbers in an answer. subjects.py says where the
+models come from; `--quick` takes planted blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def run(
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
-    """Everything but attention, then the heads."""
+    """Extract everything but attention, then the heads."""
     behind, stream = target.norm == "behind", torch.Generator().manual_seed(seed)
     counted = Counted(Computed.on(device, target) if behind else target)
     asked = Reporting(counted, time.perf_counter())
@@ -94,7 +97,7 @@ def failed(what: str, end: Exception, counted: Counted) -> Row:
 def whole(
     label: str, target: Block, found: Any, asked: Reporting, stream: torch.Generator, seed: int
 ) -> Iterator[Row]:
-    """The heads one by one, then all of them fitted at once."""
+    """Extract the heads one by one, then fit all of them at once."""
     counted = asked.target
     what = f"{label}, the whole block"
     try:
@@ -112,7 +115,7 @@ def whole(
 
 
 def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> SubLayer:
-    """From questions of the first lengths at which they come back."""
+    """Extract the heads with queries of the first length at which it succeeds."""
     end: Exception = LostSum("no length was tried")
     for reach in reaches:
         started = time.perf_counter()
@@ -126,7 +129,7 @@ def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> S
 
 
 def off_behind(found: Behind, true: Block) -> tuple[dict[str, float], int]:
-    """How far each part but attention is off, and how many units are found."""
+    """Return the error of each part but attention, and the number of units found."""
     units, lift = found.layer.units, found.axes
     total = torch.einsum("hdk,hkm->dm", true.V, true.O)
     rows = (units.A @ lift.mT, units.a, (lift @ units.C).mT)
@@ -142,8 +145,8 @@ def off_behind(found: Behind, true: Block) -> tuple[dict[str, float], int]:
 
 
 def off_in_front(view: View, undone: Any, target: Block) -> tuple[dict[str, float], int]:
-    """Likewise where norms are in front."""
-    # Attention that is not read yet: any will do to compare the rest.
+    """Return the same for a block with norms in front."""
+    # The heads are not known yet: the true ones stand in, so that the rest can be compared.
     found, true = canonical_block(undone.block(target.sub_layer)), canonical_block(target)
     near = torch.cdist(true.A, found.A).argmin(1)
     total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
@@ -186,11 +189,11 @@ class Computed:
 
 @dataclass
 class Reporting:
-    """A target, and how far its questions have come: on stderr, now and then."""
+    """A target that reports the number of queries on stderr every five seconds."""
 
     target: Counted
     started: float
-    said: float = 0.0
+    reported: float = 0.0
 
     @property
     def dim(self) -> int:
@@ -202,28 +205,27 @@ class Reporting:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         answers, seconds = self.target(sequences), self.seconds
-        if seconds > self.said + 5:
-            self.said = seconds
+        if seconds > self.reported + 5:
+            self.reported = seconds
             print(f"{self.target.queries:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
         return answers
 
 
-def off(found: Tensor, true: Tensor, beside: Tensor | None = None) -> float:
-    """Relative to the largest number; of a bias, which may be 0, that of the matrix beside it."""
-    size = true if beside is None else beside
-    return float((found - true).abs().max() / size.abs().max())
+def off(found: Tensor, true: Tensor, scale: Tensor | None = None) -> float:
+    """Return the error relative to the largest number of `scale`, for biases their matrix."""
+    return float((found - true).abs().max() / (true if scale is None else scale).abs().max())
 
 
 def row(label: str, errors: dict[str, float], queries: int, target: Block, about: str) -> Row:
     largest, bound = max(errors.values()), -(-target.unknowns // target.dim)
-    made = Row(
+    item = {"errors": errors, "queries": queries, "bound": bound, "about": about}
+    return Row(
         label, f"largest relative error of a matrix {largest:.1e}", f"<= {TOLERANCE:.0e}",
         largest <= TOLERANCE,
         f"{queries:,} queries, lower bound {bound:,}, {queries / bound:.0f} times; {about}; "
         + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()),
+        items=[item],
     )  # fmt: skip
-    return show.itemised(made, [{"errors": errors, "queries": queries, "bound": bound,
-                                 "about": about}])  # fmt: skip
 
 
 if __name__ == "__main__":

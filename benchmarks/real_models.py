@@ -1,15 +1,14 @@
-"""Models as people run them: are their hidden states and caches read, how fast, in what memory?
+"""Real checkpoints: are their hidden states and caches read, how fast, and with how much memory?
 
-`--models`: folders and .gguf files, each read in its own precision (or `--dtype bfloat16`) from
-hidden states at a quarter, half and all of its layers, and from the caches of a causal one: turns
-of DREAM's dialogues of 8 to 40 tokens, `--texts` of them. Verified must mean right. Of an encoder
-and a decoder both are read: the decoder's text is what the model itself answers to the turn, behind
-the encoder's states of it.
+`--models` are folders and .gguf files. `--texts` turns of DREAM's dialogues of 8 to 40 tokens are
+read in the model's own precision (or `--dtype bfloat16`) from hidden states at a quarter, half and
+all of its layers, and from caches if it is causal. Verified must mean right. Of an encoder-decoder
+both parts are read: the decoder's text is the model's own output for the turn.
 
-`--sizes 0.1,1.5,7`: Llamas of about so many billion parameters with random weights of scale 0.02,
-in bfloat16 on a GPU, which says what size costs: a random text of `--length` tokens, from half of
-the layers, from the last, and from the cache at half; tokens a second, and the most memory that was
-taken over what the weights take.
+`--sizes 0.1,1.5,7` measures the cost of size on a GPU: Llamas with about so many billion random
+parameters of scale 0.02, in bfloat16. A random text of `--length` tokens is read from half of the
+layers, from the last, and from the cache at half. Reported are tokens per second and the peak
+memory relative to the weights.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def opened(name: Path, device: str) -> Loaded:
 
 
 def of_pair(name: str, loaded: Loaded, ids: list[torch.Tensor]) -> Iterator[Row]:
-    """The encoder, then the decoder behind its states."""
+    """Read the encoder, then the decoder that attends to its states."""
     model, decoder = loaded.model, replace(loaded, model=decoder_of(loaded.model))
     yield from of_model(f"{name}, its encoder", loaded, ids)
     with torch.no_grad():
@@ -90,14 +89,14 @@ def of_model(
         items, seconds = subjects.read_back(loaded, ids, exposure, encoder=states)
         exact, false = subjects.claims(items)
         tokens = sum(item["tokens"] for item in items)
-        row = Row(
+        yield Row(
             f"{name}, {str(weights).removeprefix('torch.')}, {exposure} of {parts.layers}",
             f"{exact} of {len(items)} exact and verified, {false} falsely",
             ">= 98%, 0 falsely", exact >= 0.98 * len(items) and not false,
-            f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s; "
-            f"{statistics.mean(len(each) for each in ids):.0f} tokens a text", promise=False,
+            f"{tokens / seconds:,.0f} tokens per second, {seconds:.1f} s; "
+            f"{statistics.mean(len(each) for each in ids):.0f} tokens per text", promise=False,
+            items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
 
 
 def of_size(size: float, device: str, length: int) -> Iterator[Row]:
@@ -113,14 +112,13 @@ def of_size(size: float, device: str, length: int) -> Iterator[Row]:
         items, seconds = subjects.read_back(loaded, ids, exposure)
         exact, _ = subjects.claims(items)
         ratio = torch.cuda.max_memory_allocated() / weights
-        row = Row(
+        yield Row(
             f"{size:g}B random, bfloat16, {exposure} of {layers}, 1 of {length} tokens",
             f"{exact} of 1 exact and verified, {ratio:.2f} × the weights' memory",
             "all, <= 1.3 ×", exact == 1 and ratio <= 1.3,
-            f"{length / seconds:,.1f} tokens a second, {seconds:.1f} s; weights "
-            f"{weights / 1e9:.2f} GB", promise=False,
+            f"{length / seconds:,.1f} tokens per second, {seconds:.1f} s; weights "
+            f"{weights / 1e9:.2f} GB", promise=False, items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
 
 
 def random_llama(size: float, device: str) -> Loaded:

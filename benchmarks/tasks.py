@@ -1,14 +1,14 @@
-"""Attacks and defences by task: HellaSwag, DREAM, pairs and SST-2. Made for a GPU.
+"""Attacks and defences by task: HellaSwag, DREAM, pairs and SST-2. It needs a GPU.
 
 MiniLM (`--encoder`) is trained on all of each task's data with each method and seed; then the first
 `--right` right answers are attacked (trained.py). `pairs` is made from HellaSwag: does this ending
-belong to this context? Each context comes once with its own ending and once with that of another
-one that begins alike ("Preparing pasta: …"), so that neither alone tells anything.
+belong to this context? Each context occurs once with its own ending and once with that of another
+context of the same activity ("Preparing pasta: …"), so that neither alone predicts the label.
 
-`--parts factors` reads the runs, its own or of `--join FILE …`: of each attack that flips some
-answers and not others, the share that flipped in each quarter of the answers by margin, tokens or
-entropy of attention, and how often an answer that flipped has the larger value than one that stands
-(ties count half; 50%: the factor tells nothing).
+`--parts factors` analyses the runs, its own or those of `--join FILE …`. For each attack that flips
+some answers and not others, it reports the share that flipped in each quarter of the answers by
+margin, number of tokens or entropy of attention, and how often a flipped answer has a larger value
+than one that did not flip (ties count half; at 50% the factor predicts nothing).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from show import Row
 from trained import Options, Run, Task, Tiny
 
 PARTS = ("attacks", "factors")
-# Folder, ending of its files, head, and how it is trained: epochs, batch, rate, max_length.
+# Folder, file extension, head, and the training: epochs, batch size, rate, max_length.
 TASKS = {
     "hellaswag": ("hellaswag", "jsonl", "choice", 5, 32, 5e-5, 160),
     "dream": ("dream", "json", "choice", 6, 32, 5e-5, 256),
@@ -84,7 +84,7 @@ def of_task(name: str, quick: bool, options: Options, max_length: int | None) ->
 
 
 def paired(examples: Sequence[Example]) -> list[Example]:
-    """Every context with its own ending (1) and with the next one's of its group (0)."""
+    """Pair every context with its own ending (1) and with that of the next in its group (0)."""
 
     def group_of(example: Example) -> str:
         return example.text.split(":")[0]
@@ -98,13 +98,13 @@ def paired(examples: Sequence[Example]) -> list[Example]:
             for label, source in ((1, own), (0, other)):
                 ending = source.choices[source.label]
                 pairs.append(Example(f"{own.id}/{label}", label, own.text, ending))
-    # In the order of a file that knows nothing of groups: the first so many are a sample.
+    # Shuffled, so that the first examples are a sample of all groups.
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     return [pairs[number] for number in order]
 
 
 def made_up(name: str, number: int) -> Example:
-    """Random words, of which a random model learns little in a second."""
+    """Return an example of random words for the quick mode."""
     stream = torch.Generator().manual_seed(number)
     lines = [
         " ".join(map(subjects.word, torch.randint(150, (8,), generator=stream).tolist()))
@@ -116,7 +116,7 @@ def made_up(name: str, number: int) -> Example:
 
 
 def by_factor(runs: Sequence[Run]) -> Iterator[Row]:
-    """What flipping depends on, in each model."""
+    """Yield how flips depend on each factor, for each task, method and attack."""
     for what, method in dict.fromkeys((run["what"], run["method"]) for run in runs):
         own = [run for run in runs if (run["what"], run["method"]) == (what, method)]
         for outcome in OUTCOMES:
@@ -126,7 +126,7 @@ def by_factor(runs: Sequence[Run]) -> Iterator[Row]:
 
 
 def answers(runs: Sequence[Run], outcome: str) -> tuple[Tensor, Tensor]:
-    """Factors (answers, 3) and flips (answers,), float64, of all right answers attacked so."""
+    """Return factors (answers, 3) and flips (answers,) of all answers with this outcome."""
     known = [answer for run in runs for answer in run.get("answers", [])]
     known = [answer for answer in known if outcome in answer["flipped"]]
     values = [[float(answer[name]) for name in FACTORS] for answer in known]
@@ -140,7 +140,7 @@ def answers(runs: Sequence[Run], outcome: str) -> tuple[Tensor, Tensor]:
 def described(name: str, values: Tensor, flipped: Tensor) -> Iterator[Row]:
     if flipped.min() == flipped.max():
         what = "all flip" if flipped[0] else "none flips"
-        yield Row(name, f"{what}: nothing to tell apart", details=f"{len(flipped)} answers")
+        yield Row(name, f"{what}: nothing to compare", details=f"{len(flipped)} answers")
         return
     for number, factor in enumerate(FACTORS):
         shares = ", ".join(f"{share:.0%}" for share in quarters(values[:, number], flipped))
@@ -152,13 +152,13 @@ def described(name: str, values: Tensor, flipped: Tensor) -> Iterator[Row]:
 
 
 def quarters(values: Tensor, flipped: Tensor) -> list[float]:
-    """The share that flipped in each quarter of the answers, from the smallest values up."""
+    """Return the share that flipped in each quarter of the answers, smallest values first."""
     parts = flipped[values.argsort(stable=True)].tensor_split(4)
     return [float(part.mean()) for part in parts if len(part)]
 
 
 def larger(values: Tensor, flipped: Tensor) -> float:
-    """How often an answer that flipped has the larger value than one that stands."""
+    """Return how often a flipped answer has a larger value than one that did not flip."""
     gaps = values[flipped > 0][:, None] - values[flipped == 0]
     return float((gaps > 0).double().mean() + (gaps == 0).double().mean() / 2)
 

@@ -1,8 +1,9 @@
-"""Is a text that is called verified the input? Leaks of MiniLM that are not what they say.
+"""Is a verified text always the input? Corrupted and mismatched leaks of MiniLM.
 
-`--leaks` of them (subjects.py: `--encoder`, `--data`). A claim is false if a verified text was not
-the input. (Keys of layer 1 hold one token a row; spliced from two texts they are the leak of the
-spliced text, which then is the input.) `--quick` takes a random-weight model instead.
+`--leaks` leaks are corrupted, or come from another text, layer or model (subjects.py: `--encoder`,
+`--data`). Verifying a text that was not the input is false. (In keys of layer 1 each row depends on
+one token only: if they are spliced from two texts, the spliced text is the input.) `--quick` takes
+a model with random weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from keyhole.recover.leaks import Leak
 from show import Row
 from subjects import leak_of
 
-# Of 20 leaks so many are of each exposure.
+# How many of 20 leaks are of each exposure.
 SHARES = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
           "kv:3": 1, "maps:1": 1}  # fmt: skip
 
@@ -53,11 +54,11 @@ def run(
 
 ROWS = ("swap_row", "splice", "shuffle_rows", "shuffle_columns", "mix", "shift", "noise",
         "other_layer", "other_model")  # fmt: skip
-MAPS = ROWS[4:]  # which are no rows of numbers, one for each position
+MAPS = ROWS[4:]  # attention maps have no row of numbers for each position
 
 
 def changed(kind: str, a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
-    """The leak of one text, mixed with that of another text, layer or model."""
+    """Corrupt the leak of one text, by itself or with that of another text, layer or model."""
     match kind:
         case "swap_row":
             place = torch.randint(1, len(a), (1,), generator=stream)
@@ -89,7 +90,7 @@ class Subject:
 
     @classmethod
     def of(cls, loaded: Loaded, texts: list[Tensor], share: float = 0.1) -> Subject:
-        """The other model's weights differ by `share` of their own size, as after fine-tuning."""
+        """Make the other model: its weights differ by `share` of their size, as if fine-tuned."""
         model = copy.deepcopy(loaded.model)
         stream = torch.Generator().manual_seed(0)
         for weight in model.parameters():
@@ -98,7 +99,7 @@ class Subject:
         return cls(loaded, replace(loaded, model=model), texts)
 
     def mismatch(self, exposure: Exposure, number: int) -> tuple[str, Leak, Tensor]:
-        """What was done to a leak, the leak, and the text that it is the leak of."""
+        """Return how a leak was corrupted, the leak, and the text that it is the leak of."""
         kinds = MAPS if exposure.kind == "maps" else ROWS
         kind = kinds[number % len(kinds)]
         first, second = self._pair(number, same=exposure.kind == "maps")
@@ -110,7 +111,7 @@ class Subject:
         elif kind == "other_model":
             b = leak_of(self.other, first, exposure)
         values = {}
-        for name in a.names:
+        for name in a.tensors:
             rows = [_rows(leak.tensors[name]) for leak in (a, b)]
             n = min(map(len, rows))
             stream = torch.Generator().manual_seed(number)  # keys and values change alike
@@ -119,13 +120,13 @@ class Subject:
         leak = replace(a, **values)
         truth = first[: leak.length]
         if str(exposure) == "kv:1" and kind in ("swap_row", "splice"):
-            # Each row is one token's there: the leak is, to the last digit, that of a spliced text.
+            # Each row depends on one token: this is exactly the leak of the spliced text.
             stream = torch.Generator().manual_seed(number)
             truth = changed(kind, truth, second[: leak.length], stream)
         return kind, leak, truth
 
     def _pair(self, number: int, same: bool) -> tuple[Tensor, Tensor]:
-        """Two texts; maps of texts of different lengths cannot be laid over each other."""
+        """Return two texts, of the same length for maps, which cannot be mixed otherwise."""
         first = self.texts[number % len(self.texts)]
         after = (number + 1 + number // len(ROWS)) % len(self.texts)
         second = self.texts[after]
@@ -136,12 +137,12 @@ class Subject:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(positions, numbers) of a leaked tensor; heads come first in it."""
+    """Return rows (positions, numbers) of a leaked tensor, whose heads come first."""
     return tensor.transpose(0, 1).flatten(1) if tensor.ndim == 3 else tensor
 
 
 def _back(rows: Tensor, like: Tensor, maps: bool) -> Tensor:
-    """As it leaked; maps are probabilities again."""
+    """Return rows in the shape of the leak; the rows of maps are normalised again."""
     if like.ndim == 2:
         return rows
     back = rows.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
@@ -152,7 +153,7 @@ def _back(rows: Tensor, like: Tensor, maps: bool) -> Tensor:
 
 
 def _attack(exposure: Exposure) -> Attack:
-    """Short searches: what matters here is the judge."""
+    """Return a short search: only the judge is tested."""
     states = EncoderStates(rounds=1)
     return {
         "hidden": states,
@@ -162,7 +163,7 @@ def _attack(exposure: Exposure) -> Attack:
 
 
 def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterator[Row]:
-    """A row for each exposure, and one for all."""
+    """Yield a row for each exposure, and one for all."""
     every: list[dict[str, Any]] = []
     for exposure, numbers in plan:
         made = [subject.mismatch(exposure, number) for number in numbers]
@@ -171,15 +172,15 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
         items = [{"kind": kind, **item} for kind, item in zip(kinds, read, strict=True)]
         verified = Counter(item["kind"] for item in items if item["verified"])
         named = ", ".join(f"{kind} {count}" for kind, count in verified.items()) or "none"
-        row = show.exactly(
+        yield show.exactly(
             f"{exposure}, {len(items)} corrupted or mismatched leaks: falsely verified",
-            subjects.claims(items)[1], 0, f"verified: {named}; {seconds / len(items):.2f} s a leak",
+            subjects.claims(items)[1], 0,
+            f"verified: {named}; {seconds / len(items):.2f} s per leak", items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
         every += items
     right, false = subjects.claims(every)
-    details = f"{right + false} verified, of which the text was right in {right}"
-    what = f"false 'verified' in {len(every)} corrupted or mismatched leaks"
+    details = f"{right + false} verified, {right} of them the right text"
+    what = f"falsely verified of {len(every)} corrupted or mismatched leaks"
     yield show.exactly(what, false, 0, details)
 
 

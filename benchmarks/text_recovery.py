@@ -1,13 +1,13 @@
-"""Text from what a model exposes of one input: how much comes back, verified, at what cost.
+"""Text from what a model exposes of one input: how much is read and verified, at what cost.
 
-all-MiniLM-L6-v2 on `--texts` sentences of SST-2 (subjects.py: `--encoder`, `--data`); `--parts`
-takes some of it:
+all-MiniLM-L6-v2 on `--texts` sentences of SST-2 (subjects.py: `--encoder`, `--data`). `--parts`
+selects:
 
     exact      hidden states, layer by layer (`--layers`)
-    precision  hidden states rounded or noisy
-    keys       the keys of layer 1
+    precision  rounded or noisy hidden states of layers 3 and 6
+    keys       the keys and values of layer 1
 
-`--quick` takes random-weight models instead.
+`--quick` takes models with random weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(
 
 
 def small() -> Iterator[Row]:
-    """The same code on random-weight models of a few thousand parameters."""
+    """Run the same code on models of a few thousand random parameters."""
     loaded, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
     for layer in (1, 2):
         yield from exact(loaded, "random texts", ids, layer)
@@ -67,7 +67,7 @@ def small() -> Iterator[Row]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What came back of each text, and the seconds a text."""
+    """The measurements of each text, and the mean seconds per text."""
 
     items: list[dict[str, Any]]
     seconds: float
@@ -96,7 +96,7 @@ class Outcome:
         return (
             f"passes median {passes:.0f} ({self.median('passes', 'forwards'):.0f} with a backward, "
             f"{passes - self.median('passes', 'judging'):.0f} the judge's), most "
-            f"{max(item['passes'] for item in self.items)}; {self.seconds:.2f} s a text, "
+            f"{max(item['passes'] for item in self.items)}; {self.seconds:.2f} s per text, "
             f"fitted once on {self.items[0]['fitting']} random texts"
         )
 
@@ -114,34 +114,33 @@ def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[
     bound = 30 if layer <= 3 else 100
     met = got.tokens >= 0.995 and got.exact >= 0.98 and got.median("passes") <= bound
     wanted = f">= 99.5%, >= 98%, median passes <= {bound}"
-    yield show.itemised(Row(f"{what}: recovered", got.summary, wanted, met, got.cost), got.items)
+    yield Row(f"{what}: recovered", got.summary, wanted, met, got.cost, items=got.items)
 
 
 def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
-    """What must come back from a leak that is not exact."""
+    """Read rounded and noisy hidden states."""
     where = Exposure("hidden", layer)
-    asked = {
+    changes = {
         "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
         "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
     }  # fmt: skip
-    for name, change in asked.items():
+    for name, change in changes.items():
         got = recover(loaded, ids, where, change)
         what = f"layer {layer}, {name}, {len(ids)} texts"
         details = f"{got.cost}; falsely verified: {subjects.claims(got.items)[1]}"
-        row = Row(what, got.summary, ">= 99% of tokens", got.tokens >= 0.99, details)
-        yield show.itemised(row, got.items)
+        met = got.tokens >= 0.99
+        yield Row(what, got.summary, ">= 99% of tokens", met, details, items=got.items)
 
 
 def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[Row]:
-    """All tokens of all texts; the first text pays for the fit."""
+    """Read all texts; the first is read once before, to fit the maps."""
     _, fitting = show.timed(lambda: recover(loaded, ids[:1], Exposure.parse(name)))
     got = recover(loaded, ids, Exposure.parse(name))
     positions = sum(len(text) for text in ids)
     what = f"{label}, {name}, {len(ids)} texts"
-    cost = f"{got.seconds * len(ids) / positions:.3f} s a token once fitted, which took "
+    cost = f"{got.seconds * len(ids) / positions:.3f} s per token once fitted, which took "
     cost += f"{fitting:.1f} s with the first text on {loaded.model.device}; {got.cost}"
-    row = Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost)
-    yield show.itemised(row, got.items)
+    yield Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost, items=got.items)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""What benchmarks share that train a model and then attack it: options, training, attacks, table.
+"""Options, training, attacks and table of the benchmarks that train a model and attack it.
 
-A run is what one model trained with one method and one seed gave: `what`,
-`method`, `seed`, `settings`, `curve` (accuracy on the dev set after each epoch), `training`,
-`attacks` (flips of right answers), and `answers`: for every right answer that was attacked its
-margin, its number of tokens, the entropy of attention, and what each attack did to it. One process
-may do one run; `--join FILE FILE …` makes the table of what many wrote with `--json`.
+A run is one model trained with one method and one seed. It records `what`, `method`, `seed`,
+`settings`, `curve` (accuracy on the dev set after each epoch), `training`, `attacks` (flips of
+right answers) and `answers`: for every right answer that was attacked its margin, its number of
+tokens, the entropy of attention, and the result of each attack. Runs can be made one by one;
+`--join FILE FILE …` makes one table of their `--json` files.
 
-Attacks: `random`, `as-released` and `strongest` cut `--share` of each head, `strongest-tenth` a
-tenth of that share, of all units of the model: where every answer flips, it still tells them apart.
-`program` is HackAttend's released program mask for mask, `program-no-cut` its control: the same
-masks without a unit cut. They take classifiers and multiple choice of BERT's kind, if asked for.
-Methods of training (`--methods`, with commas):
+Attacks (`--attacks`): `random`, `as-released` and `strongest` cut `--share` of each head.
+`strongest-tenth` cuts a tenth of that share, of all units of the model, and still shows differences
+where the others flip every answer. `program` is HackAttend's released program, mask for mask, and
+`program-no-cut` its control, the same masks with no unit cut; both need a model of BERT's kind.
+Methods of training (`--methods`, separated by commas):
 
     plain  strongest  sattend:RATE  sattend-token:RATE
     freelb  smart  r3f  asa  creat  augmented  attack-masks, with settings: smart:radius=0.1:steps=2
     METHOD+METHOD
-    METHOD>SHARE>METHOD   the second from that share of the steps on
+    plain>SHARE>METHOD  plain training, METHOD after that share of the steps
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ ATTACKS: dict[str, Callable[..., Attacker]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Of every benchmark that trains; None takes all there is, or the task's own setting.
+    """The options of every benchmark that trains; None means all data, or the task's own setting.
 
     `right` is how many right answers are attacked, `queries` how many masked sequences of 128
-    tokens go through the model in one pass.
+    tokens the model runs in one pass.
     """
 
     data: Path = subjects.DATA
@@ -82,13 +82,13 @@ class Options:
 
     @property
     def trainings(self) -> list[tuple[str, int]]:
-        """Every method with every seed; what is misspelt is refused before hours of training."""
+        """Every method with every seed."""
         for name in self.methods:
-            defence(name)
+            defence(name)  # refuses unknown names before hours of training
         return [(name, seed) for name in self.methods for seed in self.seeds]
 
     def fresh(self, seed: int, task: str = "classification") -> Loaded:
-        """MiniLM with a new head, drawn from the seed."""
+        """Return MiniLM with a new head, drawn from the seed."""
         torch.manual_seed(seed)
         return subjects.minilm(self.encoder, self.device, task=task, new_head=2)
 
@@ -99,7 +99,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Tiny(Options):
-    """For quick modes: a random model, and texts of a few words of which one tells the label."""
+    """For quick modes: a random model, and short texts in which one word decides the label."""
 
     device: str = "cpu"
 
@@ -115,7 +115,7 @@ class Tiny(Options):
 
 def expect_known(option: str, given: Sequence[str], known: Collection[str]) -> None:
     if unknown := [name for name in given if name not in known]:
-        raise SystemExit(f"--{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
+        raise SystemExit(f"--{option}: no {', '.join(unknown)}; choose from {', '.join(known)}")
 
 
 def defence(name: str) -> Defence:
@@ -135,7 +135,7 @@ def defence(name: str) -> Defence:
 
 
 def shortened(method: HackAttend) -> HackAttend:
-    """The same attack with the least search: for the quick modes."""
+    """Return the attack with the smallest search, for quick modes."""
     if isinstance(method.schedule, Rerank):
         return replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
     return method
@@ -143,7 +143,7 @@ def shortened(method: HackAttend) -> HackAttend:
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is trained on, and how unless an option says otherwise."""
+    """The data that a model is trained on, and the settings unless options override them."""
 
     name: str
     train: Sequence[Example]
@@ -166,14 +166,14 @@ class Task:
         return Batches(loaded.model, loaded.tokenizer, examples, size, self.max_length)
 
     def queries(self, options: Options) -> int:
-        """Sequences at a time: masks are what takes memory, and grow with the square of a text."""
+        """Return the sequences per pass; the masks' memory grows with the square of the length."""
         return max(8, options.queries * 128**2 // max(128, self.max_length) ** 2)
 
 
 def fit(
     loaded: Loaded, examples: Sequence[Example], method: str, device: str, **settings: Any
 ) -> Training:
-    """Train in place. Matrix products round to fewer digits meanwhile, not in attacks."""
+    """Train in place, with matrix products in TF32, which the attacks do not use."""
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         return harden.train(
@@ -185,7 +185,7 @@ def fit(
 
 
 def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) -> Run:
-    """A run so far: the model is trained, its accuracy known after each epoch."""
+    """Train a model, and return its run so far, with the accuracy after each epoch."""
     curve: list[float] = []
     run: Run = {"what": task.name, "method": method, "seed": seed, "curve": curve, "attacks": {}}
     settings = {"epochs": task.epochs, "rate": task.rate, "batch": task.batch,
@@ -204,13 +204,13 @@ def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) 
         loaded, task.train, method, options.device, **settings, seed=seed, pool=16,
         progress=progress,
     )  # fmt: skip
-    loaded.model.requires_grad_(False)  # attacks differentiate by attention alone
+    loaded.model.requires_grad_(False)  # attacks differentiate only by attention
     run["training"] = done.to_dict()
     return run
 
 
 def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
-    """Attack the first right answers, and describe each of them."""
+    """Attack the first right answers, and record each of them."""
     right = right_answers(task.batches(loaded, options, task.dev))
     run["accuracy"], run["dev"] = len(right) / len(task.dev), len(task.dev)
     batches = task.batches(loaded, options, right[: options.right])
@@ -232,7 +232,7 @@ def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
 
 
 def right_answers(batches: Batches) -> list[Example]:
-    """The examples that the model gets right, in their order."""
+    """Return the examples that the model answers rightly, in order."""
     right: set[str] = set()
     for part, batch, labels in batches:
         hits = (batches.predicted(batch) == labels).tolist()
@@ -241,7 +241,7 @@ def right_answers(batches: Batches) -> list[Example]:
 
 
 def described(batches: Batches) -> Iterator[dict[str, Any]]:
-    """Margin, tokens and entropy of attention of each example, over all its choices."""
+    """Yield margin, tokens and entropy of attention of each example, over all its choices."""
     for part, batch, labels in batches:
         question = ask(batches.model, batch, labels)
         units = survey(batches.model, question, spare="padding")
@@ -263,7 +263,7 @@ def described(batches: Batches) -> Iterator[dict[str, Any]]:
 
 
 def entropy(a: Tensor, exists: Tensor) -> Tensor:
-    """Of maps (b, rows, heads, q, k), in nats: the mean over heads and real queries, (b,)."""
+    """Return the mean entropy (b,) in nats of maps (b, rows, heads, q, k) over real queries."""
     each = torch.special.entr(a.double().masked_fill(~exists, 0)).sum(-1)
     real = exists.any(-1)
     return (each * real).flatten(1).sum(1) / real.flatten(1).sum(1)
@@ -294,7 +294,7 @@ def row(run: Run) -> Row:
 
 
 def table(runs: Sequence[Run]) -> Iterator[Row]:
-    """One row for each model, method and way of training: mean and range over seeds."""
+    """Yield a row for each task, method and training: means and ranges over seeds."""
 
     def kind(run: Run) -> str:
         rate, epochs = run["settings"]["rate"], run["settings"]["epochs"]
@@ -328,7 +328,7 @@ def spread(found: Sequence[float]) -> str:
 
 
 def settings(runs: Sequence[Run]) -> list[str]:
-    """How the runs were made; a mean over runs that were made in several ways says so."""
+    """Return the settings of the runs, and whether they differ."""
     known = (run.get("settings", {}) for run in runs)
     lines = [", ".join(f"{name} {value}" for name, value in given.items()) for given in known]
     ways = [line for line in dict.fromkeys(lines) if line]
@@ -336,7 +336,7 @@ def settings(runs: Sequence[Run]) -> list[str]:
 
 
 def joined(files: Sequence[Path]) -> list[Run]:
-    """The runs that `--json` wrote, each with where it was made; or a plain list of them."""
+    """Read the runs of `--json` files, each with its commit and machine, or plain lists of runs."""
     runs: list[Run] = []
     for file in files:
         data = json.loads(file.read_text("utf-8"))
@@ -347,7 +347,7 @@ def joined(files: Sequence[Path]) -> list[Run]:
 
 
 def kept(runs: Sequence[Run]) -> Iterator[Row]:
-    """Runs that other commands wrote, so that the record made of them holds them too."""
+    """Yield a row for each joined run, so that the new record contains it."""
     for run in runs:
         if "commit" in run:
             name = ", ".join(str(run[key]) for key in ("what", "method", "ranking") if key in run)

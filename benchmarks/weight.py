@@ -1,10 +1,10 @@
-"""What Keyhole weighs, and whether it still does the same: two checkouts side by side.
+"""The size of two checkouts of Keyhole, and whether both behave the same.
 
-`--before` is a checkout of an earlier commit. Counted in both: lines, files, modules that one other
-module imports, commands, options, what `keyhole disrupt` can import, documents and benchmarks.
-`--same` audits the demo in both, counts the modules that this enters and compares every finding,
-then runs a list of commands and compares statuses and exit codes; `--rows FOLDER FOLDER` compares
-what quick modes of benchmarks wrote with `--json`, before and after.
+`--before` is a checkout of an earlier commit. Counted in both are lines, files, modules with a
+single importer, commands, options, modules that `keyhole disrupt` can import, and the words of
+documents. `--same` audits the demo in both, counts the modules whose functions run, and compares
+every finding; then it runs a list of commands and compares statuses and exit codes. `--rows FOLDER
+FOLDER` compares the rows that quick modes of benchmarks wrote with `--json`, before and after.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -41,12 +41,12 @@ class Checkout:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """What each module imports of the others, anywhere in it."""
+        """The other modules that each module imports, anywhere in its code."""
         return {name: set(self._imported(path)) - {name} for name, path in self.modules.items()}
 
     def _imported(self, path: Path) -> Iterator[str]:
         tree = ast.parse(path.read_text("utf-8"))
-        for node in ast.walk(tree):  # what only type checkers see is not imported
+        for node in ast.walk(tree):  # imports for type checkers do not count
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
         for node in ast.walk(tree):
@@ -64,15 +64,15 @@ class Checkout:
 
     @property
     def used_once(self) -> int:
-        """Modules that exactly one other imports."""
+        """The number of modules with exactly one importer."""
         importers = [name for names in self.imports.values() for name in names]
         plain = [name for name in self.modules if not name.endswith("__init__")]
         return sum(importers.count(name) == 1 for name in plain)
 
     def reached(self, start: str) -> int:
-        """Modules that can be imported from here on whatever way, with their packages.
+        """Count the modules that can be imported from here, directly or not, with their packages.
 
-        The packages that look up commands and names on demand are not followed.
+        Packages that import commands and names on demand are not followed.
         """
         found = {"keyhole.__init__", "keyhole.cli.__init__"}
         ahead = {start}
@@ -84,7 +84,7 @@ class Checkout:
         return len(found) - 2
 
     def listed(self, pattern: str) -> set[str]:
-        """What the reference of the command line has of a pattern: commands or options."""
+        """Return the matches of a pattern in the command-line reference: commands or options."""
         return set(re.findall(pattern, (self.root / "docs" / "cli.md").read_text("utf-8"), re.M))
 
     def lines(self, pattern: str) -> int:
@@ -97,35 +97,35 @@ class Checkout:
         return sum(len(path.read_text("utf-8").split()) for path in files)
 
     def call(self, folder: str, *words: str) -> tuple[int, str]:
-        """The exit code of Python with this checkout, and what it prints."""
+        """Run Python with this checkout, and return its exit code and output."""
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
         command = [sys.executable, *words]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         return done.returncode, done.stdout
 
     def findings(self) -> dict[str, object]:
-        """What the audit of the demo says of each exposure, and how each attack ended."""
+        """Return the findings of the demo's audit, and how each attack ended."""
         with tempfile.TemporaryDirectory() as folder:
             code, printed = self.call(folder, "-m", "keyhole", "audit", "demo", "--json")
         audit = json.loads(printed)
         assessed = audit["assessment"]
         found: dict[str, object] = {"exit code": code, "verdict": assessed["verdict"]}
         for row in (*assessed["findings"], *assessed["controls"]):
-            what = f"{row.get('part', row.get('surface'))}: {row['exposure']}"
+            what = f"{row['part']}: {row['exposure']}"
             keys = ("rule", "severity", "score", "share", "exact", "proved")
             found[what] = tuple(row[key] for key in keys)
         ends = [(row["attack"], row["status"], row["queries"]) for row in audit["findings"]]
         return {**found, **{f"end {number}": end for number, end in enumerate(sorted(ends))}}
 
     def entered(self) -> list[str]:
-        """The packages of the modules of which the audit of the demo runs a function."""
+        """Return the package of each module in which the demo's audit runs a function."""
         with tempfile.TemporaryDirectory() as folder:
             paths = json.loads(self.call(folder, "-c", PROFILED)[1].splitlines()[-1])
         source = self.root / "src" / "keyhole"
         return [Path(path).relative_to(source).parts[0] for path in paths]
 
     def ends(self) -> dict[str, object]:
-        """How each of the commands below ends: its exit code and the status it prints."""
+        """Return the exit code of each of the commands below, and the status it prints."""
         found: dict[str, object] = {}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "vllm.sh").write_text("vllm serve m --host 0.0.0.0\n", "utf-8")
@@ -139,7 +139,7 @@ PROFILED = """
 import json, runpy, sys, threading
 entered = set()
 def profile(frame, event, _):
-    code = frame.f_code  # a module's and a class's body are no functions
+    code = frame.f_code  # flag 1 marks functions, not bodies of modules and classes
     if event == "call" and code.co_flags & 1 and "/keyhole/" in code.co_filename:
         entered.add(code.co_filename)
 threading.setprofile(profile)
@@ -179,25 +179,27 @@ def run(
     del quick
     was, now = Checkout(before), Checkout(ROOT)
 
-    def row(what: str, first: int, second: int, target: str = "") -> Row:
-        return Row(what, f"{first:,} → {second:,}", target)
+    def row(what: str, measure: Callable[[Checkout], int]) -> Row:
+        return Row(what, f"{measure(was):,} → {measure(now):,}")
 
-    yield row("lines of src", was.lines("src/**/*.py"), now.lines("src/**/*.py"), "<= 46,000")
-    yield row("files of src", len(was.modules), len(now.modules), "<= 300")
-    yield row("modules that one other imports", was.used_once, now.used_once, "<= 20")
-    for what, pattern, most in (("commands", COMMAND, 10), ("option names", OPTION, 65)):
-        yield row(what, len(was.listed(pattern)), len(now.listed(pattern)), f"<= {most}")
-    disrupt = "keyhole.cli.disrupt"
-    yield row("modules in reach of keyhole disrupt", was.reached(disrupt), now.reached(disrupt))
-    yield row("words of documents", was.words, now.words, "half")
-    yield row("lines of benchmarks", was.lines("benchmarks/*.py"), now.lines("benchmarks/*.py"))
-    yield row("lines of tests", was.lines("tests/**/*.py"), now.lines("tests/**/*.py"))
+    for folder in ("src", "benchmarks", "tests"):
+        yield row(f"lines of {folder}", lambda each, folder=folder: each.lines(f"{folder}/**/*.py"))
+    yield row("files of src", lambda each: len(each.modules))
+    yield row("modules with a single importer", lambda each: each.used_once)
+    yield row("commands", lambda each: len(each.listed(COMMAND)))
+    yield row("option names", lambda each: len(each.listed(OPTION)))
+    yield row(
+        "modules in reach of keyhole disrupt", lambda each: each.reached("keyhole.cli.disrupt")
+    )
+    yield row("words of documents", lambda each: each.words)
     if same:
-        entered = was.entered(), now.entered()
-        yield row("modules that audit demo enters", *map(len, entered))
-        frame = ("cli", "audit", "assess", "report")
-        parts = [sum(name in frame for name in names) for names in entered]
-        yield row("of them in cli, audit, assess and report", *parts, "<= 25")
+        entered = {checkout: checkout.entered() for checkout in (was, now)}
+        yield row("modules that audit demo enters", lambda each: len(entered[each]))
+        frame = {"cli", "audit", "assess", "report"}
+        yield row(
+            "of them in cli, audit, assess and report",
+            lambda each: sum(name in frame for name in entered[each]),
+        )
         yield from compared("finding", was.findings(), now.findings())
         yield from compared("end of a command", was.ends(), now.ends())
     if rows:
@@ -205,9 +207,9 @@ def run(
 
 
 def _rows(folder: Path) -> dict[str, object]:
-    """The rows of every record in a folder: the promise and whether it was met, not the seconds.
+    """Return the target of each row in a folder of records, and whether a promise was met.
 
-    Whichever program wrote them: rows move from one to another.
+    Rows are found by name in any file, because they move between programs.
     """
     return {
         row["what"]: (row["target"], row["met"] if row["promise"] else None)

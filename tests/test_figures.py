@@ -120,13 +120,14 @@ def test_benchmarks_write_records(tmp_path, monkeypatch):
     import show
 
     monkeypatch.setattr("sys.argv", ["toy.py", "--json", str(tmp_path / "toy.json")])
-    row = show.Row("error, d=8", "1.5e-12", "<= 1e-9", True)
-    show.main(lambda quick: [show.itemised(row, [{"seed": 0, "error": 1.5e-12}])], "A toy")
+    items = [{"seed": 0, "error": 1.5e-12}]
+    row = show.Row("error, d=8", "1.5e-12", "<= 1e-9", True, items=items)
+    show.main(lambda quick: [row], "A toy")
     monkeypatch.setattr(quoted, "FIGURES", tmp_path)
     record = quoted.Record.load("toy")
     assert record.command == "python benchmarks/toy.py"
     assert not record.missing(["8", "1.5e-12"])
-    assert record.runs == [{"row": row.what, "items": [{"seed": 0, "error": 1.5e-12}]}]
+    assert record.runs == [{"row": row.what, "items": items}]
     words = ["/x/toy.py", "--model", "/somewhere/minilm", "--json=rows.json", "--texts", "3"]
     assert show.command(words) == "python benchmarks/toy.py --model minilm --texts 3"
     assert show.command(["/x/peers/toy.py"]) == "python benchmarks/peers/toy.py"

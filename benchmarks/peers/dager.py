@@ -1,6 +1,6 @@
 """DAGER and Keyhole on the same gradients of the same batches: exact texts, ROUGE, seconds.
 
-DAGER (arXiv 2405.15586) is run from its authors' repository, which is not part of this one:
+DAGER (arXiv 2405.15586) runs from its authors' repository:
 
     git clone https://github.com/insait-institute/dager-gradient-inversion
     git -C dager-gradient-inversion checkout 4383e25
@@ -9,18 +9,18 @@ DAGER (arXiv 2405.15586) is run from its authors' repository, which is not part 
     python benchmarks/peers/dager.py --checkout dager-gradient-inversion \
         --python dager-env/bin/python
 
-It is run with the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh
-where they apply) and the rank tolerance that its page advises for each size. Batches are drawn from
-SST-2's training phrases, as DAGER draws them, each text once. Models: all-MiniLM-L6-v2 by DAGER's
-code for BERT, and a GPT-2 with random weights and SmolLM2's tokens. Both get a new head of two
-classes. Gradients of embeddings, which DAGER does not read, are hidden from Keyhole. Each batch is
-read by both, one after the other, with as many threads each, and on the same device.
+It has the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh where they
+apply) and the rank tolerance that its README advises for each size. Batches are drawn from SST-2's
+training phrases, as DAGER draws them, each text once. The models are all-MiniLM-L6-v2 with DAGER's
+code for BERT, and a GPT-2 with random weights and SmolLM2's tokens, each with a new head of two
+classes. Keyhole does not get the gradients of embeddings, which DAGER does not use. Both read each
+batch in turn, with the same number of threads and on the same device.
 
-`--sizes` are batches of plain gradients; `--rules` adds every protocol of gradients.py (`--only`
-those with a word in their names, such as LoRA): bfloat16,
-noise, more tokens than the model is wide, and LoRA's adapters, of which DAGER gets A's gradient as
-that of the map itself: its rows are combinations of the same inputs. In the first round, where A
-has none, DAGER is given nothing. Its mode for noise is not written for BERT: there it runs without.
+`--sizes` are batches of plain gradients. `--rules` adds every protocol of gradients.py (`--only`
+selects by words in their names, such as LoRA): bfloat16, noise, more tokens than the model is wide,
+and LoRA. Of an adapter DAGER gets A's gradient in place of the map's, because its rows are
+combinations of the same inputs; in the first round, where A has no gradient, it gets nothing.
+DAGER's mode for noise is not implemented for BERT, where it runs without.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SIDE = Path(__file__).with_name("dager_side.py")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, the name that DAGER knows its kind by, and the settings of DAGER's script for it."""
+    """A model, DAGER's name for its kind, and the settings of DAGER's script for it."""
 
     what: str
     kind: str
@@ -87,19 +87,13 @@ def run(
     rules: bool = False,
     only: list[str] = [""],  # noqa: B006 - read, never changed
 ) -> Iterator[Row]:
-    if checkout is None:
-        raise SystemExit(f"clone {REPOSITORY} at {COMMIT[:7]} and give its folder as --checkout")
-    at = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    if at.stdout.strip() != COMMIT:
-        raise SystemExit(f"{checkout} is not at commit {COMMIT[:7]}")
+    folder = subjects.checkout(checkout, REPOSITORY, COMMIT)
     examples = read_examples(data / "sst2" / "train.tsv")
     random.Random(0).shuffle(examples)
     for name in models:
         subject, loaded = SUBJECTS[name], opened(name, encoder, model, device)
-        with tempfile.TemporaryDirectory() as folder:
-            peer = Peer(Path(folder), subject, loaded, checkout.resolve(), python, limit)
+        with tempfile.TemporaryDirectory() as working:
+            peer = Peer(Path(working), subject, loaded, folder, python, limit)
             rows = [gradients.Rules(f"batch of {size}", texts=size) for size in sizes]
             rows += gradients.RULES[1:] if rules else ()
             rows = [each for each in rows if any(word in each.name for word in only)]
@@ -109,7 +103,7 @@ def run(
 
 
 def opened(name: str, encoder: Path | None, model: Path | None, device: str) -> Loaded:
-    """A model with a new head of two classes, for decoders as small as DAGER makes it."""
+    """Return a model with a new head of two classes, for GPT-2 initialised as small as DAGER's."""
     torch.manual_seed(0)
     if name == "minilm":
         return subjects.minilm(encoder, device, task="classification", new_head=2)
@@ -127,7 +121,7 @@ def opened(name: str, encoder: Path | None, model: Path | None, device: str) -> 
 
 
 class Peer:
-    """DAGER in its own Python, with the same model in its working folder."""
+    """DAGER's process in its own Python, with the same model in its working folder."""
 
     def __init__(
         self,
@@ -141,7 +135,7 @@ class Peer:
         home = folder / subject.kind
         loaded.model.save_pretrained(home)
         loaded.tokenizer.save_pretrained(home)
-        # Names of classes that the older library does not know.
+        # The older transformers needs its own name of the class.
         kind = "BertTokenizerFast" if subject.kind.startswith("bert") else "GPT2TokenizerFast"
         settings = json.loads((home / "tokenizer_config.json").read_text("utf-8"))
         kept = {key: settings[key] for key in settings if key.endswith("_token")}
@@ -162,13 +156,13 @@ class Peer:
         self._inputs_first = not subject.kind.startswith("bert")
 
     def _as_weight(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of inputs in the shape of a weight: GPT-2's have the inputs first."""
+        """Return rows of inputs in the shape of a weight; GPT-2's have the inputs first."""
         return rows.mT if self._inputs_first else rows
 
     def __call__(self, texts: list[str], update: Update) -> dict[str, Any]:
         gradients, protocol = update.values, update.protocol
         given = {name: gradients.get(name) for name in self._read}
-        for name in self._read:  # of an adapter, the gradient that has the same rows
+        for name in self._read:  # for an adapter A's gradient, whose rows span the same inputs
             of_a = gradients.get(name.removesuffix("weight") + ADAPTER[0])
             given[name] = self._as_weight(of_a) if of_a is not None else given[name]
         found = {
@@ -215,7 +209,7 @@ def compared(
     given = [Example(each.id, each.label, each.text.strip()) for each in examples]
     batches = batches if rules.widths is None else min(batches, 2)
     made = gradients.batches_of(loaded, given, rules, batches)
-    items = [one(loaded, peer, rules, chosen, batch) for chosen, batch in made]
+    items = [read_by_both(loaded, peer, rules, chosen, batch) for chosen, batch in made]
     total = sum(len(item["texts"]) for item in items)
     exact, rouge, seconds = {}, {}, {}
     for side in ("dager", "keyhole"):
@@ -245,10 +239,10 @@ def compared(
     )  # fmt: skip
 
 
-def one(
+def read_by_both(
     loaded: Loaded, peer: Peer, rules: gradients.Rules, chosen: Sequence[Example], batch: Batch
 ) -> dict[str, Any]:
-    """One batch, read by both."""
+    """Read one batch with both programs."""
     update = update_of(
         loaded.model, batch, rules.protocol, hide=("embeddings",), precision=rules.precision
     )

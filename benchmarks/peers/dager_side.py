@@ -1,11 +1,10 @@
-"""DAGER's own search, run in its own Python by dager.py: it is not part of Keyhole.
+"""DAGER's own search, which dager.py runs in DAGER's Python environment.
 
-Started in a folder where the model lies under the name that DAGER expects. The first line that it
-writes names the parameters whose gradients DAGER reads; then, for each line of JSON that it is
-given (texts, their gradients in a file), it answers with what DAGER's `reconstruct` returned and
-its seconds. Two things are not DAGER's: the gradients, which are given, and the numbers of its
-layers, cut to those that the model has. Datasets and metrics of the hub are not loaded: the metric
-is the package rouge-score, which that metric calls.
+It starts in a folder that holds the model under the name that DAGER expects. Its first line of
+output names the parameters whose gradients DAGER reads. Then, for each input line of JSON (texts
+and a file of gradients), it answers with the result of DAGER's `reconstruct` and its seconds. Two
+things differ from DAGER: the gradients are given, and layers that the model lacks are left out. The
+hub's ROUGE metric is replaced by the package rouge-score, which it calls.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 
 class Rouge:
-    """The one number that DAGER takes of its metric, in the same place."""
+    """The one number that DAGER uses of its metric, in the same form."""
 
     def compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         from rouge_score.rouge_scorer import RougeScorer
@@ -61,12 +60,14 @@ def main() -> None:
         for line in sys.stdin:
             item = json.loads(line)
             given = load_file(item["gradients"])
-            gradients = [given.get(name, torch.zeros(1)) for name in names]  # others are not read
+            gradients = [given.get(name, torch.zeros(1)) for name in names]  # DAGER reads no others
             wrapper.compute_grads = lambda *_, given=gradients: given
             vars(attack.args).update(usual)
             attack.args.batch_size = attack.args.n_incorrect = len(item["texts"])
             vars(attack.args).update(item["settings"])
-            labels = torch.zeros(1, len(item["texts"]), dtype=torch.long)  # for gradients alone
+            labels = torch.zeros(
+                1, len(item["texts"]), dtype=torch.long
+            )  # only gradients need them
             started, found, failure = time.perf_counter(), ([], []), ""
             signal.setitimer(signal.ITIMER_REAL, float(limit))
             try:

@@ -1,6 +1,6 @@
 """HackAttend's released program and Keyhole's `ReleasedProgram` on the same inputs, mask by mask.
 
-The program is run from its authors' repository, which is not part of this one:
+The program runs from its authors' repository:
 
     git clone https://github.com/liongkj/HackAttend
     git -C HackAttend checkout 98a1d52
@@ -9,11 +9,12 @@ The program is run from its authors' repository, which is not part of this one:
         tabulate wandb
     python benchmarks/peers/hackattend.py --checkout HackAttend --python hackattend-env/bin/python
 
-It works on models with as many heads as layers: the classifier in the box, on the first `--texts`
-sentences of SST-2's dev set that it gets right; and, for multiple choice, its encoder with a random
-head on the first `--questions` of HellaSwag (4 choices) and DREAM (3), where its own answer counts
-as right. Each side runs in one thread, in float64, so that no rounding decides between two units;
-so many sentences are taken in float32 too. `--texts 0` and `--questions 0` leave a part out.
+It needs models with as many heads as layers. These are the classifier that ships, on the first
+`--texts` sentences of SST-2's dev set that it gets right, and for multiple choice its encoder with
+a random head, on the first `--questions` questions of HellaSwag (4 choices) and DREAM (3), where
+its own answer counts as right. Both programs run in one thread and in float64, so that rounding
+does not decide between two units; `--questions` sentences are repeated in float32. `--texts 0` and
+`--questions 0` leave a part out.
 """
 
 from __future__ import annotations
@@ -54,11 +55,7 @@ def run(
     questions: int = 10,
     share: float = 0.01,
 ) -> Iterator[Row]:
-    if checkout is None:
-        raise SystemExit(f"clone {REPOSITORY} at {COMMIT} and give its folder as --checkout")
-    at = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    if not subprocess.check_output(at, text=True).startswith(COMMIT):
-        raise SystemExit(f"{checkout} is not at commit {COMMIT}")
+    folder = subjects.checkout(checkout, REPOSITORY, COMMIT)
     torch.set_num_threads(1)
     texts, questions = (3, 2) if quick else (texts, questions)
     for what, file, count, precision in (
@@ -72,13 +69,13 @@ def run(
         loaded = opened(choices=what != "SST-2")
         loaded.model.to(precision)
         batch = first_right(loaded, read_examples(data / file), count)
-        theirs = program(loaded, batch, share, checkout.resolve(), python)
+        theirs = program(loaded, batch, share, folder, python)
         name = f"{what}, {str(precision).removeprefix('torch.')}"
         yield from compared(name, loaded, batch, theirs, share)
 
 
 def opened(choices: bool) -> Loaded:
-    """The classifier in the box, or its encoder with a random head for multiple choice."""
+    """Return the classifier that ships, or its encoder with a random head for multiple choice."""
     loaded = load_model(FOLDER, task="classification", device="cpu")
     if not choices:
         return loaded
@@ -91,7 +88,7 @@ def opened(choices: bool) -> Loaded:
 
 
 def first_right(loaded: Loaded, examples: list[Example], count: int) -> Batch:
-    """The first so many that the model answers rightly, or in multiple choice all, with labels."""
+    """Return the first examples that the model answers rightly (any, in multiple choice)."""
     width = len(examples[0].choices)
     batch, labels = encode(
         loaded.tokenizer, [each for each in examples if len(each.choices) == width][: 4 * count],
@@ -111,7 +108,7 @@ def first_right(loaded: Loaded, examples: list[Example], count: int) -> Batch:
 def program(
     loaded: Loaded, batch: Batch, share: float, checkout: Path, python: Path
 ) -> list[dict[str, Any]]:
-    """What the released program answers, in its own Python."""
+    """Run the released program in its own Python, and return its answers."""
     with tempfile.TemporaryDirectory() as folder:
         loaded.model.save_pretrained(folder)
         inputs = {name: value.contiguous() for name, value in batch.items()}

@@ -1,10 +1,10 @@
-"""HackAttend's released program, run in its own Python by hackattend.py: no part of Keyhole.
+"""HackAttend's released program, which hackattend.py runs in its own Python environment.
 
-Its functions are called as its run_hackattend.py calls them, on batches of one example. Only what
-needs its authors' files is left out: token ids are given instead of texts, weights as safetensors
-instead of a pickle. For each example it answers with a line of JSON: whether the model was right,
-whether the answer flipped, the program's count of queries, its seconds, and the units between
-tokens that the last masks close, (layer, head, query, key, choice).
+Its functions are called as in its run_hackattend.py, on batches of one example. Only what needs its
+authors' files differs: token ids are given instead of texts, and weights as safetensors instead of
+a pickle. For each example it prints a line of JSON: whether the model was right, whether the answer
+flipped, the program's count of queries, its seconds, and the units between tokens that the last
+masks close, as (layer, head, query, key, choice).
 """
 
 from __future__ import annotations

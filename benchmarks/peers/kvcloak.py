@@ -1,14 +1,14 @@
-"""KV-Cloak's own code in front of a model's first cached layer, and the prompts read behind it.
+"""Prompts read from a model's first cached layer, protected by KV-Cloak's own code.
 
-KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) is run from its authors' code, which
-is not part of this repository (https://github.com/SiO-2/kvcloak, commit 6b40f36): its secrets,
-its `KVCloak.obfuscate`, its defaults (blocks of 16, A added, θ twice the largest number).
+KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) runs from its authors' repository
+(https://github.com/SiO-2/kvcloak, commit 6b40f36), with its secrets, its `KVCloak.obfuscate` and
+its defaults (blocks of 16, A added, θ twice the largest number).
 
     python benchmarks/peers/kvcloak.py --checkout kvcloak --model SMOLLM2.gguf --data DATA
 
-Prompts are sentences of SST-2 with more than 12 words, in the model's chat template (which the
-attacker knows as everybody does), or as they are, of which nothing is known. Secrets are drawn anew
-for every prompt. A prompt counts as false if it was verified and is not the one.
+Prompts are sentences of SST-2 with more than 12 words, either in the model's chat template, which
+is public, or alone, so that the attacker knows nothing of them. Secrets are drawn anew for every
+prompt. A prompt that is verified and wrong counts as false.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ def run(
         for precision in precisions:
             first = None if what == "template" else list[int]()
             items = [
-                one(loaded, cloak, text, precision, block, ratio, first, n)
+                read_prompt(loaded, cloak, text, precision, block, ratio, first, n)
                 for n, text in enumerate(texts)
             ]
             tokens = sum(item["tokens"] for item in items)
             right = sum(item["right"] for item in items)
-            verified = sum(item["verified"] for item in items)
-            false = sum(item["verified"] and not item["exact"] for item in items)
+            true, false = subjects.claims(items)
+            verified = true + false
             seconds = [item["seconds"] for item in items]
             wanted = 0.9 if what == "template" else 0.5
             yield Row(
                 f"{precision}, blocks of {block}, {what} known, {len(items)} prompts",
                 f"{right / tokens:.1%} of {tokens} tokens in place, {verified} prompts verified, "
-                f"{false} false; {statistics.median(seconds):.1f} s a prompt",
+                f"{false} false; {statistics.median(seconds):.1f} s per prompt",
                 f"{least[what]:.0%} in place, {wanted:.0%} verified, 0 false",
                 right / tokens >= least[what] and verified >= wanted * len(items) and not false,
-                f"longest {max(seconds):.1f} s; of the processor "
-                f"{statistics.median(item['cpu'] for item in items):.1f} s a prompt",
+                f"longest {max(seconds):.1f} s; CPU time "
+                f"{statistics.median(item['cpu'] for item in items):.1f} s per prompt",
                 run={"peer": PEER, "known": what, "precision": precision, "block": block,
                      "ratio": ratio, "items": items},
             )  # fmt: skip
 
 
 def peer(checkout: Path) -> Any:
-    """The authors' protection of one layer (1, heads, n, d) with secrets of its own."""
+    """Return the authors' function that protects one layer (1, heads, n, d) with new secrets."""
     sys.path.insert(0, str(checkout))
     from transformers.cache_utils import DynamicCache
 
@@ -98,7 +98,7 @@ def peer(checkout: Path) -> Any:
         theta = analyze_kv_cache([layer])
         config = get_kvcloak_config(1, heads, size, block, theta, ratio, ratio, 2.0)
         made = KVCloak(config, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True)
-        return made.obfuscate([layer])[0]  # what it is given, it may overwrite
+        return made.obfuscate([layer])[0]  # it may overwrite its input
 
     return cloak
 
@@ -111,11 +111,11 @@ def encoded(loaded: Loaded, text: str, template: bool) -> list[int]:
     return given["input_ids"]
 
 
-def one(
+def read_prompt(
     loaded: Loaded, cloak: Any, ids: list[int], precision: str, block: int, ratio: float,
     known: list[int] | None, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """One prompt; where its beginning may be known, it is found out that the cache is mixed."""
+    """Read one prompt; with `known` None, the attack has to notice that the cache is mixed."""
     plain = subjects.leak_of(loaded, ids, Exposure("kv", 0))
     layer = [tensor[None].to(DTYPES[precision]) for tensor in plain.tensors.values()]
     keys, values = cloak(layer, block, ratio, seed)

@@ -1,20 +1,24 @@
-"""Files that LMCache's own code writes, and the prompts read from them with `keyhole recover`.
+"""Files written by LMCache's own code, and the prompts read from them with `keyhole recover`.
 
-LMCache 0.5.6 is not part of this repository. No GPU is needed to write its files:
+Writing the files needs LMCache 0.5.6, but no GPU:
 
     pip install --no-deps --target PEER lmcache==0.5.6 msgspec pyzmq nvtx numba llvmlite blake3 \\
         py-cpuinfo cachetools aiofile caio
     python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data DATA
 
-`disk`: its LocalDiskBackend; `fs`: its FSConnector, which puts sizes in front; `server`: the files
-of its multiprocess server (FSL2Adapter), `later` those of each text's second chunk, and `fp8` and
-`encrypted` through its serdes, the latter AES-GCM with keys derived from one master key and the
-tenant's salt. The caches are
-SmolLM2's, computed in float32 and stored as `--precisions` say; texts are `--tokens` tokens of
-DREAM's dialogues, LMCache's chunk by default. `encrypted` counts the files that are said to be, and
-not read. `names`: files are named by LMCache's hash of the tokens, with no key in it: `--texts`
-prompts among as many times a hundred are looked for by the names of their encrypted files, and a
-number of four digits that a known prompt ends with.
+The caches are SmolLM2's, computed in float32 and stored in `--precisions`; each text has `--tokens`
+tokens of DREAM's dialogues, by default one chunk of LMCache. `--parts` selects:
+
+    disk       files of its LocalDiskBackend
+    fs         files of its FSConnector, which writes sizes in front
+    server     files of its multiprocess server (FSL2Adapter)
+    later      the same, of each text's second chunk
+    fp8        the same as `server`, quantised by its serde
+    encrypted  the same, encrypted by AES-GCM with keys from a master key and the tenant's salt:
+               counts the files that are reported as encrypted, and not read
+    names      names of encrypted files, which are LMCache's hash of the tokens without a key: finds
+               `--texts` prompts among a hundred times as many by name, and four unknown digits at
+               the end of a known prompt
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ def run(
     for part in (part for part in parts if part in WAYS):
         for precision in precisions:
             before = words[-tokens:] if part == "later" else []
-            items = [one(loaded, before, text, part, DTYPES[precision]) for text in ids]
+            items = [read_file(loaded, before, text, part, DTYPES[precision]) for text in ids]
             yield read_row(f"{part}, {precision}", items)
     if "encrypted" in parts:
         yield from encrypted(loaded, ids, precisions)
@@ -77,7 +81,7 @@ def run(
 
 @torch.no_grad()
 def chunk(loaded: Loaded, ids: list[int], dtype: torch.dtype) -> Tensor:
-    """Keys and values (2, layers, tokens, heads · numbers) as LMCache keeps them."""
+    """Return keys and values (2, layers, tokens, heads · numbers) as LMCache stores them."""
     given = torch.tensor([ids])
     kept = anatomy(loaded.model).base(input_ids=given, use_cache=True).past_key_values
     both = [
@@ -88,7 +92,7 @@ def chunk(loaded: Loaded, ids: list[int], dtype: torch.dtype) -> Tensor:
 
 
 def memory(numbers: Tensor) -> Any:
-    """LMCache's own object around such an array."""
+    """Return LMCache's own memory object around such an array."""
     from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
     from lmcache.v1.memory_management import MemoryFormat
 
@@ -99,19 +103,19 @@ def memory(numbers: Tensor) -> Any:
 
 @cache
 def hasher(tokens: int) -> Any:
-    """LMCache's own, for chunks of so many tokens."""
+    """Return LMCache's own hasher for chunks of so many tokens."""
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
     return TokenHasher(chunk_size=tokens)
 
 
 def hashed(ids: list[int]) -> bytes:
-    """Of one chunk."""
+    """Return LMCache's hash of one chunk."""
     return hasher(len(ids)).compute_chunk_hashes(ids)[0]
 
 
 def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any, Any]:
-    """Settings, a host's backend, metadata and a key, as an engine has them."""
+    """Return the configuration, host backend, metadata and key of an engine."""
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
@@ -165,7 +169,7 @@ def by_connector(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
 def by_server(
     folder: Path, numbers: Tensor, ids: list[int], serde: str = "", salt: str = ""
 ) -> Path:
-    """The file of its server's adapter, behind a serde and for a tenant where they are named."""
+    """Write a file with its server's adapter, through a serde and for a tenant if given."""
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
     from lmcache.v1.distributed.serde import aesgcm, fp8
@@ -209,10 +213,10 @@ WAYS: dict[str, Callable[[Path, Tensor, list[int]], Path]] = {
 }
 
 
-def one(
+def read_file(
     loaded: Loaded, before: list[int], ids: list[int], part: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The file of the tokens `ids` that stand behind others, read as it lies there."""
+    """Write the file of tokens that follow others, and read it."""
     with tempfile.TemporaryDirectory() as folder:
         numbers = chunk(loaded, [*before, *ids], dtype)[:, :, len(before) :].contiguous()
         file = WAYS[part](Path(folder), numbers, ids)
@@ -226,20 +230,18 @@ def one(
 
 
 def read_row(what: str, items: list[dict[str, Any]]) -> Row:
-    exact = sum(item["exact"] and item["verified"] for item in items)
-    false = sum(item["verified"] and not item["exact"] for item in items)
+    exact, false = subjects.claims(items)
     right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
     seconds = sum(item["seconds"] for item in items) / len(items)
-    row = Row(
+    return Row(
         what, f"{exact} of {len(items)} files exact and verified, {false} falsely",
         "all, 0 falsely", exact == len(items) and not false,
-        f"{right} of {tokens} tokens right; {seconds:.1f} s a file",
+        f"{right} of {tokens} tokens right; {seconds:.1f} s per file", items=items,
     )  # fmt: skip
-    return show.itemised(row, items)
 
 
 def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> Iterator[Row]:
-    """Files of two tenants: said to be encrypted, with their reason, and plain ones are not."""
+    """Read encrypted files of two tenants, which must be reported as encrypted."""
     for precision in precisions:
         items: list[dict[str, Any]] = []
         for text in ids:
@@ -250,22 +252,21 @@ def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> It
                     (read,) = recover.run(loaded, str(file))
                     items.append({"salt": salt, "status": str(read.status), "reason": read.reason,
                                   "tokens": len(read.ids), "named": salt in file.name})  # fmt: skip
-        said = sum(
+        reported = sum(
             item["status"] == "not applicable" and "encrypted" in item["reason"] for item in items
         )
         read_any = sum(item["tokens"] > 0 for item in items)
-        row = Row(
+        yield Row(
             f"AES-GCM, {precision}, two tenants",
-            f"{said} of {len(items)} said to be encrypted, {read_any} read",
-            "all, 0 read", said == len(items) and not read_any,
+            f"{reported} of {len(items)} reported as encrypted, {read_any} read",
+            "all, 0 read", reported == len(items) and not read_any,
             f"{sum(item['named'] for item in items)} names have the tenant's salt; "
-            f"{items[0]['reason']}",
+            f"{items[0]['reason']}", items=items,
         )  # fmt: skip
-        yield show.itemised(row, items)
 
 
 def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int) -> Iterator[Row]:
-    """Whose prompt an encrypted file is of, from the name alone."""
+    """Find the prompt of an encrypted file from its name."""
     count = len(ids)
     starts = range(0, min(len(words) - tokens, 100 * count * 40), 40)
     others = [words[start : start + tokens] for start in starts][: 100 * count]
@@ -280,7 +281,7 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
     yield Row(
         f"which of {len(candidates)} prompts an encrypted file is of, by its name",
         f"{sum(found)} of {count}", "all", all(found), "blake3 of the tokens, no key or salt in it",
-        run={"items": [{"found": each} for each in found]},
+        items=[{"found": each} for each in found],
     )  # fmt: skip
     draw, secrets = random.Random(0), list[dict[str, Any]]()
     for text in ids:
@@ -299,14 +300,13 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
     right = sum(item["found"] for item in secrets)
     seconds = sum(item["seconds"] for item in secrets) / count
     yield Row(
-        "four digits behind a known prompt, by the name of the encrypted file",
-        f"{right} of {count}", "all", right == count, f"{seconds:.2f} s each",
-        run={"items": secrets},
+        "four digits after a known prompt, by the name of the encrypted file",
+        f"{right} of {count}", "all", right == count, f"{seconds:.2f} s each", items=secrets,
     )  # fmt: skip
 
 
 def digits(loaded: Loaded, number: str) -> list[int]:
-    """A token for each digit, as SmolLM2 has them."""
+    """Return the token of each digit, as SmolLM2 has them."""
     return [loaded.tokenizer.convert_tokens_to_ids(digit) for digit in number]
 
 

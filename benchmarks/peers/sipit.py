@@ -1,14 +1,14 @@
 """SipIt and Keyhole on the same hidden states of the same texts: exact texts, seconds.
 
-SipIt (arXiv 2510.15511) is run from its authors' code, which is not part of this repository
+SipIt (arXiv 2510.15511) runs from its authors' repository
 (https://github.com/giorgosnikolaou/SIPIT, or its fork https://github.com/pranjayyelkotwar/SIPIT,
 commit 4f343c8). It takes a GPU, or hours.
 
     python benchmarks/peers/sipit.py --checkout SIPIT
 
-Its `SIPIT.find_prompt` gets the settings of its page (step size 1.0, no schedule, seed 8) and at
-most `--limit` seconds a text. SmolLM2-135M-Instruct, phrases of SST-2's training set of 4 to 10
-tokens. Both get the float32 states of one layer that the model computed once.
+Its `SIPIT.find_prompt` has the settings of its README (step size 1.0, no schedule, seed 8) and at
+most `--limit` seconds per text. Texts are phrases of SST-2's training set of 4 to 10 tokens, the
+model is SmolLM2-135M-Instruct. Both programs get the same float32 states of one layer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(
     chosen = [each for each in ids if 4 <= len(each) <= 10][: 1 if quick else texts]
     peer = SIPIT(log_dir=".", log_name=None, use_scheduler=False)
     for layer in layers:
-        items = [one(loaded, peer, text, layer, limit) for text in chosen]
+        items = [read_by_both(loaded, peer, text, layer, limit) for text in chosen]
         exact = {side: sum(item[side]["exact"] for item in items) for side in ("sipit", "keyhole")}
         seconds = {
             side: statistics.median(item[side]["seconds"] for item in items) for side in exact
@@ -84,8 +84,10 @@ def stop(*_: object) -> None:
     raise TimeoutError
 
 
-def one(loaded: Loaded, peer: Any, ids: torch.Tensor, layer: int, limit: int) -> dict[str, Any]:
-    """One text, read by both."""
+def read_by_both(
+    loaded: Loaded, peer: Any, ids: torch.Tensor, layer: int, limit: int
+) -> dict[str, Any]:
+    """Read one text with both programs."""
     leak = subjects.leak_of(loaded, ids, Exposure("hidden", layer))
     ours, took = show.timed(lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak))
     torch.manual_seed(8)
