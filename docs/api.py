@@ -1,7 +1,7 @@
-"""The Python reference, from docstrings: a page for each public package, by its `__all__`.
+"""The Python reference, made from docstrings: a page for the `__all__` of each public package.
 
-Sources are parsed and never imported, so that the site can be built without torch and without any
-extra. A name is followed through the `from … import …` lines to where it is defined.
+Sources are parsed, not imported, so that the site can be built without torch and the extras. A name
+is followed through `from … import …` lines to its definition.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PACKAGES = (
     "audit", "assess", "configs", "extract", "invert", "recover", "disrupt", "harden", "oracle",
     "models", "stores", "report", "core", "testing", "data", "attention",
 )  # fmt: skip
-TAG = re.compile(r"(`[^`]*`)|<(?=[a-zA-Z/!])")  # but not in code
+TAG = re.compile(r"(`[^`]*`)|<(?=[a-zA-Z/!])")  # code matches first, so that it stays
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Name:
-    """A public name: the module that defines it, and the node there (None: a constant)."""
+    """A public name: the module that defines it, and its node there (None for a constant)."""
 
     name: str
     module: str
@@ -47,7 +47,7 @@ def tree(module: str) -> ast.Module:
 
 
 def exported(module: str) -> list[str]:
-    """`__all__`, or what a module without it defines under a public name."""
+    """Return `__all__`, or the public definitions of a module without it."""
     for node in tree(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value))
@@ -71,7 +71,7 @@ def _follow(module: str, name: str) -> Name:
 
 
 def page(package: str) -> str:
-    """A package's page: what it is, and every public name with its signature and docstring."""
+    """Return a package's page: its docstring, and each public name with signature and docstring."""
     module = f"keyhole.{package}"
     parts = [f"# {module}", prose(ast.get_docstring(tree(module)) or "")]
     for name in public_names(package):
@@ -87,7 +87,6 @@ def _described(name: Name) -> Iterator[str]:
     yield prose(ast.get_docstring(name.node) or _first_paragraph(name.module))
     if isinstance(name.node, ast.ClassDef):
         methods = [item for item in name.node.body if isinstance(item, ast.FunctionDef)]
-        # A definition list would need another extension; items say as much.
         yield "\n".join(
             f"- `{member(method)}` {_one_line(ast.get_docstring(method) or '')}".rstrip()
             for method in methods
@@ -97,7 +96,7 @@ def _described(name: Name) -> Iterator[str]:
 
 
 def member(method: ast.FunctionDef) -> str:
-    """A method as one writes the call, a property as one reads it."""
+    """Return a method's call, or a property with its type."""
     decorators = {ast.unparse(item) for item in method.decorator_list}
     if decorators & {"property", "cached_property"}:
         return f"{method.name}: {ast.unparse(method.returns)}" if method.returns else method.name
@@ -113,7 +112,7 @@ def _shown(method: ast.FunctionDef) -> bool:
 
 
 def signature(node: Definition) -> str:
-    """A function's parameters, or a class with its fields: as one writes the call."""
+    """Return the signature of a function, or a class with its fields."""
     if isinstance(node, ast.ClassDef):
         fields = [
             ast.unparse(item)
@@ -133,7 +132,7 @@ def signature(node: Definition) -> str:
 
 
 def _parameters(arguments: ast.arguments) -> Iterator[str]:
-    """Each parameter as it is written, with a star where the named ones begin."""
+    """Yield each parameter as written, with a star before those that are keyword-only."""
     given = [*arguments.posonlyargs, *arguments.args]
     missing: list[ast.expr | None] = [None] * (len(given) - len(arguments.defaults))
     yield from map(_parameter, given, [*missing, *arguments.defaults])
@@ -150,9 +149,7 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def prose(docstring: str) -> str:
-    """A docstring as Markdown. It nearly is: only what looks like a tag would be taken for one, and
-    a list needs an empty line before it.
-    """
+    """Return a docstring as Markdown, with tags escaped and an empty line before each list."""
     lines = [
         line if line.startswith("    ") else TAG.sub(lambda tag: tag[1] or "&lt;", line)
         for line in docstring.splitlines()
@@ -169,7 +166,7 @@ def _one_line(docstring: str) -> str:
 
 
 def index() -> str:
-    """The first page of the reference: the package itself, and its parts."""
+    """Return the first page of the reference: the package, and a list of its parts."""
     lines = [
         f"- [`keyhole.{name}`]({name}.md): {_one_line(_first_paragraph(f'keyhole.{name}'))}"
         for name in PACKAGES
@@ -179,5 +176,5 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every page of the reference, by its place in the site."""
+    """Return every page of the reference by its path in the site."""
     return {"api/index.md": index()} | {f"api/{name}.md": page(name) for name in PACKAGES}

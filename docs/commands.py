@@ -1,4 +1,4 @@
-"""The reference of the command line, made from what the commands declare."""
+"""The command-line reference, made from the declarations of the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ check.
 
 
 def commands(group: Any = None, title: str = "keyhole") -> Iterator[tuple[str, Any]]:
-    """Every command with what is typed for it, groups before what is in them."""
+    """Yield every command with its full name, groups before their commands."""
     group = typer.main.get_command(app) if group is None else group
     yield title, group
     for name in _names(group):
@@ -37,7 +37,7 @@ def _names(command: Any) -> list[str]:
 
 
 def option_names() -> set[str]:
-    """The long names of all options of all commands, each once."""
+    """Return the long names of all options of all commands."""
     return {
         word
         for _, command in commands()
@@ -48,10 +48,10 @@ def option_names() -> set[str]:
 
 
 def cli_reference() -> str:
-    """What many commands share, once; then every command: what it does, its own options."""
+    """Return the page: shared options once, then each command with its help and own options."""
     described = [(title, command, _parameters(command, title)) for title, command in commands()]
     uses = Counter(line for *_, lines in described for line in lines)
-    most: dict[str, str] = {}  # of an option that is described in two ways, the usual one
+    most: dict[str, str] = {}  # the most frequent description of each option
     for line, count in uses.most_common():
         if count > 1:
             most.setdefault(_name(line), line)
@@ -61,21 +61,21 @@ def cli_reference() -> str:
 
 
 def _parameters(command: Any, title: str) -> list[str]:
-    """A line for each argument and option."""
+    """Return a line for each argument and option."""
     context = command.context_class(command, info_name=title)
     lines: list[str] = []
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and "--help" not in parameter.opts:
             words, about = (" ".join(part.split()) for part in record)
-            words = re.sub(r" <.*>", "", words)  # the type says nothing that the help does not
+            words = re.sub(r" <.*>", "", words)  # the help says what the type says
             lines.append(f"- `{words}`: {_plain(about).removesuffix(' [required]')}")
     return lines
 
 
 def _section(title: str, command: Any, parameters: list[str], shared: set[str]) -> str:
     about = _plain(command.help)
-    if " lab " in title:  # what -o sets there, its --help says
+    if " lab " in title:  # its --help lists what -o sets
         about = about.split("\n\n")[0]
     parts = [f"## {title}\n", about, ""]
     parts += ["", *(line for line in parameters if line not in shared)]
@@ -83,15 +83,15 @@ def _section(title: str, command: Any, parameters: list[str], shared: set[str]) 
         parts.append(f"\nAlso, as above: {', '.join(common)}.")
     examples = [line.strip() for line in (command.epilog or "").splitlines()]
     if own := [line for line in examples if line.startswith(title)]:
-        parts.append(f"\n```sh\n{own[0]}\n```")  # --help has the others
+        parts.append(f"\n```sh\n{own[0]}\n```")  # --help shows the others
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
 
 
 def _name(line: str) -> str:
-    """The long name of an option, or that of an argument, as code."""
+    """Return the long name of an option or the name of an argument, as code."""
     return f"`{re.split('[ `]', line.removeprefix('- `-o, ').removeprefix('- `'))[0]}`"
 
 
 def _plain(text: str) -> str:
-    """Help without the escapes that Rich needs."""
+    """Return help without the escapes for Rich."""
     return text.replace("\\[", "[").strip()

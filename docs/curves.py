@@ -1,6 +1,6 @@
-"""The curves of the documents: what benchmarks measured, as figures that a browser shows.
+"""The curves of the documents, as plotly figures of what benchmarks measure or have measured.
 
-docs/generate.py, which makes pictures of them, has put the benchmarks where Python finds them.
+docs/generate.py makes pictures of them; it has put benchmarks/ on Python's path.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import plotly.graph_objects as go
 import plotly.subplots
 from plotly.colors import qualitative
 
-SMALLEST = 1e-17  # an error of exactly zero has to stand somewhere on a logarithmic axis
-FLOOR = Path(__file__).parent / "figures" / "multi_head-floor.json"
+SMALLEST = 1e-17  # where a logarithmic axis shows an error of zero
+UNKNOWNS = Path(__file__).parent / "figures" / "multi_head-unknowns.json"
 ABLATIONS = Path(__file__).parent / "disrupt-ablations-minilm.json"
 
 
 def laid_out(drawn: go.Figure, height: int, x: dict[str, Any], y: dict[str, Any]) -> go.Figure:
-    """Both axes logarithmic, the names below."""
+    """Give a figure two logarithmic axes and a legend below."""
     drawn.update_layout(
         template="simple_white", height=height, margin={"l": 70, "r": 20, "t": 20, "b": 60},
         font={"family": "system-ui, sans-serif", "size": 13},
@@ -32,7 +32,7 @@ def laid_out(drawn: go.Figure, height: int, x: dict[str, Any], y: dict[str, Any]
 
 
 def error_against_queries() -> go.Figure:
-    """Error on fresh queries against queries asked, with each attack's lower bound drawn in."""
+    """Draw the error on fresh queries against queries asked, with each lower bound."""
     import error_against_queries
 
     drawn = go.Figure()
@@ -52,8 +52,8 @@ def error_against_queries() -> go.Figure:
 
 
 def queries_against_unknowns() -> go.Figure:
-    """Queries over unknowns against the width: asked, expected, proved, and as published."""
-    runs = json.loads(FLOOR.read_text("utf-8"))["runs"]
+    """Draw queries per unknown against the width: asked, expected, proved and as published."""
+    runs = json.loads(UNKNOWNS.read_text("utf-8"))["runs"]
     items = [item for run in runs for item in run["items"]]
     full, low = (
         [item for item in items if (item["rank"] is None) is each] for each in (True, False)
@@ -78,7 +78,7 @@ def queries_against_unknowns() -> go.Figure:
 
 
 def inversion_sensitivity() -> go.Figure:
-    """One panel a quantity: shares on the left axis, the condition on the right."""
+    """Draw a panel for each quantity: shares on the left axis, the condition on the right."""
     import inversion_sensitivity
 
     table: dict[str, list[inversion_sensitivity.Point]] = {}
@@ -119,7 +119,7 @@ def inversion_sensitivity() -> go.Figure:
 
 
 def disrupt_shares() -> go.Figure:
-    """Flips against the share, both on the page as people say them: in percent."""
+    """Draw flips against the share of units, both in percent."""
     import disrupt_ablations
 
     points = disrupt_ablations.read([ABLATIONS])

@@ -1,7 +1,7 @@
-"""What `keyhole lab defences` measures, as a record (docs/figures/defences.json) and as a table.
+"""The results of `keyhole lab defences`, as a record (docs/figures/defences.json) and as a table.
 
-`python docs/generate.py figures/defences.json` runs the command and writes both, the table into
-docs/defences.md.
+`python docs/generate.py figures/defences.json` runs the command, and writes the record and the
+table in docs/defences.md.
 """
 
 from __future__ import annotations
@@ -13,32 +13,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-import quoted
+import show
 from keyhole.lab.defences import DefenceTable, Row
 
 DOCS = Path(__file__).parent
 TABLE = re.compile(r"\| it guards \|.*?\n(?=\n)", re.DOTALL)
 
 
-def record(measured: Path | None = None) -> str:
-    """The record of a run that was saved, or of one that is made now."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    import show
-
+def record() -> str:
+    """Run the command, return its record, and write the table into the page."""
     with tempfile.TemporaryDirectory() as folder:
-        if measured is None:
-            measured = Path(folder) / "defences.json"
-            command = [sys.executable, "-m", "keyhole", "lab", "defences", "--out", str(measured)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        measured = Path(folder) / "defences.json"
+        command = [sys.executable, "-m", "keyhole", "lab", "defences", "--out", str(measured)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = DefenceTable.load(measured)
     page, rows = DOCS / "defences.md", [cells(row) for row in found.rows]
-    page.write_text(TABLE.sub(lambda _: shown(rows), page.read_text("utf-8")), "utf-8")
+    page.write_text(TABLE.sub(lambda _: table(rows), page.read_text("utf-8")), "utf-8")
     data = {
-        "title": "Every defence, attacked by somebody who knows it",
-        "command": "keyhole lab defences",
-        "commit": show.commit(),
-        "machine": show.machine(),
-        "kept": quoted.WRITTEN,
+        **show.origin("Every defence, attacked by somebody who knows it", "keyhole lab defences"),
         "note": f"{len(rows)} rows in {found.seconds:.0f} s.",
         "rows": rows,
         "runs": [
@@ -49,8 +41,8 @@ def record(measured: Path | None = None) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def shown(rows: list[dict[str, str]]) -> str:
-    """The table of the page: each defence; what is read without one is left to the record."""
+def table(rows: list[dict[str, str]]) -> str:
+    """Return the page's table of defences; rows without a defence are only in the record."""
     lines = [["it guards", "defence", "attacker", "honest users lose", "verdict"]]
     before = ""
     for row in rows:

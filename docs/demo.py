@@ -1,4 +1,4 @@
-"""What `keyhole audit demo` says, as a record (docs/figures/demo.json) and on the start page.
+"""The findings of `keyhole audit demo`, as a record (docs/figures/demo.json) and on the start page.
 
 `python docs/generate.py figures/demo.json` audits the demo and writes both.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import quoted
+import show
 from keyhole.assess import Item, assess
 from keyhole.assess.severity import cost
 from keyhole.core import Audit
@@ -30,16 +30,10 @@ FORM = "  {:<9} {:<31} {:<22} {:>7} {:>24}".format
 
 
 def record() -> str:
-    """What `keyhole audit demo` finds, as a record; the start page shows some of its rows."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    import show
-
+    """Return the record of `keyhole audit demo`, and write some of its rows on the start page."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "keyhole", "audit", "demo", "--output", "json=demo.json"]
-        done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-        if done.returncode != 1:
-            raise SystemExit(f"the demo gave nothing away, or could not be audited: {done.stderr}")
-        assessment = assess(Audit.load(Path(folder) / "demo.json"))
+        file = audited(Path(folder), "--output", "json=demo.json") / "demo.json"
+        assessment = assess(Audit.load(file))
     rows = [row(item) for item in assessment.items]
     cards = [
         {"family": card.family, "given away": card.level, "exposed": card.exposed,
@@ -47,11 +41,7 @@ def record() -> str:
         for card in assessment.families
     ]  # fmt: skip
     data = {
-        "title": "The demo target, audited",
-        "command": "keyhole audit demo",
-        "commit": show.commit(),
-        "machine": show.machine(),
-        "kept": quoted.WRITTEN,
+        **show.origin("The demo target, audited", "keyhole audit demo"),
         "note": "The scoring head has width 64.",
         "rows": [{"part": "all", "outcome": assessment.verdict}, *cards, *rows],
     }
@@ -60,6 +50,15 @@ def record() -> str:
     shown = block(assessment.verdict, cards, rows)
     page.write_text(place.sub(lambda m: f"{m[1]}{shown}{m[2]}", page.read_text("utf-8")), "utf-8")
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def audited(folder: Path, *options: str) -> Path:
+    """Run `keyhole audit demo` in a folder, and return the folder with what it wrote."""
+    command = [sys.executable, "-m", "keyhole", "audit", "demo", *options]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode != 1:
+        raise SystemExit(f"the demo gave nothing away, or could not be audited: {done.stderr}")
+    return folder
 
 
 def row(item: Item) -> dict[str, str]:
@@ -74,7 +73,7 @@ def row(item: Item) -> dict[str, str]:
 
 
 def block(verdict: str, cards: Sequence[dict[str, Any]], rows: Sequence[dict[str, str]]) -> str:
-    """The verdict, the families and the chosen rows, as a terminal shows them."""
+    """Return the verdict, the families and the chosen rows as a terminal shows them."""
     lines = [*textwrap.wrap(verdict, 98), ""]
     for card in cards:
         exposed = f"{card['exposed']} of {card['checked']}"

@@ -1,19 +1,17 @@
-"""The drawings of the documents, as SVG files in docs/drawings/: `python docs/drawings.py`.
+"""The drawings of the documents, which docs/generate.py writes as SVG files into docs/drawings/.
 
-Colours follow the reader's system, light or dark. Of the threats each drawing shows the same model,
-with the place where it leaks and what comes back; of the methods there is one for each family.
+Colours follow the reader's system, light or dark. The drawings of threats show the same model, the
+part that leaks, and what the attacker gets; each family of methods has a drawing too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 
 import quoted
 
-FOLDER = Path(__file__).parent / "drawings"
 STYLE = """
 svg { color-scheme: light dark; font: 13px system-ui, sans-serif; --ink: #1f2328; --soft: #59636e;
   --line: #8b949e; --fill: #f3f4f6; --leak: #b3400a; --leaks: #ffe9dc; --gain: #0b6b5d;
@@ -54,8 +52,11 @@ class Sheet:
             middle = y + h / 2 + 4.5 + 16 * (number - (len(lines) - 1) / 2)
             self.text(x + w / 2, middle, line, "middle")
 
-    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        self.shapes.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape(words)}</text>')
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+        place = "" if anchor == "start" else f'text-anchor="{anchor}" '
+        self.shapes.append(
+            f'<text {place}class="{kind}" x="{x:g}" y="{y:g}">{escape(words)}</text>'
+        )
 
     def path(self, points: Sequence[tuple[float, float]], kind: str = "way") -> None:
         steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -79,7 +80,7 @@ WIDTH, GAP, TOP = 96, 24, 44
 
 
 def model(title: str, leaking: Sequence[str], renamed: dict[str, tuple[str, ...]]) -> Sheet:
-    """The model, with the parts that leak marked."""
+    """Draw the model, and mark the parts that leak."""
     sheet = Sheet(title)
     sheet.text(12, 24, "the model, on somebody's machine", "soft small")
     for number, (part, lines) in enumerate(PARTS.items()):
@@ -102,7 +103,7 @@ def threat(
     title: str, leaking: Sequence[str], leak: str, has: Sequence[str], gets: Sequence[str],
     renamed: dict[str, tuple[str, ...]] | None = None,
 ) -> Sheet:  # fmt: skip
-    """The model, the leak, the attacker below it, and what he gets."""
+    """Draw the model, the leak, the attacker below it, and what the attacker gets."""
     sheet = model(title, leaking, renamed or {})
     sheet.text(12, 160, "the attacker", "soft small")
     sheet.box(240, 166, 190, 52, has)
@@ -118,13 +119,13 @@ def threat(
 def hidden_states() -> Sheet:
     return threat(
         "Hidden states leave the model and the text comes back", ["states"], "rows of numbers",
-        ["the weights,", "an open checkpoint"], ["the text, token by token,", "proved by a pass"],
+        ["the weights,", "an open checkpoint"], ["the text, token by token,", "checked by a pass"],
     )  # fmt: skip
 
 
 def embeddings() -> Sheet:
     return threat(
-        "A vector store keeps one vector a text, and the text comes back", ["pooled"],
+        "A vector store keeps one vector per text, and the text comes back", ["pooled"],
         "a vector for each text, in a store", ["the encoder's weights", "and texts to count"],
         ["short sentences, exactly;", "longer ones in part"], {"answer": ("a search",)},
     )  # fmt: skip
@@ -148,19 +149,18 @@ def maps_and_caches() -> Sheet:
 
 
 def scores() -> Sheet:
-    sheet = model("Scores of chosen questions are equations for the weights", ["answer"], {
-        "text": ("the question",), "pooled": ("the head",), "answer": ("a score",),
+    sheet = model("Scores of chosen queries are equations for the weights", ["answer"], {
+        "text": ("the query",), "pooled": ("the head",), "answer": ("a score",),
     })  # fmt: skip
     sheet.text(12, 160, "the attacker", "soft small")
-    sheet.box(100, 166, 190, 52, ["chosen questions", "[x+δ ; x]"])
+    sheet.box(100, 166, 190, 52, ["chosen queries", "[x+δ ; x]"])
     sheet.box(508, 166, 196, 52, ["the weights W and v,", "to the last digit"], "gained")
     sheet.path([(150, 165), (150, 126), (left("text") + 48, 126), (left("text") + 48, 95)])
     x = left("answer") + WIDTH / 2
     sheet.path([(x, TOP + 49), (x, 164)], "tap")
     sheet.path([(290, 192), (506, 192)])
     sheet.text(398, 186, "d² + d of them", "soft small middle")
-    sheet.text(x - 8, 124, "one equation each", "leak small")
-    sheet.shapes[-1] = sheet.shapes[-1].replace("<text ", '<text text-anchor="end" ')
+    sheet.text(x - 8, 124, "one equation each", "leak small", "end")
     return sheet
 
 
@@ -182,15 +182,14 @@ def masks() -> Sheet:
     sheet.path([(x, 165), (x, TOP + 51)], "tap")
     sheet.box(508, 166, 196, 52, ["another answer,", "the text untouched"], "gained")
     sheet.path([(left("answer") + 48, TOP + 49), (left("answer") + 48, 164)])
-    sheet.text(left("answer") + 40, 134, "flips", "gain small")
-    sheet.shapes[-1] = sheet.shapes[-1].replace("<text ", '<text text-anchor="end" ')
+    sheet.text(left("answer") + 40, 134, "flips", "gain small", "end")
     return sheet
 
 
 def extract() -> Sheet:
-    """Why one answer is one bilinear form: the softmax of two tokens is a logistic function."""
+    """Show why an answer gives a bilinear form: the softmax of two tokens is logistic."""
     sheet = Sheet("Two tokens make the softmax a logistic function of one number", 720, 250)
-    sheet.text(24, 30, "ask [x+δ ; x]: the answer is vᵀx + α·vᵀδ, so it tells α")
+    sheet.text(24, 30, "query [x+δ ; x]: the answer vᵀx + α·vᵀδ gives α")
     sheet.path([(70, 210), (660, 210)], "axis")
     sheet.path([(365, 50), (365, 214)], "axis")
     curve = [
@@ -207,8 +206,8 @@ def extract() -> Sheet:
 
 
 def invert() -> Sheet:
-    """One output, and the inputs that give it."""
-    sheet = Sheet("Attention forward, and the inputs that have one output", 720, 220)
+    """Show one output and the inputs that give it."""
+    sheet = Sheet("Attention forward, and several inputs with the same output", 720, 220)
     for number, y in enumerate((30, 86, 142)):
         sheet.box(
             24, y, 120, 40, [f"an input X{'₁₂₃'[number]}"], "gained" if not number else "plain"
@@ -223,13 +222,13 @@ def invert() -> Sheet:
 
 
 def recover() -> Sheet:
-    """Propose, run, compare: what every attack on text does."""
+    """Show the loop of every attack on text: propose, run, compare."""
     sheet = Sheet("Propose a text, run the model on it, compare with the leak", 720, 210)
     sheet.box(24, 40, 150, 52, ["the leak:", "rows of one layer"], "leaking")
     sheet.box(262, 40, 170, 52, ["a map from the weights:", "first tokens"])
     sheet.box(522, 40, 174, 52, ["the model's own rows", "of these tokens"])
     sheet.box(262, 136, 170, 52, ["tokens that fit worst", "are changed"])
-    sheet.box(522, 136, 174, 52, ["the text, verified:", "no rival fits"], "gained")
+    sheet.box(522, 136, 174, 52, ["the text, verified:", "no other fits"], "gained")
     for points in (
         [(174, 66), (260, 66)], [(432, 66), (520, 66)], [(609, 94), (609, 134)],
         [(520, 84), (470, 84), (470, 160), (434, 160)], [(347, 134), (347, 94)],
@@ -241,7 +240,7 @@ def recover() -> Sheet:
 
 
 def disrupt() -> Sheet:
-    """An attention map with a few of its units cut, and the answer before and after."""
+    """Show an attention map with a few units cut, and the answer before and after."""
     sheet = Sheet("One unit in a hundred of each head is cut, and the answer flips", 720, 220)
     cut = {(2, 7), (9, 3)}
     for row in range(14):
@@ -263,7 +262,7 @@ def disrupt() -> Sheet:
 
 
 def harden() -> Sheet:
-    """Training on what the attack would do."""
+    """Show training with attention cut as the attack would cut it."""
     sheet = Sheet("Training sees the text whole and with attention cut", 720, 200)
     sheet.box(24, 74, 120, 48, ["texts and", "labels"])
     sheet.box(220, 30, 200, 48, ["a pass over all", "of the attention"])
@@ -291,7 +290,7 @@ RECORDS = {
 
 
 def protection() -> Sheet:
-    """Texts read against recall, one panel for each encoder, from the records."""
+    """Draw texts read against recall from the records, with a panel for each encoder."""
     sheet = Sheet("Texts read behind each defence, against what retrieval keeps", height=290)
     drawn = set[str]()
     for number, (name, records) in enumerate(RECORDS.items()):
@@ -308,7 +307,7 @@ def protection() -> Sheet:
                 points.setdefault(LETTERS[run["defence"]], []).append(place)
         drawn |= set(points)
         for letter, places in points.items():
-            if letter != "R":  # all of them keep every distance
+            if letter != "R":  # every rotation keeps all distances
                 sheet.path(sorted(places), "axis")
             for left, top in places:
                 sheet.text(left, top + 4, letter, "leak small middle")
@@ -325,14 +324,3 @@ DRAWINGS: dict[str, Callable[[], Sheet]] = {
     "extract": extract, "invert": invert, "recover": recover,
     "disrupt": disrupt, "harden": harden, "protection": protection,
 }  # fmt: skip
-
-
-def files() -> Iterator[tuple[Path, str]]:
-    for name, draw in DRAWINGS.items():
-        yield FOLDER / f"{name}.svg", draw().svg()
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for path, svg in files():
-        path.write_text(svg, "utf-8")

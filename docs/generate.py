@@ -1,8 +1,8 @@
-"""Make what is generated in docs/: the references, the drawings, the pictures, the demo's record.
+"""Generate the references, drawings, pictures and two records of docs/.
 
-`make docs` makes the texts and drawings, which takes seconds; `make pictures` the pictures, which
-takes minutes and a browser; `python docs/generate.py cli.md audit.png` some. Tests compare texts
-and drawings with what this writes, so they cannot rot.
+`make docs` writes the texts and drawings in seconds; `make pictures` the pictures, which takes
+minutes and a browser; `python docs/generate.py cli.md audit.png` only these files. Tests compare
+the texts and drawings with what this program generates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
 import commands
 import defence_table
 import demo
@@ -40,7 +39,7 @@ REGISTRIES = {  # title: the registry of a package, and the drawing of the famil
 
 
 def methods_reference() -> str:
-    """Every method of every registry: its name, what it does, and the module with its theorem."""
+    """Return the page of every method: its name, what it does, and its module."""
     parts = [
         "# The methods\n\nEvery attack and defence, named as in `--method`; a name leads to its "
         "module, whose first lines are the theorem. `keyhole lab methods NAME` lists the settings "
@@ -74,7 +73,7 @@ None of this ships with Keyhole. What to put in where a command says MODEL, DATA
 
 
 def benchmarks_page() -> str:
-    """Every record of docs/figures, by the program that measured it."""
+    """Return the page of every record of docs/figures, by the program that measured it."""
     parts = [
         "# Benchmarks\n\nFor people who check or repeat a figure. Every figure that the documents "
         "quote is in a record: what was measured, its rows, its `command`, commit and machine, and "
@@ -96,18 +95,13 @@ def benchmarks_page() -> str:
 
 @cache
 def audit_page() -> str:
-    """The page that `keyhole audit demo` writes."""
+    """Return the page that `keyhole audit demo` writes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "keyhole", "audit", "demo"]
-        done = subprocess.run(command, cwd=folder, check=False)
-        if done.returncode != 1:
-            raise SystemExit("the demo gave nothing away, or could not be audited")
-        return (Path(folder) / "keyhole-report.html").read_text("utf-8")
+        return (demo.audited(Path(folder)) / "keyhole-report.html").read_text("utf-8")
 
 
 def curve(name: str) -> str:
-    """One of curves.py: of what is measured now, or (what takes hours) of a file."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    """Return a page with one figure of curves.py."""
     drawn = getattr(importlib.import_module("curves"), name)()
     html = drawn.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
@@ -115,7 +109,7 @@ def curve(name: str) -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A page, from its top or from a place in it, down to a height; a finding there is unfolded."""
+    """A screenshot of a page, from its top or an element; a finding there is unfolded."""
 
     page: Callable[[], str]
     height: int
@@ -146,12 +140,12 @@ PICTURES = {
 
 
 def draw(names: Sequence[str]) -> None:
-    """The pictures as a browser shows them."""
+    """Take the pictures with a browser."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
     if chromium is None:
-        print("no chromium on the PATH: the pictures stay as they are")
+        print("chromium is not on the PATH: the pictures were not made")
         return
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
@@ -175,14 +169,18 @@ def draw(names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all texts, if none is given")
-    parser.add_argument("--pictures", action="store_true", help="all pictures: needs chromium")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="files to write (all texts and drawings if none)"
+    )
+    parser.add_argument(
+        "--pictures", action="store_true", help="write all pictures; needs chromium"
+    )
     known = [*TEXTS, *RECORDS, *PICTURES]
     arguments = parser.parse_args()
     chosen = arguments.names or [*(PICTURES if arguments.pictures else TEXTS)]
     if unknown := set(chosen) - set(known):
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
-    for name, text in {**RECORDS, **TEXTS}.items():  # the page of records last
+    for name, text in {**RECORDS, **TEXTS}.items():  # records first: benchmarks.md lists them
         if name in chosen:
             (DOCS / name).write_text(text(), "utf-8")
     if pictures := [name for name in PICTURES if name in chosen]:

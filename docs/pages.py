@@ -1,10 +1,10 @@
-"""The pages of the documentation site, gathered in build/pages: `python docs/pages.py`.
+"""Gather the pages of the documentation site in build/pages: `python docs/pages.py`.
 
-The documents are read on a forge too, where links go to any file of the repository. In the site a
-link to a document of the root (CONTRIBUTING.md) leads to its page under project/, one to a source
-file to a copy of it under source/; the Python reference is made here (api.py). What is gathered is
-plain Markdown and mkdocs.yml plain settings, so that another generator of sites can take both:
-Zensical, which Material for MkDocs names as its successor, builds them as they are.
+In the repository, documents link to any file. In the site, a link to a document of the root
+(CONTRIBUTING.md) leads to its page under project/, and a link to a source file to a copy under
+source/. api.py adds the Python reference. The pages are plain Markdown and mkdocs.yml has plain
+settings, so that another site generator can use both: Zensical, which Material for MkDocs names as
+its successor, builds them unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 
 
 def gather(folder: Path = PAGES) -> None:
-    """Every page, picture and linked source file, with links as they are in the site."""
+    """Write every page, picture and linked source file, with the links of the site."""
     shutil.rmtree(folder, ignore_errors=True)
     for path in sorted(DOCS.rglob("*")):
         if path.is_file() and path.suffix not in (".md", ".py", ".pyc"):
@@ -41,13 +41,13 @@ def gather(folder: Path = PAGES) -> None:
 
 
 def documents() -> Iterator[Path]:
-    """All documents but the README, whose place the start page takes."""
+    """Yield all documents but the README, which the start page replaces."""
     yield from sorted(DOCS.rglob("*.md"))
     yield from (path for path in sorted(ROOT.glob("*.md")) if path.name != "README.md")
 
 
 def led(document: str, markdown: str) -> str:
-    """A document whose links lead to where their targets are in the site."""
+    """Return a document with links to the places of their targets in the site."""
     here = posixpath.dirname(place_of(document)) or "."
 
     def lead(link: re.Match[str]) -> str:
@@ -65,14 +65,14 @@ def linked(document: str, markdown: str) -> Iterator[str]:
 
 
 def meant(document: str, link: str) -> str | None:
-    """The file that a document's link means, from the root of the repository; None: an address."""
+    """Return the linked file, relative to the root of the repository; None for an address."""
     if re.match(r"[a-z]+:", link):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(document), link))
 
 
 def place_of(target: str) -> str:
-    """Where a file of the repository is in the site."""
+    """Return the path in the site of a file of the repository."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     if target == "README.md":

@@ -1,22 +1,21 @@
 """Which figures the documents quote, and the records that they come from.
 
-Measured figures, in a table or in a paragraph that names the benchmark or the commit, stand behind
+A table or paragraph with measured figures has a mark in front of it,
 
     <!-- figures: NAME -->
 
-and docs/figures/NAME.json is the record: what was measured (`rows`), by which `command`, at which
-`commit`, on which `machine`, and whether it is `kept` as the command wrote it, with what each item
-gave under `runs`, or was transcribed from a document, for which there must be a `reason`. Where the
-program has moved since, `again` is the command of today. Several names may be given, with commas.
-The mark of a paragraph holds for a table right behind it too. A table whose numbers were not
-measured (formulas, settings, names) says so, with the reason:
+with one or more names, separated by commas. docs/figures/NAME.json is the record: the measurements
+(`rows`), their `command`, `commit` and `machine`, and whether the record is `kept` as the command
+wrote it, with the raw measurements under `runs`, or was transcribed from a document, for a
+`reason`. If the program has changed since, `again` is today's command. The mark of a paragraph also
+covers a table directly after it. A table whose numbers were not measured (formulas, settings,
+names) says so, with the reason:
 
     <!-- not measured: REASON -->
 
-The records lie next to the documents, not in benchmarks/results/, which is what `make bench`
-measured on the reader's own machine and is not committed. Both have the same form
-(benchmarks/show.py). tests/test_figures.py compares documents with records, and
-docs/benchmarks.md is made from here.
+Records have the form of benchmarks/show.py. `make bench` measures on the reader's own machine and
+writes into benchmarks/results/, which is not committed. tests/test_figures.py compares documents
+with records, and docs/generate.py makes docs/benchmarks.md from them.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
 NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|[.,]\d)")
-# What looks like a figure and is none: code, addresses, pictures, papers and their statements,
-# commits, numbered lists.
+# Numbers that are not figures: in code, addresses, pictures, papers and their statements, commits
+# and numbered lists.
 ASIDE = re.compile(
     r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->|^\s*\d+\. |commit\s+[0-9a-f]{7,}|"
     r"arXiv \d+\.\d+|(?:Theorem|Lemma|Proposition|Definition|Section) \d+\.\d+",
@@ -45,7 +44,7 @@ ASIDE = re.compile(
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers of a text, as they are written, without thousands' commas."""
+    """Return the numbers of a text as written, but without commas between thousands."""
     return [number.replace(",", "").replace("−", "-") for number in NUMBER.findall(text)]
 
 
@@ -73,7 +72,7 @@ class Block:
 
     @property
     def lines(self) -> list[list[str]]:
-        """The numbers of each row of a table; of anything else all in one."""
+        """The numbers of each row of a table, or all numbers of anything else in one list."""
         if not self.table:
             text = self.text if self.fenced else ASIDE.sub("", self.text)
             return [numbers(text)]
@@ -82,7 +81,7 @@ class Block:
 
     @property
     def measured(self) -> bool:
-        """Whether it looks like measurements: a number in a cell after the first, or in prose."""
+        """Whether it looks measured: a number in prose, or in a cell after the first."""
         if self.fenced or self.text.startswith("#"):
             return False
         if not self.table:
@@ -92,9 +91,9 @@ class Block:
 
 
 def blocks(document: Path) -> Iterator[Block]:
-    """What a document consists of, with the marks that stand in front."""
+    """Yield the blocks of a document, with the marks in front of them."""
     mark: dict[str, Any] = {}
-    ahead = False  # is a mark waiting for its block?
+    ahead = False  # whether a mark waits for its block
     for line, text in _pieces(document.read_text("utf-8")):
         if (found := MARK.fullmatch(text.strip())) is not None:
             names = tuple(name.strip() for name in found[2].split(","))
@@ -109,7 +108,7 @@ def blocks(document: Path) -> Iterator[Block]:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """Runs of lines between empty ones, each with the number of its first; fences stay whole."""
+    """Yield runs of lines between empty ones with the number of the first; fences stay whole."""
     held: list[str] = []
     fenced = False
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -127,7 +126,7 @@ def _pieces(text: str) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Record:
-    """One run of one command: what it measured, and what it takes to measure it again."""
+    """One run of one command: what it measured, and where."""
 
     name: str
     title: str
@@ -137,7 +136,6 @@ class Record:
     kept: str
     rows: list[dict[str, Any]]
     note: str = ""
-    again: str = ""
     reason: str = ""
     runs: Sequence[dict[str, Any]] = ()
 
@@ -152,17 +150,18 @@ class Record:
             raise ValueError(f"{path.name} lacks {', '.join(missing)}")
         if data["kept"] not in (TRANSCRIBED, WRITTEN):
             raise ValueError(f"kept must be {TRANSCRIBED!r} or {WRITTEN!r} in {path.name}")
-        more = {name: data[name] for name in ("note", "again", "reason", "runs") if name in data}
+        more = {name: data[name] for name in ("note", "reason", "runs") if name in data}
         return cls(name, *(data[field] for field in fields), **more)
 
     @cached_property
     def values(self) -> list[list[Decimal]]:
-        """The numbers of each row: in strings, in numbers, in the names of columns."""
+        """The numbers of each row, from strings, numbers and the names of columns."""
         return [list(_decimals(row)) for row in self.rows]
 
     def missing(self, wanted: list[str], *, in_one_row: bool = False) -> list[str]:
-        """The numbers that are nowhere in the record, to the digits written; `in_one_row`: that
-        the row which has most of them does not have.
+        """Return the numbers that the record lacks, to the digits written.
+
+        With `in_one_row` they are the numbers that the best row lacks.
         """
         about = [*_decimals([self.title, self.note, self.machine, self.command, self.commit])]
         rows = self.values if in_one_row else [sum(self.values, about)]
@@ -175,7 +174,7 @@ def all_records() -> list[Record]:
 
 
 def agree(written: str, value: Decimal) -> bool:
-    """Whether a number is the value, rounded to the digits that are written."""
+    """Return whether a number is the value, rounded to the digits written."""
     number = Decimal(written)
     if number == value:
         return True
