@@ -1,4 +1,4 @@
-"""What tests of several methods share: oracles that are any function, seeded numbers."""
+"""Oracles for tests: any function, an endpoint that fails, and seeded numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Settings of all tests: threads, seeds, signals, and which tests are slow.
 
-`make check` leaves slow tests out. These are tests that are marked as slow, because they start
-processes that load torch, and tests that took long when all were last timed (timings.py).
+`make check` leaves slow tests out: those marked as slow, because they start processes that load
+torch, and those that took long when all were last timed (timings.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from timings import TESTS, name_of, slow_names, write
 
 # Commands that tests start take one thread each: tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The same cases everywhere: what fails for one fails for all, and a landing is not a lottery.
+# Draw the same cases everywhere, so that a failure repeats.
 settings.register_profile("keyhole", derandomize=True)
 settings.load_profile("keyhole")
-# A shell that starts the tests in the background has them ignore Ctrl-C, and whatever they start
-# inherits that; here it must work. Ended from outside, tests unwind and end what they started.
+# A shell that starts the tests in the background makes them and their children ignore Ctrl-C, which
+# tests must be able to send. SIGTERM unwinds tests, so that they end their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-# All that is imported stays: to look through it for garbage again and again takes seconds.
+# Modules stay loaded; without this, every collection would search them for seconds.
 gc.disable()
 
 _seconds: dict[str, float] = {}
@@ -41,7 +41,7 @@ def root() -> Path:
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Use one thread: for small matrices a second one only waits."""
-    import torch  # not for the process that only hands tests to workers
+    import torch  # not in the process that only distributes tests to workers
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def _one_thread():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--timings", action="store_true", help="write down in slow.txt what is slow")
+    parser.addoption("--timings", action="store_true", help="write the slow tests into slow.txt")
 
 
 @pytest.hookimpl(tryfirst=True)

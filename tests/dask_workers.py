@@ -1,7 +1,7 @@
-"""A Dask cluster of processes that can be killed one by one, and a record of what each of them did.
+"""A Dask cluster of processes that can be killed one by one, and a record of what each has done.
 
-This file is also what its workers load when they start (`dask worker --preload`): every check that
-they begin and end is then written down, in a file for each process.
+Its workers also load this file when they start (`dask worker --preload`); each then records the
+checks that it begins and ends, in a file for each process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Workers:
         self.address: str = json.loads(file.read_text())["address"]
 
     def add(self, count: int = 1) -> list[int]:
-        """Start so many workers; their process numbers, once all of them are there."""
+        """Start workers, wait for all of them, and return their process numbers."""
         import distributed
 
         words = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--preload", __file__)
@@ -101,7 +101,7 @@ class Workers:
             file.unlink()
 
     def recorded(self, what: str, pid: int | None = None) -> Counter[tuple[str, str]]:
-        """How often each check of each target was begun or ended, by one process or by all."""
+        """Count how often each check of each target was begun or ended, by one process or all."""
         counts: Counter[tuple[str, str]] = Counter()
         for file in self.record.glob("*.jsonl" if pid is None else f"{pid}.jsonl"):
             for line in file.read_text().splitlines():
@@ -110,7 +110,7 @@ class Workers:
         return +counts
 
     def under_way(self, pid: int) -> set[tuple[str, str]]:
-        """What a process has begun and not ended."""
+        """Return the checks that a process has begun and not ended."""
         return set(self.recorded(BEGUN, pid) - self.recorded(ENDED, pid))
 
 
@@ -131,11 +131,11 @@ def _wait(condition: Any, seconds: float = 120) -> None:
 
 
 def kill_in_the_middle(cluster: Workers, pid: int, after: int) -> set[tuple[str, str]]:
-    """Kill a worker that has something under way, once all have ended `after` checks; what it had.
+    """Kill a busy worker once `after` checks have ended, and return the checks that it was running.
 
-    To be called while the run goes on: what was under way is what must be run again.
+    Call it while the run continues, which must then run these checks again.
     """
     _wait(lambda: cluster.recorded(ENDED).total() >= after and cluster.under_way(pid), 600)
-    just_before = cluster.under_way(pid)  # it may end, and nobody hear of it
+    just_before = cluster.under_way(pid)  # one may end without the scheduler knowing
     cluster.kill(pid)
     return just_before | cluster.under_way(pid)

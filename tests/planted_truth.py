@@ -8,7 +8,7 @@ from keyhole.oracle import Head
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
-    """The largest error, relative to the largest entry."""
+    """Return the largest error, relative to the largest entry."""
     return float((found - truth).abs().max() / truth.abs().max())
 
 

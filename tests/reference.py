@@ -1,4 +1,4 @@
-"""Naive NumPy loops, written from the formulas alone: the witness. Never imports keyhole."""
+"""Naive NumPy loops, written from the formulas alone, as witnesses: never imports keyhole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attention(X: np.ndarray, W: np.ndarray, V: np.ndarray, causal: bool = False)
 
 
 def head(X: np.ndarray, W: np.ndarray, v: np.ndarray) -> float:
-    """f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i: the key on the left, the last token asks."""
+    """f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i: keys on the left, the last token is the query."""
     weights = softmax(np.array([x @ W @ X[-1] for x in X]))
     return float(sum(weight * (v @ x) for weight, x in zip(weights, X, strict=True)))
 
@@ -90,7 +90,7 @@ def steal_head(oracle, d: int) -> tuple[np.ndarray, np.ndarray]:
         for i in range(d):
             if i == k:
                 W[i, j] = anchor
-            elif v[i] == 0:  # this probe alone is blind: lean on the anchor, then take it away
+            elif v[i] == 0:  # e_i alone does not change the answer: add the anchor, and subtract it
                 W[i, j] = form(np.eye(d)[k] + np.eye(d)[i]) - anchor
             else:
                 W[i, j] = form(np.eye(d)[i])
@@ -98,7 +98,7 @@ def steal_head(oracle, d: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hits_in_all(hits: int, drawn: int, population: int, confidence) -> tuple[int, int]:
-    """Every K under which neither tail has a chance of (1 − c)/2 or less, one after the other."""
+    """The least and largest K under which both tails have a probability above (1 − c)/2."""
 
     def chance(x: int, K: int) -> Fraction:
         if not 0 <= x <= K or not 0 <= drawn - x <= population - K:
@@ -117,7 +117,7 @@ def hits_in_all(hits: int, drawn: int, population: int, confidence) -> tuple[int
 
 
 def cell_misfit(f: np.ndarray, low: np.ndarray, high: np.ndarray, s: float) -> float:
-    """−2 log of the chance that numbers f, each with an error of s, lie between low and high."""
+    """−2 log of the probability that numbers f with errors of s lie between low and high."""
 
     def below(x: float) -> float:
         return math.erfc(-x / math.sqrt(2)) / 2
@@ -129,7 +129,7 @@ def cell_misfit(f: np.ndarray, low: np.ndarray, high: np.ndarray, s: float) -> f
 
 
 def nearest_codes(f: np.ndarray, codebook: np.ndarray) -> list[int]:
-    """The centroid of each block that is nearest to the block's numbers, one by one."""
+    """The nearest centroid of each block of numbers."""
     size, codes = codebook.shape[2], []
     for block, centroids in enumerate(codebook):
         part = f[block * size : (block + 1) * size]
@@ -139,7 +139,7 @@ def nearest_codes(f: np.ndarray, codebook: np.ndarray) -> list[int]:
 
 
 def one_edit_away(text: tuple[int, ...], vocabulary: range) -> set[tuple[int, ...]]:
-    """Every text with one token replaced, put in or left out, or with two exchanged."""
+    """Every text with one token replaced, inserted or deleted, or with two swapped."""
     edits = {text[:p] + text[p + 1 :] for p in range(len(text)) if len(text) > 1}
     for token in vocabulary:
         edits |= {(*text[:p], token, *text[p + 1 :]) for p in range(len(text))}
@@ -150,7 +150,7 @@ def one_edit_away(text: tuple[int, ...], vocabulary: range) -> set[tuple[int, ..
 
 
 def distance_from_rows(row: np.ndarray, rows: np.ndarray) -> float:
-    """How far a row is from all combinations of others, relative to its own length."""
+    """The distance of a row from the span of others, relative to its length."""
     weights = np.linalg.lstsq(rows.T, row, rcond=None)[0]
     left = row.astype(float).copy()
     for weight, other in zip(weights, rows, strict=True):
@@ -167,7 +167,7 @@ def gradient_of_map(deltas: np.ndarray, inputs: np.ndarray) -> np.ndarray:
 
 
 def left_to_right(exposed, leaked: np.ndarray, vocabulary: int) -> list[int]:
-    """At each position the token whose row is nearest to what leaked, of all tokens one by one.
+    """At each position the token of the vocabulary whose row is nearest to the leaked one.
 
     `exposed` takes the ids of a text and returns its rows.
     """
@@ -181,7 +181,7 @@ def left_to_right(exposed, leaked: np.ndarray, vocabulary: int) -> list[int]:
 
 
 def quantised(numbers, bits, groups):
-    """Numbers of each group of places, as whole steps from its least to its largest; the steps."""
+    """Round each group of positions to even steps from its least to its largest; and the steps."""
     shape, numbers = numbers.shape, numbers.ravel().astype(np.float64)
     given, steps = numbers.copy(), np.zeros_like(numbers)
     for group in groups:
@@ -194,7 +194,7 @@ def quantised(numbers, bits, groups):
 
 
 def kv_cloak(X: np.ndarray, size: int, draw: np.random.Generator, *, added=True, scales=1.0):
-    """KV-Cloak's S P (X M + A) of one head's rows (n, d), filled up to whole blocks of `size`."""
+    """KV-Cloak's S P (X M + A) of one head's rows (n, d), padded to whole blocks of `size`."""
     length, d = X.shape
     largest = 2.84 * scales * np.abs(X).max()
     rows = np.concatenate([X, np.full((-length % size, d), 1.5 * largest)])
@@ -217,7 +217,7 @@ def kv_cloak(X: np.ndarray, size: int, draw: np.random.Generator, *, added=True,
 
 
 def attention_of_kept(X: np.ndarray, W: np.ndarray, V: np.ndarray, kept: set) -> np.ndarray:
-    """Attention over the kept pairs (query, key) alone; a query that keeps nothing gives zero."""
+    """Attention over the kept pairs (query, key) only; a query that keeps no key gives zero."""
     S, O = scores(X, W), np.zeros((len(X), V.shape[1]))  # noqa: E741
     for i in range(len(X)):
         keys = [j for j in range(len(X)) if (i, j) in kept]
@@ -232,7 +232,7 @@ def subsets(units) -> list[frozenset]:
 
 
 def smoothed(classify, units, keep: float, cut: frozenset, classes: int) -> np.ndarray:
-    """P(f = c) when each unit is kept with probability `keep` and those of `cut` go: every mask."""
+    """P(f = c) over all masks, if each unit not in `cut` is kept with probability `keep`."""
     chances = np.zeros(classes)
     for kept in subsets(units):
         weight = keep ** len(kept) * (1 - keep) ** (len(units) - len(kept))
@@ -241,7 +241,7 @@ def smoothed(classify, units, keep: float, cut: frozenset, classes: int) -> np.n
 
 
 def least_flip(vote, units) -> int:
-    """The fewest units whose cut changes what `vote` gives; one more than all where none does."""
+    """The fewest units whose cut changes the vote; one more than all if none does."""
     before = vote(frozenset())
     for cut in subsets(units):  # the smallest first
         if vote(cut) != before:
@@ -250,7 +250,7 @@ def least_flip(vote, units) -> int:
 
 
 def binomial_tail(hits: int, drawn: int, chance: Fraction) -> Fraction:
-    """P(at least so many hits)."""
+    """P(at least `hits` hits)."""
     return sum(
         (
             math.comb(drawn, x) * chance**x * (1 - chance) ** (drawn - x)

@@ -20,8 +20,8 @@ from keyhole.cli import main
 
 @contextmanager
 def served(target, folder, *options):
-    """The server's address; it is stopped in the end, and has said nothing of a fault."""
-    if find_spec("mlserver") is None:  # the server's process imports it, this one need not
+    """Serve a target and yield its address; check that the server reported no fault."""
+    if find_spec("mlserver") is None:  # only the server's process imports it
         pytest.skip("MLServer is not installed: pip install keyhole[serve]")
     oracle.save(target, folder / "t.safetensors")
     with socket.socket() as free:
@@ -37,9 +37,9 @@ def served(target, folder, *options):
                 time.sleep(0.2)
         else:
             pytest.fail(process.words)
-        said = " ".join(process.out.split())  # while it runs
-        assert said.startswith("serving t.safetensors")
-        assert f" at {url}/v2/models/target (Ctrl-C ends it)" in said
+        printed = " ".join(process.out.split())
+        assert printed.startswith("serving t.safetensors")
+        assert f" at {url}/v2/models/target (Ctrl-C ends it)" in printed
         yield url
         process.send_signal(signal.SIGINT)
         done = process.finish(30)
@@ -47,6 +47,6 @@ def served(target, folder, *options):
 
 
 def _keyhole(*arguments):
-    warnings.simplefilter("default")  # what MLServer warns of is not ours
+    warnings.simplefilter("default")  # MLServer's own warnings are no errors
     sys.argv = ["keyhole", *map(str, arguments)]
     main()

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of many architectures with inputs for each: no network, no files."""
+"""Tiny models of many architectures with random weights, and inputs for each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS = {
     "gpt_neox": lambda: hf.GPTNeoXConfig(**_PLAIN, **_ENDS),
     "llama": lambda: hf.LlamaConfig(**_GROUPED),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED),
-    # A cap and a window small enough to be felt.
+    # A cap and a window small enough to have an effect.
     "gemma2": lambda: hf.Gemma2Config(
         **_GROUPED, attn_logit_softcapping=0.5, query_pre_attn_scalar=8, sliding_window=4
     ),
@@ -84,21 +84,21 @@ CONFIGS = {
 
 
 def model(family, seed=0):
-    """In eval, eager, with weights large enough that every head does something."""
+    """Return a model in eval mode, eager, with weights so large that every head has an effect."""
     config = CONFIGS[family]()
     config.initializer_range = config.init_std = 0.3
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = hf.AutoModel.from_config(config)
-        for weight in made.parameters():  # T5 has its own ideas, some tables start at zero
+        for weight in made.parameters():  # T5 ignores the range, and some tables start at zero
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.3)
     return made.eval().requires_grad_(False)
 
 
 def inputs(family, texts=2, length=9, seed=0):
-    """Words with padding at the end (encoders) or at the start (decoders); noise as an image."""
+    """Return tokens padded at the end (encoders) or the start (decoders), or noise as images."""
     stream = torch.Generator().manual_seed(seed)
     if family in VISION:
         return {"pixel_values": torch.randn(texts, 3, 16, 16, generator=stream)}

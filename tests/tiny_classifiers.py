@@ -1,4 +1,4 @@
-"""Tiny classifiers, a batch for them and a task that they can learn: no network, no files."""
+"""Tiny classifiers with random weights, a batch for them, and a task that they can learn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(kind="classes", seed=0, attention="eager", dropout=0.1, labels=3, **ch
 
 
 def batch(kind="classes", texts=4, length=10, seed=0):
-    """Tokens with padding, and the mask of special tokens as a tokenizer gives it."""
+    """Return padded tokens, with the mask of special tokens that a tokenizer gives."""
     stream = torch.Generator().manual_seed(seed)
     shape = (texts, length) if kind == "classes" else (texts, 2, length)
     ids = torch.randint(len(tiny.SPECIAL), tiny.SHAPE["vocab_size"], shape, generator=stream)
@@ -43,7 +43,7 @@ def batch(kind="classes", texts=4, length=10, seed=0):
 
 
 def examples(count=24, seed=0, choices=False):
-    """Does the text hold a word below w20? Which choice does?"""
+    """Return examples of a task: does the text, or which choice, hold a word below w20?"""
     stream = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):

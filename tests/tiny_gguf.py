@@ -38,7 +38,7 @@ sys.stdin.read()
 
 
 def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS):
-    """Weights large enough that layers do something, in blocks of four bits."""
+    """Write a model in blocks of four bits, with weights so large that layers have an effect."""
     draw = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(256)
@@ -78,7 +78,7 @@ def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_he
 
 
 def _tokenizer(writer):
-    """A byte a token, and an end of text; no merges but one, which the format asks for."""
+    """Add a token for each byte, an end of text, and the one merge that the format requires."""
     letters = list(bytes_to_unicode().values())
     tokens = [*letters, "th", "<|endoftext|>"]
     kinds = [gguf.TokenType.NORMAL] * (len(tokens) - 1) + [gguf.TokenType.CONTROL]
@@ -100,7 +100,7 @@ def expect_server():
 
 @contextmanager
 def serving(path, *settings):
-    """llama.cpp's server on this machine, for the length of a block: its address."""
+    """Run llama.cpp's server for the length of a block, and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Tiny random-weight models with a head for a task, and batches for them."""
+"""Tiny models with random weights and a head for a task, and batches for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(family, task, classes=2, seed=0, scale=0.3):
 
 
 def texts(count=4, length=11, seed=0, framed=True, choices=0, left=False):
-    """Words in [CLS] … [SEP], each text one token shorter than the one before it, padded."""
+    """Return padded texts of random words, framed in [CLS] … [SEP], of different lengths."""
     stream = torch.Generator().manual_seed(seed)
     rows = count * max(1, choices)
     ids = torch.randint(5, WORDS, (rows, length), generator=stream)
@@ -53,7 +53,7 @@ def texts(count=4, length=11, seed=0, framed=True, choices=0, left=False):
 
 
 def own_labels(model, batch):
-    """What the model says: every example is then one that it gets right."""
+    """Return the model's own answers as labels, so that it gets every example right."""
     inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
     with torch.no_grad():
         return model(**inputs).logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of each family and a tokenizer, made here: no network, no files."""
+"""Tiny models of each family with random weights, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODERS = ("gpt2", "llama", "qwen3")
 
 
 def tokenizer(causal=False):
-    """One token a word; encoders frame each text in [CLS] … [SEP]."""
+    """Return a tokenizer with one token per word, and [CLS] … [SEP] unless it is causal."""
     table = {word: number for number, word in enumerate(SPECIAL + WORDS)}
     words = Tokenizer(WordLevel(table, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
@@ -37,7 +37,7 @@ def tokenizer(causal=False):
 
 
 def model(family, seed=0, head="AutoModel", **changes):
-    """Weights large enough that layers and heads do something."""
+    """Return a model with weights so large that layers and heads have an effect."""
     shape = {**SHAPE, "pad_token_id": 0, **changes}
     match family:
         case "bert":
@@ -77,7 +77,7 @@ def model(family, seed=0, head="AutoModel", **changes):
 
 
 def shared(family, seed=0, **changes):
-    """The same model for all tests that leave it as it is: its parts are found out once."""
+    """Return one model for all tests that do not change it, so that its parts are found once."""
     made, before = _shared(family, seed, **changes)
     assert torch.equal(_sums(made), before), "a test has changed a model that others share"
     return made
@@ -94,7 +94,7 @@ def _sums(made):
 
 
 def ids(texts=3, length=12, seed=0, causal=False):
-    """Random words, framed as the tokenizer frames them."""
+    """Return the ids of random words, framed as by the tokenizer."""
     stream = torch.Generator().manual_seed(seed)
     words = torch.randint(len(SPECIAL), SHAPE["vocab_size"], (texts, length), generator=stream)
     if not causal:
@@ -103,7 +103,7 @@ def ids(texts=3, length=12, seed=0, causal=False):
 
 
 def language_model(family, seed=0, bias=False, **changes):
-    """A causal model with its head, tied to the token table or not, with a bias or without."""
+    """Return a causal model with its output head, with or without a bias."""
     made = model(family, seed, "AutoModelForCausalLM", **changes)
     if bias:
         head = made.get_output_embeddings()
@@ -113,6 +113,6 @@ def language_model(family, seed=0, bias=False, **changes):
 
 
 def save(family, folder, head="AutoModel"):
-    """A model and its tokenizer in a folder, as from the hub."""
+    """Save a model and its tokenizer in a folder, as from the hub."""
     model(family, head=head).save_pretrained(folder)
     tokenizer(family in DECODERS).save_pretrained(folder)

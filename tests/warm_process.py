@@ -1,8 +1,8 @@
-"""Processes that have torch already: loading it takes seconds, and tests need many processes.
+"""Processes that have torch loaded, because loading it takes seconds and tests need many processes.
 
-A server that has imported everything forks them (multiprocessing's forkserver), each with its own
-folder, arguments, files for what it writes, exit code and signals, like one from a shell. What is
-about the start of a process itself is tested with `command_line.started` instead.
+A server that has imported everything forks them (multiprocessing's forkserver). Like a process of a
+shell, each has its own folder, arguments, output files, exit code and signals. The start of a
+process itself is tested with `command_line.started`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SERVER.set_forkserver_preload([
 
 @contextmanager
 def started(work: Callable[..., object], *arguments: object, cwd: Path) -> Iterator[Warm]:
-    """`work(*arguments)` in a process of its own; what is left of it at the end is killed."""
+    """Run `work(*arguments)` in a process, which is killed at the end of the block."""
     with tempfile.TemporaryDirectory() as folder:
         process = Warm(work, arguments, cwd, Path(folder))
         try:
@@ -38,7 +38,7 @@ def started(work: Callable[..., object], *arguments: object, cwd: Path) -> Itera
 
 
 class Warm:
-    """A process that was started, and the files that it writes to."""
+    """A running process, and the files that it writes to."""
 
     def __init__(
         self, work: Callable[..., object], arguments: Sequence[object], cwd: Path, folder: Path
@@ -49,7 +49,7 @@ class Warm:
         self._process.start()
 
     def finish(self, timeout: float = 240) -> CompletedProcess[str]:
-        """Wait for its end: its code and what it wrote."""
+        """Wait for its end, and return its exit code and output."""
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
@@ -62,23 +62,23 @@ class Warm:
 
     @property
     def out(self) -> str:
-        """What it has written to stdout."""
+        """Its output to stdout so far."""
         return self._out.read_text()
 
     @property
     def words(self) -> str:
-        """What it has written to stderr."""
+        """Its output to stderr so far."""
         return self._words.read_text()
 
     def poll(self) -> int | None:
-        """Its code, once it has ended."""
+        """Return its exit code, or None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # it has ended, and all that it began
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, with all its children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
@@ -87,7 +87,7 @@ class Warm:
 def finished(
     work: Callable[..., object], *arguments: object, cwd: Path, timeout: float = 240
 ) -> CompletedProcess[str]:
-    """`work(*arguments)` in a process of its own, to its end: its code and what it wrote."""
+    """Run `work(*arguments)` in a process, and return its exit code and output."""
     with started(work, *arguments, cwd=cwd) as process:
         return process.finish(timeout)
 

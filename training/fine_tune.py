@@ -1,8 +1,8 @@
-"""Fine-tune a model on SST-2, HellaSwag, DREAM or a table of one's own, for the benchmarks.
+"""Fine-tune a model on SST-2, HellaSwag, DREAM or your own table, for the benchmarks.
 
     python training/fine_tune.py --model MINILM --data hellaswag/train.jsonl --task choice --out hs
 
-`keyhole harden MODEL --method plain` does the same with a progress bar.
+The model gets a new head. `keyhole harden MODEL --method plain` trains a model that has one.
 """
 
 from __future__ import annotations

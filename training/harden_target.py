@@ -1,9 +1,10 @@
-"""Train the hardened version of the classifier that ships: the same model, trained on against cuts.
+"""Train the hardened version of the classifier that ships.
 
     python training/harden_target.py --data SST2_FOLDER --out src/keyhole/models/hardened
 
-It goes on from the shipped weights with `harden.AttackMasks`, and writes config, weights in half
-precision, tokenizer and a card with what this run measured on both.
+Training continues from the shipped weights with `harden.AttackMasks`. Written are the
+configuration, the weights in half precision, the tokenizer, and a card with the measurements of
+both models.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from keyhole.models.demo import load_demo
 
 
 def measured(model, tokenizer, dev, attacked: int) -> tuple[float, float, float]:
-    """Clean accuracy on all of dev, and flips at 1% of each head and of the model."""
+    """Return clean accuracy on all of dev, and flips at 1% of each head and of the model."""
     attacks = {
         "head": HackAttend(0.01, batch=256),
         "model": HackAttend(0.01, scope="model", batch=256),
@@ -50,25 +51,25 @@ def main() -> None:
     args = parser.parse_args()
     dev = read_examples(args.data / "dev.tsv")
     train = read_examples(args.data / "train.tsv", limit=args.sentences)
-    box = load_demo("classification", device=args.device)
-    before = measured(box.model, box.tokenizer, dev, args.attacked)
+    loaded = load_demo("classification", device=args.device)
+    before = measured(loaded.model, loaded.tokenizer, dev, args.attacked)
     print(f"as shipped: clean {before[0]:.1%}, flips {before[1]:.1%}, {before[2]:.1%}", flush=True)
     method = harden.AttackMasks(share=args.share, weight=args.weight)
     started = time.perf_counter()
     harden.train(
-        box.model, box.tokenizer, train, method, epochs=args.epochs, rate=args.rate,
+        loaded.model, loaded.tokenizer, train, method, epochs=args.epochs, rate=args.rate,
         batch=args.batch, seed=args.seed, device=args.device, pool=32,
     )  # fmt: skip
     seconds = time.perf_counter() - started
-    model = box.model.half().float()  # measured as it is shipped
-    after = measured(model, box.tokenizer, dev, args.attacked)
+    model = loaded.model.half().float()  # measured in the precision that ships
+    after = measured(model, loaded.tokenizer, dev, args.attacked)
     print(f"hardened: clean {after[0]:.1%}, flips {after[1]:.1%}, {after[2]:.1%}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     model.half().cpu().save_pretrained(args.out)
-    box.tokenizer.save_pretrained(args.out)
+    loaded.tokenizer.save_pretrained(args.out)
     card = f"""# The hardened version of the classifier that ships with Keyhole
 
-The classifier of `../classifier`, trained on with `{method}` by
+The classifier of `../classifier`, trained further with `{method}` by
 `training/harden_target.py` ({args.epochs} epochs, rate {args.rate:g}, batch {args.batch}, seed
 {args.seed}; {seconds:.0f} s). Measured by that run on SST-2's dev set, flips of the answers
 to its first {args.attacked} sentences that each gets right, by `HackAttend` at 1%:

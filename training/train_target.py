@@ -1,10 +1,10 @@
-"""Train the classifier that ships with Keyhole: small, for sentiment, with its own tokenizer.
+"""Train the classifier that ships with Keyhole: a small sentiment model with its own tokenizer.
 
     python training/train_target.py --data SST2_FOLDER --out src/keyhole/models/classifier
 
 SST2_FOLDER holds train.tsv and dev.tsv (`sentence<TAB>label`, with a header). One GPU trains it in
-about two minutes, two CPU cores in a few hours. What is written: config, weights in half precision
-(safetensors), tokenizer, and a card with the figures that this run measured.
+about two minutes, two CPU cores in a few hours. Written are the configuration, the weights in half
+precision (safetensors), the tokenizer, and a card with the measurements of this run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def make_tokenizer(sentences: list[str], size: int) -> PreTrainedTokenizerFast:
     trained = BertWordPieceTokenizer(lowercase=True)
     trained.train_from_iterator(sentences, vocab_size=size, min_frequency=2, show_progress=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_with_frame(trained),
+        tokenizer_object=_with_special_tokens(trained),
         pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         mask_token="[MASK]", model_max_length=128,
     )  # fmt: skip
 
 
-def _with_frame(trained: BertWordPieceTokenizer):
-    """[CLS] sentence [SEP], as BERT has it."""
+def _with_special_tokens(trained: BertWordPieceTokenizer):
+    """Return the tokenizer with [CLS] sentence [SEP], as BERT's."""
     from tokenizers.processors import BertProcessing
 
     tokenizer = trained._tokenizer
@@ -107,7 +107,7 @@ def train(args: argparse.Namespace) -> None:
     for epoch in range(args.epochs):
         model.train()
         for block, mask, truth in batches(ids, labels, args.batch, pad, args.device, mix):
-            # A few thousand words are soon learnt by heart: some are hidden each time.
+            # Hide some words each time, against overfitting.
             hidden = torch.rand(block.shape, device=block.device) < args.forget
             block = torch.where(hidden & (block > 4), tokenizer.mask_token_id, block)
             logits = model(block, attention_mask=mask).logits
@@ -119,7 +119,7 @@ def train(args: argparse.Namespace) -> None:
         dev = accuracy(model, held_ids, held_labels, pad, args.device)
         print(f"epoch {epoch + 1}: dev accuracy {dev:.4f}", flush=True)
     seconds = time.perf_counter() - started
-    halved = model.half().float()  # measured as it is shipped
+    halved = model.half().float()  # measured in the precision that ships
     write(
         args, halved, tokenizer, accuracy(halved, held_ids, held_labels, pad, args.device), seconds
     )
