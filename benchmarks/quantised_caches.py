@@ -91,14 +91,10 @@ def grouped(numbers: Tensor, bits: int) -> Tensor:
 
 
 def row(what: str, items: list[dict[str, Any]], seconds: float) -> Row:
-    exact, false = subjects.claims(items)
     right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
-    return Row(
-        what, f"{exact} of {len(items)} exact and verified, {false} falsely",
-        "all, 0 falsely", exact == len(items) and not false,
-        f"{right} of {tokens} tokens right; error {items[0]['precision'] or 0:.2f} of the spread; "
-        f"{seconds:.1f} s", promise=False, items=items,
-    )  # fmt: skip
+    details = f"{right} of {tokens} tokens right; error {items[0]['precision'] or 0:.2f} of the "
+    details += f"standard deviation; {seconds:.1f} s"
+    return subjects.verified(what, items, details, promise=False)
 
 
 if __name__ == "__main__":

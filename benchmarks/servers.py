@@ -40,28 +40,7 @@ SETTINGS = {
         "--api-key", "secret",
     ),
 }  # fmt: skip
-LLAMA_CPP = """
-import sys, xllamacpp as x
-p = x.CommonParams()
-p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256, 1
-p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
-for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
-    if name == "slots":
-        p.slot_save_path, p.swa_full = value, True
-    elif name == "flash":
-        p.flash_attn_type = int(value)
-    elif name == "draft":
-        p.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        p.speculative.ngram_simple.size_n, p.speculative.ngram_simple.size_m = 2, int(value)
-    elif name == "cache":
-        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
-    else:
-        p.embedding = True
-        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
-server = x.Server(p)
-print("listening", flush=True)
-sys.stdin.read()
-"""
+LLAMA_CPP = Path(__file__).with_name("serve_llama_cpp.py")
 _SMALL = ("--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager")
 _QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -109,9 +88,9 @@ def free_port() -> int:
 
 @contextmanager
 def served(file: Path, *settings: str) -> Generator[str]:
-    """Run llama.cpp's server and yield its URL; LLAMA_CPP parses `settings` (slots=FOLDER)."""
+    """Run llama.cpp's server and yield its URL; serve_llama_cpp.py lists the `settings`."""
     port = free_port()
-    command = [sys.executable, "-c", LLAMA_CPP, str(file), str(port), *settings]
+    command = [sys.executable, str(LLAMA_CPP), str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **quiet) as process:
         assert process.stdout is not None

@@ -92,6 +92,18 @@ def claims(items: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return sum(verified), verified.count(False)
 
 
+def verified(
+    what: str, items: Sequence[dict[str, Any]], details: str, least: float = 1, promise: bool = True
+) -> show.Row:
+    """Return the row of texts of which a share of `least` must be verified, and none falsely."""
+    exact, false = claims(items)
+    wanted = "all" if least == 1 else f">= {least:.0%}"
+    return show.Row(
+        what, f"{exact} of {len(items)} exact and verified, {false} falsely",
+        f"{wanted}, 0 falsely", exact >= least * len(items) and not false, details, promise, items,
+    )  # fmt: skip
+
+
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     """Return a change that rounds leaks or adds noise, from one random stream for all texts.
 

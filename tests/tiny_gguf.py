@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 from contextlib import contextmanager
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -14,27 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from command_line import PYTHON, started
 
 WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 64, 2, 4, 2, 128
-# One thread: two that wait for each other take for ever on a machine that is busy.
-SERVER = """
-import sys, xllamacpp as x
-p = x.CommonParams()
-p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 128, 1
-p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
-for setting in sys.argv[3:]:
-    name, _, value = setting.partition("=")
-    if name == "slots":
-        p.slot_save_path = value
-    elif name == "pooling":
-        p.embedding = True
-        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
-    elif name == "cache":
-        p.cache_type_k = p.cache_type_v = getattr(x.ggml_type, "GGML_TYPE_" + value)
-    elif name == "key":
-        p.api_keys = [value]
-server = x.Server(p)
-print("listening", flush=True)
-sys.stdin.read()
-"""
+SERVER = Path(__file__).parent.parent / "benchmarks" / "serve_llama_cpp.py"
 
 
 def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS):
@@ -104,7 +85,7 @@ def serving(path, *settings):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [PYTHON[0], "-c", SERVER, str(path), str(port), *settings]
+    command = [PYTHON[0], SERVER, path, port, *settings]
     with started(command, stdin=-1, stderr=-3) as process:
         assert process.stdout.readline().strip() == "listening"
         yield f"http://127.0.0.1:{port}"
