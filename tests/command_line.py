@@ -80,7 +80,7 @@ def inside(*arguments: object, cwd: Path, monkeypatch, capsys) -> subprocess.Com
     command = ["keyhole", *map(str, arguments)]
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", command)
-    capsys.readouterr()  # what was said before is not the command's
+    capsys.readouterr()  # drop earlier output
     code = 0
     try:
         main()
