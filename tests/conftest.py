@@ -1,7 +1,7 @@
 """Settings of all tests: threads, seeds, signals, and which tests are slow.
 
 `make check` leaves slow tests out: those marked as slow, because they start processes that load
-torch, and those that took long when all were last timed (timings.py).
+torch, and those that took long when `make timings` last timed all (slow.txt).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-from timings import TESTS, name_of, slow_names, write
 
 # Commands that tests start take one thread each: tests run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +27,12 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 # Modules stay loaded; without this, every collection would search them for seconds.
 gc.disable()
 
+QUICK = 0.05  # seconds
+SLOW = Path(__file__).with_name("slow.txt")
+_HEADER = (
+    f"# Tests of which a case took more than {QUICK} s, written by `make timings`: `make check`\n"
+    "# leaves them out.\n"
+)
 _seconds: dict[str, float] = {}
 
 
@@ -53,14 +57,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--timings", action="store_true", help="write the slow tests into slow.txt")
 
 
+def name_of(node: str) -> str:
+    """Return the file and function of a node id, without folders and cases."""
+    path, _, rest = node.partition("::")
+    return f"{Path(path).name}::{rest.partition('[')[0]}"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests, and remember all tests before any is deselected."""
-    slow = slow_names()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow tests before any test is deselected."""
+    lines = SLOW.read_text("utf-8").splitlines()
+    slow = {line.split()[-1] for line in lines if not line.startswith("#")}
     for item in items:
         if name_of(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
-    config.stash[TESTS] = {item.nodeid: item for item in items}
 
 
 def pytest_collection_finish() -> None:
@@ -77,4 +87,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--timings") and not is_worker:
-        write(_seconds)
+        slow = [(seconds, name) for name, seconds in _seconds.items() if seconds > QUICK]
+        lines = [f"{seconds:6.1f} {name}\n" for seconds, name in sorted(slow, reverse=True)]
+        SLOW.write_text(_HEADER + "".join(lines), "utf-8")
