@@ -188,20 +188,23 @@ def origin(title: str, command: str) -> dict[str, str]:
 def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any) -> None:
     """Add an option: a flag, one of several words, a list separated by commas, or a value."""
     flag, args = f"--{name.replace('_', '-')}", get_args(kind)
+    usual = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+    about = f"default: {usual}" if default not in (None, "", []) and len(usual) < 99 else None
     if kind is bool:
         parser.add_argument(flag, action="store_true")
     elif get_origin(kind) is Literal:
-        parser.add_argument(flag, choices=args, default=default)
+        parser.add_argument(flag, choices=args, default=default, help=about)
     elif get_origin(kind) is list and args[0] is Path:
-        parser.add_argument(flag, type=Path, nargs="+", default=default)
+        parser.add_argument(flag, type=Path, nargs="+", default=default, help=about)
     elif get_origin(kind) is list:
         convert = args[0]
         parser.add_argument(
-            flag, type=lambda text: [convert(part) for part in text.split(",")], default=default
-        )
+            flag, type=lambda text: [convert(part) for part in text.split(",")], default=default,
+            metavar=f"{name.upper().removesuffix('S')},…", help=about,
+        )  # fmt: skip
     else:
         plain = next((part for part in args if part is not NoneType), kind)
-        parser.add_argument(flag, type=plain, default=default)
+        parser.add_argument(flag, type=plain, default=default, help=about)
 
 
 def command(words: list[str]) -> str:
