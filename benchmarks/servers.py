@@ -40,7 +40,7 @@ SETTINGS = {
         "--api-key", "secret",
     ),
 }  # fmt: skip
-LLAMA_CPP = Path(__file__).with_name("serve_llama_cpp.py")
+LLAMA_CPP = Path(__file__).parent / "peers" / "llama_cpp_server.py"
 _SMALL = ("--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager")
 _QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -88,7 +88,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(file: Path, *settings: str) -> Generator[str]:
-    """Run llama.cpp's server and yield its URL; serve_llama_cpp.py lists the `settings`."""
+    """Run llama.cpp's server and yield its URL; peers/llama_cpp_server.py lists the `settings`."""
     port = free_port()
     command = [sys.executable, str(LLAMA_CPP), str(file), str(port), *settings]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from command_line import PYTHON, started
 
 WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 64, 2, 4, 2, 128
-SERVER = Path(__file__).parent.parent / "benchmarks" / "serve_llama_cpp.py"
+SERVER = Path(__file__).parent.parent / "benchmarks" / "peers" / "llama_cpp_server.py"
 
 
 def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS):

@@ -1,4 +1,4 @@
-"""llama.cpp's server, from the package xllamacpp: `python serve_llama_cpp.py FILE PORT SETTING…`
+"""llama.cpp's server, from the package xllamacpp: `python llama_cpp_server.py FILE PORT SETTING…`
 
 Settings are slots=FOLDER, pooling=MEAN (or NONE, …), flash=0, draft=TOKENS, cache=Q8_0 and key=KEY.
 It prints "listening" when it is ready, and ends when stdin is closed.
