@@ -14,11 +14,10 @@ from keyhole.core.endpoint import (
     without_password,
 )
 from keyhole.core.errors import InputError
-from keyhole.models.block import block
+from keyhole.models.block import block, sub_layer
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import task_of
 from keyhole.models.next_token import NextTokenLogits
-from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference

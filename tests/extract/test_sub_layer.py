@@ -15,7 +15,7 @@ import tiny_architectures as tiny
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
 from keyhole.extract import AttentionSubLayer, Status
-from keyhole.models.sub_layer import sub_layer
+from keyhole.models.block import sub_layer
 from keyhole.oracle import OpenInference, SubLayer
 
 KINDS = {
