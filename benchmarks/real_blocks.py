@@ -30,8 +30,8 @@ import subjects
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.extract import judge
-from keyhole.extract.block import REACHES, behind_norms
-from keyhole.extract.blocks.behind import Behind, read
+from keyhole.extract.block import REACHES
+from keyhole.extract.blocks import post_norm, pre_norm
 from keyhole.extract.blocks.view import View, last
 from keyhole.extract.canonical import canonical_block, compared
 from keyhole.extract.sub_layer_values import LostSum
@@ -76,11 +76,11 @@ def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
     what = f"{label}, all but attention"
     try:
         if behind:
-            found = read(partial(last, asked), target.dim, torch.device(device), stream)
+            found = post_norm.read(partial(last, asked), target.dim, torch.device(device), stream)
             errors, units = off_behind(found, canonical_block(target))
         else:
             view = View.open(asked, stream)
-            found = behind_norms(view, torch.device(device), stream)
+            found = pre_norm.read(view, torch.device(device), stream)
             errors, units = off_in_front(view, found, target)
     except Unsuccessful as end:
         yield failed(what, end, counted)
@@ -128,7 +128,7 @@ def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> S
     raise end
 
 
-def off_behind(found: Behind, true: Block) -> tuple[dict[str, float], int]:
+def off_behind(found: post_norm.PeeledPostNorm, true: Block) -> tuple[dict[str, float], int]:
     """Return the error of each part but attention, and the number of units found."""
     units, lift = found.layer.units, found.axes
     total = torch.einsum("hdk,hkm->dm", true.V, true.O)

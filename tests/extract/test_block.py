@@ -12,17 +12,15 @@ from torch.nn.functional import normalize
 import reference
 from keyhole import extract
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.block import behind_norms
-from keyhole.extract.blocks import behind, units
+from keyhole.extract.blocks import post_norm, pre_norm
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
-from keyhole.extract.blocks.copies import COPIES, Apart, told_apart
-from keyhole.extract.blocks.heads import chosen
+from keyhole.extract.blocks.between_norms import Layer, fitted
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
-from keyhole.extract.blocks.normed_layer import Layer, fitted
-from keyhole.extract.blocks.rank_ones import rank_ones
-from keyhole.extract.blocks.sphere import Sphere, find_units
-from keyhole.extract.blocks.units import Units, symmetric
+from keyhole.extract.blocks.position_bias import COPIES, Apart, told_apart
+from keyhole.extract.blocks.rank_ones import rank_ones, rank_ones_of_wide, symmetric, unpacked
+from keyhole.extract.blocks.units import Units, subset_sum
 from keyhole.extract.blocks.view import View
+from keyhole.extract.blocks.wide_curvature import Sphere, find_units
 from keyhole.extract.canonical import canonical_block, compared, difference_of_blocks
 from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
@@ -128,11 +126,11 @@ def test_what_is_not_read_is_refused():
     assert "norm" in bare.reason
 
 
-def test_what_adds_up_is_chosen():
+def test_what_adds_up_is_subset_sum():
     stream = torch.Generator().manual_seed(0)
     vectors = torch.randn(20, 6, generator=stream, dtype=torch.float64)
     wanted = torch.randint(0, 2, (20,), generator=stream).double()
-    assert torch.equal(chosen(vectors, wanted @ vectors + 1e-6), wanted)
+    assert torch.equal(subset_sum(vectors, wanted @ vectors + 1e-6), wanted)
 
 
 def test_auto_reads_a_block():
@@ -162,10 +160,10 @@ def test_blocks_are_compared_in_what_answers_show():
 def test_norms_behind_the_sums_show_what_stands_around_them():
     target = plant_block(**{**BEHIND, "dim": 8})
     stream = torch.Generator().manual_seed(0)
-    second = behind.SecondNorm.read(target(torch.randn(40, 1, 8, generator=stream).double()))
+    second = post_norm.SecondNorm.read(target(torch.randn(40, 1, 8, generator=stream).double()))
     assert torch.allclose(second.E, target.E, rtol=0, atol=1e-9)
     assert torch.allclose(second.e, target.e, rtol=0, atol=1e-9)
-    first = behind.FirstSum.read(lambda asked: second.undone(target(asked)), 8, stream)
+    first = post_norm.FirstSum.read(lambda asked: second.undone(target(asked)), 8, stream)
     total = torch.einsum("hdk,hkm->dm", target.V, target.O)
     assert torch.allclose(first.total, total - total.mean(1, keepdim=True), rtol=0, atol=1e-6)
     assert torch.allclose(first.b, target.b - target.b.mean(), rtol=0, atol=1e-6)
@@ -175,7 +173,7 @@ def test_matrices_of_rank_one_are_found_in_their_span():
     stream = torch.Generator().manual_seed(0)
     a = normalize(torch.randn(20, 8, generator=stream, dtype=torch.float64), dim=1)
     outside = torch.linalg.qr(symmetric(a, a).mT, mode="complete")[0][:, 20:].mT.contiguous()
-    found, _ = rank_ones(outside, 8, 20, stream, 64)
+    found, _ = rank_ones_of_wide(outside, 8, 20, stream, 64)
     assert len(found) == 20
     assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-10
 
@@ -186,7 +184,7 @@ def test_units_are_found_where_they_nearly_fill_the_matrices(seed):
     a = normalize(torch.randn(8, 5, generator=stream, dtype=torch.float64), dim=1)
     one = torch.eye(5, dtype=torch.float64)
     span = torch.cat([symmetric(a, a), symmetric(one, one).sum(0, keepdim=True)])
-    found, partners = units.rank_ones(units.unpacked(torch.linalg.qr(span.mT)[0].mT, 5), 8, stream)
+    found, partners = rank_ones(unpacked(torch.linalg.qr(span.mT)[0].mT, 5), 8, stream)
     assert partners is None
     assert float((a @ found.mT).abs().amax(1).min()) > 1 - 1e-9
 
@@ -196,7 +194,7 @@ def test_products_with_partners_are_found_in_their_span():
     a, w = torch.randn(2, 8, 10, generator=stream, dtype=torch.float64)
     span = torch.cat([symmetric(a, a), symmetric(a, w)])
     outside = torch.linalg.qr(span.mT, mode="complete")[0][:, 16:].mT.contiguous()
-    found, partners = rank_ones(outside, 10, 16, stream, 64)
+    found, partners = rank_ones_of_wide(outside, 10, 16, stream, 64)
     assert partners is not None
     a = normalize(a, dim=1)
     near = (a @ found.mT).abs().argmax(1)
@@ -321,16 +319,16 @@ def _around(target):
     d = target.dim
     axes = torch.linalg.qr(torch.cat([torch.ones(d, 1), torch.eye(d)[:, 1:]], 1).double())[0][:, 1:]
     B = torch.einsum("hdk,hkm->dm", target.V, target.O) + torch.eye(d)
-    sums = behind.FirstSum(
+    sums = post_norm.FirstSum(
         -target.b @ torch.linalg.inv(B), torch.linalg.inv(B), B - B.mean(1, keepdim=True)
     )
     true, none = canonical_block(target), torch.zeros(0, dtype=torch.float64)
     units = Units(true.A @ axes, true.a, none.reshape(0, d - 1), none, axes.mT @ true.C, "gelu")
-    layer = behind.Layer(
+    layer = post_norm.Layer(
         units, axes.mT @ (true.D[:, None] * axes), true.c @ axes, true.epsilon, true.epsilon_behind
     )
-    return behind.Behind(
-        target, axes, behind.SecondNorm(target.E, target.e), sums, layer, true.D,
+    return post_norm.PeeledPostNorm(
+        target, axes, post_norm.SecondNorm(target.E, target.e), sums, layer, true.D,
         torch.device("cpu"),
     )  # fmt: skip
 
@@ -405,7 +403,7 @@ def test_heads_that_turn_and_share_keys_are_fitted_at_once():
 
 def test_what_a_fit_leaves_is_not_taken_for_a_head():
     target, stream = plant_block(**LLAMA), torch.Generator().manual_seed(0)
-    undone = behind_norms(View.open(target, stream), torch.device("cpu"), stream)
+    undone = pre_norm.read(View.open(target, stream), torch.device("cpu"), stream)
     C = undone.units.C + 1e-10 * torch.randn(10, 5, generator=stream, dtype=torch.float64)
     units = replace(undone.units, C=C)
     off = replace(undone, network=replace(undone.network, units=units))

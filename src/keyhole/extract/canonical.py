@@ -112,7 +112,7 @@ def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
 
 
 # Two blocks compared: the same function has many parameters (block.py, sub_layer.py and
-# blocks/behind.py say which and why). What all of them share is compared, number by number:
+# blocks/post_norm.py say which and why). What all of them share is compared, number by number:
 #
 #     of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order. A bias
 #                      of positions by the weights of equal tokens: a number added to all is not

@@ -46,9 +46,9 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.block import factored, far_units, if_exact, turned_units, unit_signs
-from keyhole.extract.blocks.fit import values
+from keyhole.extract.block import factored, if_exact
 from keyhole.extract.blocks.heads import attempted
+from keyhole.extract.blocks.pre_norm import far_units
 from keyhole.extract.blocks.units import Units
 from keyhole.extract.blocks.view import FAR, View, last
 from keyhole.extract.extraction import Step
@@ -91,11 +91,10 @@ class TransformerBlocks(Method):
             raise _unread("the answers are numbers, and not vectors")
         units, linear = attempted(lambda: far_units(view, stream), _ATTEMPTS)
         heads = _heads(view, stream)
-        turned = unit_signs(units, linear[:-1] - heads.M.sum(0))
-        if turned is None:
+        flips = units.flips(linear[:-1] - heads.M.sum(0))
+        if flips is None:
             raise _unread("heads and units do not add up to what single tokens answer")
-        units = turned_units(units, turned)
-        model = _polished(view, _dealt(view, units, heads, stream), stream)
+        model = _polished(view, _dealt(view, units.flipped(flips), heads, stream), stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
         )
@@ -258,7 +257,7 @@ class _Shares(Parametric):
         for heads, units, b, c in zip(*self.shares, self.b, self.c, strict=True):
             M = torch.einsum("h,hed->ed", heads, self.M)
             x = x + self.view.normed(x, 0.0) @ M + b
-            x = x + (units * values(self.known, self.view.normed(x, 0.0))) @ self.known.C.mT + c
+            x = x + (units * self.known.features(self.view.normed(x, 0.0))) @ self.known.C.mT + c
         return x
 
 

@@ -9,7 +9,7 @@ features f, slopes φ' and columns C,
     of C and what is linear besides    (ΦᵀΦ)⁻¹, Φ the features, inputs and 1
 
 (the factors of K-FAC, Martens and Grosse, arXiv 1503.05671). What couples the two is left to the
-conjugate gradients. Where a norm follows, normed_layer.py solves for more at once.
+conjugate gradients. Where a norm follows, between_norms.py solves for more at once.
 """
 
 from __future__ import annotations

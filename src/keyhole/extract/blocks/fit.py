@@ -1,16 +1,16 @@
 """All numbers of a feed-forward layer at once, from a start near by, by variable projection.
 
-Answers `y_n = Z_n·Λ + Σ_k c_k f_k(u_n; θ_k)` are linear in the c_k and in what stands beside the
-units, so these are eliminated (Golub and Pereyra 1973; the approximation of Kaufman 1975). With f_k
-a number and y a vector the Jacobian of unit k is c_k ⊗ D_k, D_k = ∂f_k/∂θ_k without what the f_l
-and Z explain, and the matrix of the normal equations for θ is
+Answers `y_n = Z_n·Λ + Σ_k c_k f_k(u_n; θ_k)` are linear in the c_k and in Λ, so these are
+eliminated (Golub and Pereyra 1973; the approximation of Kaufman 1975). Since f_k is a number and y
+a vector, the Jacobian of unit k is c_k ⊗ D_k, where D_k is ∂f_k/∂θ_k without what the f_l and Z
+explain. The normal equations for θ have the matrix
 
     (c_k·c_l)·D_kᵀD_l,
 
-the Gram matrix of all D_k, which is the same for every number of an answer, times numbers. Squared
-condition costs no digits: residuals are exact, and steps are repeated.
+the Gram matrix of all D_k, which is the same for every number of an answer, times the products of
+the c_k. Squaring the condition number costs no digits: residuals are exact, and steps are repeated.
 
-Where the inputs u depend on numbers that are sought too, their Jacobian joins these.
+If the inputs u depend on unknown numbers as well, their Jacobian is added.
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
-from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.blocks.units import Units, derivative, with_ones
 from keyhole.oracle.block import ACTIVATIONS
 
 _STEPS = 40
-_EXACT = 1e-31  # of the squares of the answers
-
-
-def values(units: Units, u: Tensor) -> Tensor:
-    """f_k(u_n), (n, width)."""
-    inside = ACTIVATIONS[units.activation](u @ units.A.mT + units.a)
-    return inside * (u @ units.G.mT + units.g) if len(units.G) else inside
+_EXACT = 1e-31  # residuals, relative to the squares of the answers
 
 
 class Inputs(Protocol):
-    """Where the units stand: u (n, e), what is added to the answers, and features beside."""
+    """The inputs u (n, e) of the units, what is added to the answers, and the extra features Z."""
 
     @property
     def u(self) -> Tensor: ...
@@ -47,10 +41,10 @@ class Inputs(Protocol):
     def added(self) -> Tensor | float: ...
 
     @property
-    def beside(self) -> Tensor: ...
+    def extra(self) -> Tensor: ...
 
     def jacobian(self, units: Units) -> Tensor | None:
-        """Of the answers (n, m, p) by the p numbers that the inputs depend on."""
+        """Return that of the answers (n, m, p) by the p numbers that the inputs depend on."""
         ...
 
     def moved(self, step: Tensor) -> Self: ...
@@ -58,10 +52,10 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """Inputs that depend on nothing else."""
+    """Inputs that depend on nothing unknown."""
 
     u: Tensor
-    beside: Tensor
+    extra: Tensor
     added: float = 0.0
 
     def jacobian(self, units: Units) -> None:
@@ -76,15 +70,12 @@ AnyInputs = TypeVar("AnyInputs", bound=Inputs)
 
 
 def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, Tensor, float]:
-    """Units and inputs that explain the answers (n, m), and the weights of what stands beside.
-
-    Also what is left: the root of the mean square, relative to the answers.
-    """
+    """Return the units and inputs that explain the answers (n, m), Λ, and the relative error."""
     size = float(y.square().sum())
 
     def look(units: Units, inputs: AnyInputs) -> tuple[Tensor, Tensor, float]:
         wanted = y - inputs.added
-        features = torch.cat([values(units, inputs.u), inputs.beside], 1)
+        features = torch.cat([units.features(inputs.u), inputs.extra], 1)
         if not bool(torch.isfinite(features).all() & torch.isfinite(wanted).all()):
             return features, wanted, math.inf
         linear = least_squares(features, wanted)
@@ -117,6 +108,7 @@ def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, T
 
 
 def expect_fitted(left: float, most: float = 1e-6) -> None:
+    """Raise Unsuccessful if a fit has left a relative error above `most`."""
     if left > most:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -126,16 +118,14 @@ def expect_fitted(left: float, most: float = 1e-6) -> None:
 
 def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]:
     u = inputs.u
-    affine = torch.cat([u, torch.ones_like(u[:, :1])], 1)
     z = u @ units.A.mT + units.a
-    slopes = derivative(units.activation, 1)(z)
-    parts = slopes[:, :, None] * affine[:, None]
+    parts = derivative(units.activation, 1)(z)[:, :, None] * with_ones(u)[:, None]
     if len(units.G):
         gates = u @ units.G.mT + units.g
         inside = ACTIVATIONS[units.activation](z)
-        parts = torch.cat([parts * gates[..., None], inside[:, :, None] * affine[:, None]], 2)
+        parts = torch.cat([parts * gates[..., None], inside[:, :, None] * with_ones(u)[:, None]], 2)
     n, width, size = parts.shape
-    Q = torch.linalg.qr(torch.cat([values(units, u), inputs.beside], 1))[0]
+    Q = torch.linalg.qr(torch.cat([units.features(u), inputs.extra], 1))[0]
     D = parts.flatten(1)
     D = D - Q @ (Q.mT @ D)
     C = units.C.mT

@@ -21,8 +21,8 @@ the direction of c_k, which tells units apart, then a_k in the plane of p and q,
 orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest of a_k, from 4(d − 2)
 queries next to the kink, exactly, since a slope is an odd part, B sin h.
 
-**Between two norms** (behind.py) answers `y = e + R/s` have lost the length s of R as well. Between
-kinks R(θ) = (cos θ, sin θ, 1)·P, so four answers in a row are in three dimensions:
+**Between two norms** (post_norm.py) answers `y = e + R/s` have lost the length s of R as well.
+Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four answers in a row are in three dimensions:
 
     e         is in e + the span of P, which the answers of an arc show: arcs meet in it
     s_j       of an arc's answers j, up to one factor: Σ_j q_j s_j (y_j − e) = 0 for every q across
@@ -48,7 +48,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
-from keyhole.extract.blocks.units import Units
+from keyhole.extract.blocks.units import Units, with_ones
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.oracle.planted import ReluFfn
 
@@ -132,11 +132,7 @@ def _units(rows: Tensor) -> Units:
     """Of rows (a_k, α_k), of any length."""
     d = rows.shape[1] - 1
     rows = rows / rows[:, :d].norm(dim=1, keepdim=True)
-    none = torch.zeros(0, dtype=torch.float64)
-    return Units(
-        rows[:, :d].contiguous(), rows[:, d].contiguous(), none.reshape(0, d), none,
-        torch.zeros(d, len(rows), dtype=torch.float64), "relu",
-    )  # fmt: skip
+    return Units.plain(rows[:, :d], rows[:, d], rows.new_zeros(d, len(rows)), "relu")
 
 
 class _Homogeneous:
@@ -366,8 +362,7 @@ def find_relu_units_on_sphere(
         if more := max(0, 2 * (len(rows) + d + 1) - len(points)):
             fresh = radius * random_units(more, d, stream)
             points, answers = torch.cat([points, fresh]), torch.cat([answers, value(fresh)])
-        z = (points @ units.A.mT + units.a).relu()
-        features = torch.cat([z, points, torch.ones_like(z[:, :1])], 1)
+        features = torch.cat([units.features(points), with_ones(points)], 1)
         made = answers
         if lost:
             made = normalize(answers - centre, dim=1)

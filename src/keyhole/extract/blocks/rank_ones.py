@@ -1,14 +1,20 @@
-"""All matrices of rank one in a space of symmetric ones that is wide: thousands of dimensions.
+"""All matrices of rank one in a space S of symmetric ones, by the subspace power method.
 
-The subspace power method (Kileel and Pereira, arXiv 1912.04007), as in units.py, with what a wide
-space asks for: the projection is computed outside of S where that is smaller, the last digits are
-Gauss–Newton's, and once most are found starts come from what is left of S without them.
+Kileel and Pereira, arXiv 1912.04007: in general position the aaᵀ in S are the maxima, with value 1,
+of `‖P_S(aaᵀ)‖` over |a| = 1. Iterates `a ← P_S(aaᵀ)·a` from random starts climb to them.
 
-Without gates the equations are `(1 − P_S)(aaᵀ) = 0`. With gates S has the products of a with its
-partner w too, and towards w the maximum is flat: aaᵀ leaves S with the fourth power of the angle.
-But the plane of both is where `(1 − P_S)(a·)` nearly vanishes. In it S has two of three symmetric
-matrices, aaᵀ and awᵀ + waᵀ; the third, orthogonal to them, is nnᵀ with n orthogonal to a. From
-there Gauss–Newton solves for both, `(1 − P_S)(aaᵀ) = 0` and `(1 − P_S)(awᵀ + waᵀ) = 0`.
+Units with gates bring two matrices each, aaᵀ and the symmetric product awᵀ + waᵀ of a with its
+*partner* w (ours). Towards w the maximum is flat: aaᵀ leaves S with the fourth power of the angle,
+so iterates stop in the plane of a and w, where `(1 − P_S)(a·)` nearly vanishes. In this plane S has
+two of three symmetric matrices; the third, orthogonal to both, is nnᵀ with n orthogonal to a. From
+there Newton's method solves `(1 − P_S)(aaᵀ) = 0` and `(1 − P_S)(awᵀ + waᵀ) = 0` together.
+
+There are two versions. `rank_ones` is for a few hundred dimensions and is given a basis of S.
+`rank_ones_of_wide` is for thousands of dimensions: it is given a basis of what is orthogonal to S,
+which is smaller, and once most matrices are found it starts from what is left of S without them.
+
+Symmetric matrices (q, q) are packed as vectors of q(q + 1)/2 numbers, with √2 off the diagonal, so
+that inner products stay the same.
 """
 
 from __future__ import annotations
@@ -19,50 +25,215 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.extract.blocks.units import distinct, symmetric, unpacked
+from keyhole.core import Status, Unsuccessful
 
-_POWERS = 80
-_NEWTON = 8
-_TURNS = 2
-_SHIFT = 0.1
-_ROUNDS = 40
-FOUND = 1e-5
-_FLAT = 1e-3  # of the mean curvature: that towards a partner
-_SAME = 1e-5  # of cosines
-_NEAR = 1e-4  # likewise, before partners are known
+_SHIFT = 0.1  # of a, added to each step: it keeps the iteration from alternating
+_ROUNDS = 12
+_STARTS = 256
+_POWERS = 400
+_STEADY = 1e-11
+_RANK_ONE = 1e-5  # 1 − ‖P_S(aaᵀ)‖² below this
+_NEARLY = 1e-2
+_ALONE = 1e-5  # how far from S the product of a unit without a gate with any other vector is
+_TURNS = 4
+_NEWTON = 20
+_SAME = 1e-4  # difference of cosines
+
+FOUND = 1e-5  # what of aaᵀ may be outside S
+_WIDE_ROUNDS = 40
+_WIDE_POWERS = 80
+_WIDE_TURNS = 2
+_WIDE_NEWTON = 8
+_WIDE_SAME = 1e-5
+_FLAT = 1e-3  # curvature towards a partner, relative to the mean curvature
 _BATCH = 256
 
 
+def symmetric(x: Tensor, y: Tensor) -> Tensor:
+    """Return (xyᵀ + yxᵀ)/2 of vectors (…, q), packed."""
+    q = x.shape[-1]
+    rows, columns = torch.triu_indices(q, q, device=x.device)
+    product = (x[..., rows] * y[..., columns] + x[..., columns] * y[..., rows]) / 2
+    return torch.where(rows == columns, product, math.sqrt(2) * product)
+
+
+def packed(matrices: Tensor) -> Tensor:
+    """Pack symmetric matrices (…, q, q)."""
+    q = matrices.shape[-1]
+    rows, columns = torch.triu_indices(q, q, device=matrices.device)
+    values = matrices[..., rows, columns]
+    return torch.where(rows == columns, values, math.sqrt(2) * values)
+
+
+def unpacked(vectors: Tensor, q: int) -> Tensor:
+    """Return the symmetric matrices (…, q, q) of packed vectors."""
+    rows, columns = torch.triu_indices(q, q, device=vectors.device)
+    full = vectors.new_zeros(*vectors.shape[:-1], q, q)
+    values = torch.where(rows == columns, vectors, vectors / math.sqrt(2))
+    full[..., rows, columns] = values
+    full[..., columns, rows] = values
+    return full
+
+
+def _distinct(vectors: Tensor, same: float = _SAME) -> Tensor:
+    """Return the indices of unit vectors, without those that repeat an earlier one up to a sign."""
+    numbers = torch.arange(len(vectors), device=vectors.device)
+    if not len(vectors):
+        return numbers
+    first = ((vectors @ vectors.mT).abs() > 1 - same).to(torch.int8).argmax(1)
+    return numbers[first == numbers]
+
+
+def _in_plane(first: Tensor, second: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a and w in the planes of orthonormal vectors (n, q).
+
+    `outside` (n, 3, …) is what first², √2·first·second and second² have outside S.
+    """
+    form = torch.linalg.eigh(outside @ outside.mT)[1][..., -1]
+    side = form[:, 1] / math.sqrt(2)
+    sizes, axes = torch.linalg.eigh(
+        torch.stack([form[:, 0], side, side, form[:, 2]], 1).view(-1, 2, 2)
+    )
+    at = torch.arange(len(first), device=first.device)
+    x, y = axes[at, :, sizes.abs().argmin(1)].mT[..., None]
+    return x * first + y * second, x * second - y * first
+
+
 def rank_ones(
+    basis: Tensor, most: int, stream: torch.Generator, allowed: float = _RANK_ONE / 100
+) -> tuple[Tensor, Tensor | None]:
+    """Return unit vectors a with aaᵀ in the span of `basis` (dim S, q, q), and their partners.
+
+    There are `most` of them without partners, or half as many, each with a partner orthogonal to
+    it. Of either product, `allowed` may be outside the span.
+    """
+    q = basis.shape[-1]
+    plains = gates = torch.empty(0, q, dtype=torch.float64)
+    quiet = 0
+    for _ in range(_ROUNDS):
+        a = normalize(torch.randn(_STARTS, q, generator=stream, dtype=torch.float64), dim=1)
+        before = a
+        for _ in range(_POWERS):
+            at = torch.einsum("sij,nj->nsi", basis, a)
+            forms = torch.einsum("nsi,ni->ns", at, a)
+            step = torch.einsum("ns,nsi->ni", forms, at)
+            a, before = normalize(step + _SHIFT * a, dim=1), a
+            if float((a - before).abs().max()) < _STEADY:
+                break
+        plain, gated = _solutions(basis, a, before, allowed)
+        count = len(gates)
+        plains, gates = torch.cat([plains, plain]), torch.cat([gates, gated])
+        plains, gates = plains[_distinct(plains)], gates[_distinct(gates)]
+        quiet = quiet + 1 if len(gates) == count else 0
+        if len(plains) == most and 2 * len(gates) < most:
+            return plains, None
+        if quiet >= 2 and 2 * len(gates) >= most:
+            break
+    if 2 * len(gates) == most:
+        return gates, _partners(basis, gates)
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"curvature spans {most} dimensions, but {len(plains)} units were found in it, "
+        f"{len(gates)} with gates; a plain layer has {most} and a gated one {most // 2}: try "
+        "another seed",
+    )
+
+
+def _outside(basis: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return ⟨x∘e_i, (1 − P_S)(y∘e_j)⟩, x∘y = (xyᵀ + yxᵀ)/2, of vectors (n, q): (n, q, q)."""
+    own = (x * y).sum(1)[:, None, None] * torch.eye(x.shape[1], dtype=torch.float64)
+    own = (own + y[:, :, None] * x[:, None]) / 2
+    at_x, at_y = (torch.einsum("sij,nj->nsi", basis, each) for each in (x, y))
+    return own - at_x.mT @ at_y
+
+
+def _solutions(basis: Tensor, a: Tensor, before: Tensor, allowed: float) -> tuple[Tensor, Tensor]:
+    """Return the iterates that are solutions, as units without gates and as units with gates."""
+    own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
+    steady = (a - before).abs().amax(1) < 1e4 * _STEADY
+    plain = torch.cat([a[(own < _RANK_ONE) & steady], _newton(basis, a[~steady])])
+    a = a[own < _NEARLY]
+    if not len(a):
+        return plain, a
+    span = packed(basis)
+    for _ in range(_TURNS):
+        first, second = torch.linalg.eigh(_outside(basis, a, a))[1][..., :2].unbind(2)
+        products = [symmetric(first, first), math.sqrt(2) * symmetric(first, second),
+                    symmetric(second, second)]  # fmt: skip
+        in_plane = torch.stack(products, 1)
+        a = normalize(_in_plane(first, second, in_plane - (in_plane @ span.mT) @ span)[0], dim=1)
+    w = _partners(basis, a)
+    q = a.shape[1]
+    for _ in range(_NEWTON):
+        aa, wa = _outside(basis, a, a), _outside(basis, w, a)
+        top = torch.cat([4 * aa + _outside(basis, w, w), wa], 2)
+        square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
+        slope = torch.cat([2 * aa @ a[..., None] + wa @ w[..., None], aa @ w[..., None]], 1)
+        ridge = 1e-9 * torch.eye(2 * q, dtype=torch.float64)
+        step = torch.linalg.solve(square + ridge, slope)[..., 0]
+        a, w = _stepped(a, w, step)
+    both = torch.stack(
+        [torch.einsum("ni,nij,nj->n", x, _outside(basis, a, a), x) for x in (a, w)]
+    ).amax(0)
+    return plain, a[both < allowed]
+
+
+def _stepped(a: Tensor, w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Return orthonormal a and w after a step of both."""
+    along, aside = step.chunk(2, 1)
+    a, w = normalize(a - along, dim=1), w - aside
+    return a, normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
+
+
+def _newton(basis: Tensor, a: Tensor) -> Tensor:
+    """Return the solutions without partners that iterates are still on their way to."""
+    ridge = 1e-12 * torch.eye(a.shape[1], dtype=torch.float64)
+    for _ in range(_NEWTON):
+        form = _outside(basis, a, a)
+        square = 4 * form + a[:, :, None] * a[:, None] + ridge
+        a = normalize(a - torch.linalg.solve(square, 2 * form @ a[..., None])[..., 0], dim=1)
+    form = _outside(basis, a, a)
+    own, alone = (a[:, None] @ form @ a[..., None])[:, 0, 0], torch.linalg.eigvalsh(form)[:, 1]
+    return a[(own < _RANK_ONE) & (alone > _ALONE)]
+
+
+def _partners(basis: Tensor, units: Tensor) -> Tensor:
+    """Return for each a the unit vector w, orthogonal to a, with a∘w in S."""
+    form = _outside(basis, units, units) + units[:, :, None] * units[:, None]
+    return torch.linalg.eigh(form)[1][..., 0]
+
+
+def rank_ones_of_wide(
     outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int,
     allowed: float = FOUND, gates: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Unit vectors a (n, q) with aaᵀ orthogonal to packed rows (orthonormal); and partners.
+    """Return unit vectors a (n, q) with aaᵀ orthogonal to `outside`, and their partners.
 
-    At most `most` of them, or half as many with a partner each, orthogonal to it, where there may
-    be `gates`. `allowed` is what of aaᵀ may be outside S, of 1.
+    `outside` has orthonormal rows, packed. There are at most `most` vectors, or, if there may be
+    `gates`, half as many, each with a partner orthogonal to it. Of either product, `allowed` may be
+    outside S.
     """
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
     left, gated = outside, None if gates else False
-    for _ in range(_ROUNDS):
+    for _ in range(_WIDE_ROUNDS):
         a = torch.randn(starts, q, generator=stream, dtype=torch.float64).to(device)
         a = _powers(normalize(a, dim=1), left)
         if left is not outside:
             a = _powers(a, outside)
-        a = _settled(a, flat, allowed)
+        a = _gauss_newton(a, flat, allowed)
         if gated is None and len(a):
-            gated = _flat(a, flat)
+            gated = _is_flat(a, flat)
             most = most // 2 if gated else most
         if gated:
             a = torch.cat([found.view(-1, 2, q)[:, 0], a])
-            kept = distinct(a, _NEAR)
+            kept = _distinct(a, _SAME)
             a = _with_partners(a[kept[kept >= len(found)]], flat, allowed)
         else:
             a = a.unsqueeze(1)
         found = torch.cat([found.view(-1, *a.shape[1:]), a])
-        found = found[distinct(found[:, 0], _SAME)]
+        found = found[_distinct(found[:, 0], _WIDE_SAME)]
         if len(found) >= most:
             break
         if len(found) > most // 2:
@@ -73,7 +244,7 @@ def rank_ones(
 
 def _powers(a: Tensor, outside: Tensor) -> Tensor:
     q = a.shape[1]
-    for _ in range(_POWERS):
+    for _ in range(_WIDE_POWERS):
         product = symmetric(a, a)
         inside = product - (product @ outside.mT) @ outside
         step = (unpacked(inside, q) @ a[..., None])[..., 0]
@@ -82,78 +253,72 @@ def _powers(a: Tensor, outside: Tensor) -> Tensor:
 
 
 def _forms(a: Tensor, flat: Tensor) -> Tensor:
-    """Of each matrix F outside S, Fa: (n, c, q)."""
+    """Return Fa for each matrix F outside S: (n, codimension, q)."""
     return (a @ flat.mT).unflatten(1, (-1, a.shape[1]))
 
 
-def _settled(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
-    """Gauss–Newton without partners: those that arrive, slowly where there are some."""
+def _times(forms: Tensor, x: Tensor) -> Tensor:
+    """Return xᵀFa for each matrix F outside S, given the Fa: (n, codimension)."""
+    return (forms * x[:, None]).sum(2)
+
+
+def _gauss_newton(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
+    """Return the solutions that iterates reach if partners are left out of account.
+
+    Those with partners are reached as well, only slowly.
+    """
     ended: list[Tensor] = []
     eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device)
     for at in a.split(_BATCH):
-        for _ in range(_NEWTON):
+        for _ in range(_WIDE_NEWTON):
             J = _forms(at, flat)
-            rest = (J * at[:, None]).sum(2)
             square = 4 * J.mT @ J
             size = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
             square = square + size * (at[:, :, None] * at[:, None] + 1e-12 * eye)
-            step = torch.linalg.solve(square, 2 * J.mT @ rest[..., None])
+            step = torch.linalg.solve(square, 2 * J.mT @ _times(J, at)[..., None])
             at = normalize(at - step[..., 0], dim=1)
-        off = (_forms(at, flat) * at[:, None]).sum(2).square().sum(1).sqrt()
-        ended.append(at[off < allowed])
+        ended.append(at[_times(_forms(at, flat), at).square().sum(1).sqrt() < allowed])
     return torch.cat(ended)
 
 
-def _flat(a: Tensor, flat: Tensor) -> bool:
-    """Does aaᵀ leave S as slowly in one direction, at most of them, as it does with partners?"""
+def _is_flat(a: Tensor, flat: Tensor) -> bool:
+    """Return whether aaᵀ leaves S as slowly in one direction as it does if a has a partner."""
     J = _forms(a[:_BATCH], flat)
     sizes = torch.linalg.eigvalsh(J.mT @ J)
     return float((sizes[:, 1] / sizes.mean(1)).median()) < _FLAT
 
 
 def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
-    """Those that arrive, each with its partner: (n, 2, q)."""
+    """Return the solutions that Gauss–Newton reaches, each with its partner: (n, 2, q)."""
     ended: list[Tensor] = []
     q = a.shape[1]
     eye = torch.eye(2 * q, dtype=torch.float64, device=a.device)
     for at in a.split(_BATCH) if len(a) else ():
         a, w = _in_planes(at, flat)
-        for _ in range(_NEWTON):
+        for _ in range(_WIDE_NEWTON):
             of_a, of_w = _forms(a, flat), _forms(w, flat)
             aa, wa = of_a.mT @ of_a, of_w.mT @ of_a
             top = torch.cat([4 * aa + of_w.mT @ of_w, wa], 2)
             square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
-            one, two = (of_a * a[:, None]).sum(2), (of_a * w[:, None]).sum(2)
-            slope = torch.cat([
-                2 * of_a.mT @ one[..., None] + of_w.mT @ two[..., None], of_a.mT @ two[..., None]
-            ], 1)  # fmt: skip
+            own, mixed = _times(of_a, a)[..., None], _times(of_a, w)[..., None]
+            slope = torch.cat([2 * of_a.mT @ own + of_w.mT @ mixed, of_a.mT @ mixed], 1)
             size = square.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
             step = torch.linalg.solve(square + 1e-9 * size * eye, slope)[..., 0]
-            a = normalize(a - step[:, :q], dim=1)
-            w = w - step[:, q:]
-            w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
+            a, w = _stepped(a, w, step)
         of_a = _forms(a, flat)
-        off = torch.stack([(of_a * x[:, None]).sum(2).square().sum(1) for x in (a, w)]).amax(0)
+        off = torch.stack([_times(of_a, x).square().sum(1) for x in (a, w)]).amax(0)
         ended.append(torch.stack([a, w], 1)[off.sqrt() < allowed])
     return torch.cat(ended) if ended else a.new_zeros(0, 2, q)
 
 
 def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The a and w of the planes in which iterates are."""
+    """Return a and w of the planes in which iterates are."""
     w = a
-    for _ in range(_TURNS):
+    for _ in range(_WIDE_TURNS):
         J = _forms(a, flat)
         first, second = torch.linalg.eigh(J.mT @ J)[1][..., :2].unbind(2)
         at_first, at_second = _forms(first, flat), _forms(second, flat)
-        left = torch.stack([
-            (at_first * first[:, None]).sum(2), math.sqrt(2) * (at_first * second[:, None]).sum(2),
-            (at_second * second[:, None]).sum(2),
-        ], 1)  # fmt: skip
-        form = torch.linalg.eigh(left @ left.mT)[1][..., -1]
-        side = form[:, 1] / math.sqrt(2)
-        sizes, axes = torch.linalg.eigh(
-            torch.stack([form[:, 0], side, side, form[:, 2]], 1).view(-1, 2, 2)
-        )
-        x, y = axes[torch.arange(len(a), device=a.device), :, sizes.abs().argmin(1)].mT[..., None]
-        a, w = x * first + y * second, x * second - y * first
+        products = [_times(at_first, first), math.sqrt(2) * _times(at_first, second),
+                    _times(at_second, second)]  # fmt: skip
+        a, w = _in_plane(first, second, torch.stack(products, 1))
     return normalize(a, dim=1), normalize(w, dim=1)

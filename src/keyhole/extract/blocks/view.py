@@ -1,4 +1,4 @@
-"""A block as single tokens show it: which norms it has, and whether it gives vectors or scores."""
+"""What single tokens show of a block: its norms, and whether it answers vectors or scores."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, random_orthogonal
 from keyhole.oracle.protocol import Oracle, ask
 
-FAR = 2.0**20  # lengths at which a norm sees the token alone
-_FARTHEST = 2.0**60  # where w alone shows of a block that gives scores
+FAR = 2.0**20  # length of tokens next to which what attention adds is nothing to a norm
+_FARTHEST = 2.0**60  # the same for scores, to which only w·x is added
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class View:
-    """The target, asked with single tokens; behind a LayerNorm, with tokens of mean 0.
+    """The target, asked with single tokens; in front of a LayerNorm, with tokens of mean 0.
 
-    `axes` (d, e) are orthonormal columns: what a norm lets through of a token.
+    `axes` (d, e) are orthonormal columns: the directions that a norm keeps.
     """
 
     oracle: Oracle
     norm: str
     axes: Tensor
-    residual: Tensor  # (d, m): what of h is in an answer, everything or w alone
+    residual: Tensor  # (d, m): maps h to its part of an answer; identity, or w for scores
     every_token: bool
     causal: bool
 
@@ -38,6 +38,7 @@ class View:
 
     @property
     def numbers(self) -> int:
+        """The size of an answer."""
         return self.residual.shape[1]
 
     @property
@@ -46,7 +47,7 @@ class View:
 
     @classmethod
     def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
-        """Which norms there are: how answers grow with a token, and whether its mean matters."""
+        """Find the norms: from how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
         pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
@@ -72,7 +73,7 @@ class View:
 
     @classmethod
     def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
-        """Behind norms what is even in a token stays as it is, whatever its length."""
+        """Find the norms: with them, the even part of the answer to a long token is constant."""
         d = oracle.dim
         identity = torch.eye(d, dtype=torch.float64)
         far = _FARTHEST * torch.cat([identity, -identity])
@@ -84,36 +85,49 @@ class View:
         if abs(two - one) > 1e-3 * math.sqrt(FAR):
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
-                "the answers are numbers, and no norm stands in front of a feed-forward layer: "
-                "of such blocks vectors are read",
+                "the answers are numbers, and there is no norm in front of a feed-forward layer: "
+                "such blocks are read only from vectors",
             )
         if abs(shifted - one) > 1e-5 * abs(one):
             return view
         return replace(view, norm="layer", axes=_without_mean(d, stream))
 
     def ask(self, tokens: Tensor) -> Tensor:
-        """Answers to single tokens (n, d)."""
+        """Return the answers to single tokens (n, d)."""
         return last(self.oracle, tokens.unsqueeze(1))
 
     def normed(self, tokens: Tensor, epsilon: float) -> Tensor:
-        """What stands behind a norm, in coordinates (n, e)."""
+        """Return N(tokens), in coordinates (n, e)."""
         if self.norm == "none":
             return tokens
         return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
 
+    def slopes(self, by_normed: Tensor, h: Tensor, epsilon: float) -> Tensor:
+        """Return derivatives by h (n, m, d), from those by N(h) (n, m, e)."""
+        if self.norm == "none":
+            return by_normed
+        u = self.normed(h, epsilon)
+        centred = h - h.mean(1, keepdim=True) if self.norm == "layer" else h
+        size = (centred.square().mean(1) + epsilon).sqrt()
+        along = torch.einsum("nme,ne->nm", by_normed, u)
+        full = by_normed @ self.axes.mT
+        full = full - along[..., None] * (u @ self.axes.mT)[:, None] / h.shape[1]
+        return full / size[:, None, None]
+
     def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
-        """Random ones, of so many times the length √d."""
+        """Draw random tokens of about `length` times √d."""
         xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
         return length * xi @ self.axes.mT
 
 
 def _without_mean(d: int, stream: torch.Generator) -> Tensor:
+    """Return a random orthonormal basis (d, d − 1) of the vectors of mean 0."""
     rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
     return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()
 
 
 def expect_vectors(answers: Tensor, dim: int) -> None:
-    """Are answers as long as a token?"""
+    """Raise Unsuccessful unless answers are vectors as long as a token."""
     if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -123,7 +137,7 @@ def expect_vectors(answers: Tensor, dim: int) -> None:
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """The last token's vectors; of one number where answers are numbers."""
+    """Return the last token's answers, as vectors; a score becomes a vector of one number."""
     parts = sequences.split(batch_rows(*sequences.shape[1:]))
     answers = torch.cat([ask(oracle, part) for part in parts])
     if answers.ndim == 1:

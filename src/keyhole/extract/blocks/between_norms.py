@@ -1,7 +1,7 @@
 """The layer between two norms, R(n) = n·L + C·f(n) + c with n on a sphere, fitted as a whole.
 
-descent.py starts from what curvature shows of the units (sphere.py), and real units ask for three
-things more (ours):
+descent.py starts from what curvature shows of the units (wide_curvature.py), and real units ask for
+three things more (ours):
 
     doubtful    a unit whose row is across the plane of the base points has the same curvature at
                 all of them, whatever its length. It is read on the great circle through its own
@@ -24,8 +24,8 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
-from keyhole.extract.blocks.sphere import Value
-from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.blocks.units import Units, derivative, with_ones
+from keyhole.extract.blocks.wide_curvature import Value
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.oracle.block import ACTIVATIONS
 
@@ -70,9 +70,7 @@ class Layer:
 
     def __call__(self, n: Tensor) -> Tensor:
         """R."""
-        units = self.units
-        inside = ACTIVATIONS[units.activation](n @ units.A.mT + units.a)
-        return n @ self.L + inside @ units.C.mT + self.c
+        return n @ self.L + self.units.features(n) @ self.units.C.mT + self.c
 
     def slopes(self, n: Tensor, along: Tensor) -> Tensor:
         """dR/dn (n, e, r) along columns (n, e, r)."""
@@ -144,12 +142,8 @@ class Layer:
     @classmethod
     def of(cls, numbers: Numbers, activation: str) -> Layer:
         A, linear = numbers["A"], numbers["linear"]
-        none, width = A.new_zeros(0), len(A)
-        units = Units(
-            A[:, :-1].contiguous(), A[:, -1].contiguous(), none.reshape(0, A.shape[1] - 1), none,
-            linear[:width].mT.contiguous(), activation,
-        )  # fmt: skip
-        return cls(units, linear[width:-1], linear[-1])
+        units = Units.plain(A[:, :-1], A[:, -1], linear[: len(A)].mT, activation)
+        return cls(units, linear[len(A) : -1], linear[-1])
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,7 @@ class Fitted:
         cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
     ) -> Fitted:  # fmt: skip
         """What is linear, and the lengths of answers, by turns: few, since both are a start."""
-        affine = _affine(n)
+        affine = with_ones(n)
         A = torch.cat([units.A, units.a[:, None]], 1).to(n.device)
         made = ACTIVATIONS[units.activation](affine @ A.mT) @ units.C.mT.to(n.device)
         Q, R = torch.linalg.qr(affine)
@@ -221,7 +215,7 @@ class Fitted:
         return R, normalize(value(n) - self.centre, dim=1)
 
     def descended(self, n: Tensor, y: Tensor) -> Fitted:
-        affine = _affine(n)
+        affine = with_ones(n)
 
         def model(numbers: Numbers) -> Tensor:
             return self._answers(affine, numbers)
@@ -317,10 +311,6 @@ def _joined(upper: list[list[Tensor]]) -> Tensor:
         torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
         for i, row in enumerate(upper)
     ])  # fmt: skip
-
-
-def _affine(n: Tensor) -> Tensor:
-    return torch.cat([n, torch.ones_like(n[:, :1])], 1)
 
 
 def fitted(

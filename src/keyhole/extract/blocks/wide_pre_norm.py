@@ -4,7 +4,8 @@
 
 Far out N(h) = N(x), and y − x is a feed-forward layer on a sphere beside a linear map:
 
-    units       sphere.py; the numbers of an answer that a token does not touch are exact there,
+    units       wide_curvature.py; the numbers of an answer that a token does not touch are exact
+    there,
                 however long it is
     all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x), by descent.py
     M, b        from shorter tokens, for which N(h) is not N(x). With gates Λ is M; without, of
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
-from keyhole.extract.blocks.sphere import Sphere, Value, find_units
-from keyhole.extract.blocks.units import Units, derivative
+from keyhole.extract.blocks.units import Units, clear_flips, derivative, with_ones
+from keyhole.extract.blocks.wide_curvature import Sphere, Value, find_units
 from keyhole.oracle.block import ACTIVATIONS
 
 _FAR = 2.0**40  # where exact numbers are read, of √d
@@ -40,7 +41,6 @@ _SPARE = 16
 _TINY = 1e-7  # a change of ε, to differentiate by it
 _ROUGH = 1e-12  # of squares: what a start for the last fit may leave
 _BLOCK = 8  # numbers of a token that are rotated together
-_SIGN = 0.05  # how far from 0 or 1 the share of a turned unit may be
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Fits:
         """In coordinates, with 1 behind them: (n, e + 1)."""
         v = x @ self.axes.to(x.device)
         v = v / (v.square().sum(1, keepdim=True) / len(self.axes) + epsilon).sqrt()
-        return torch.cat([v, torch.ones_like(v[:, :1])], 1)
+        return with_ones(v)
 
     def features(self, A: Tensor, affine: Tensor) -> Tensor:
         z = affine @ A.mT
@@ -181,7 +181,7 @@ class _Fits:
             of_M = _applied({"M": inverse(t.mT @ t)})
             M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M, _ROUGH)[0]["M"]
         if not gated:
-            A, level = _turned(A, C, through - M[:-1], level)
+            A, level = _flipped(A, C, through - M[:-1], level)
         return {"A": A, "linear": torch.cat([C, (level - M[-1])[None]]), "M": M}
 
     def all(self, numbers: Numbers) -> InFront:
@@ -198,8 +198,7 @@ class _Fits:
 
         def model(numbers: Numbers) -> Tensor:
             _, added, u = inside(numbers)
-            features = torch.cat([self.features(numbers["A"], u), torch.ones_like(u[:, :1])], 1)
-            return added + features @ numbers["linear"]
+            return added + with_ones(self.features(numbers["A"], u)) @ numbers["linear"]
 
         def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
             t, _, u = inside(numbers)
@@ -218,10 +217,8 @@ class _Fits:
             numbers[name].to("cpu") for name in ("A", "linear", "M", "epsilon")
         )
         rows, gates = A[: self.width], A[self.width :]
-        units = Units(
-            rows[:, :-1].contiguous(), rows[:, -1].contiguous(), gates[:, :-1].contiguous(),
-            gates[:, -1].contiguous(), linear[:-1].mT.contiguous(), self.activation,
-        )  # fmt: skip
+        units = Units.plain(rows[:, :-1], rows[:, -1], linear[:-1].mT, self.activation)
+        units = replace(units, G=gates[:, :-1].contiguous(), g=gates[:, -1].contiguous())
         first, second = epsilon.clamp(min=0).tolist()
         return InFront(units, linear[-1], M[:-1], M[-1], first, second)
 
@@ -230,19 +227,19 @@ def _applied(inverses: Numbers) -> Callable[[Numbers], Numbers]:
     return lambda slope: {name: inverses[name] @ part for name, part in slope.items()}
 
 
-def _turned(A: Tensor, C: Tensor, beside: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-    """Units of the signs that leave nothing linear (e, d) beside them: φ(z) = φ(−z) + z.
+def _flipped(A: Tensor, C: Tensor, linear: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and c after replacing φ(z) by φ(−z) in units such that `linear` (e, d) cancels.
 
-    By Gram matrices: all products of rows and columns would not fit into memory.
+    As Units.flips, but by Gram matrices: all products of rows and columns would not fit into
+    memory.
     """
     rows = A[:, :-1]
-    shares = torch.linalg.solve((rows @ rows.mT) * (C @ C.mT), -((rows @ beside) * C).sum(1))
-    turned = (shares > 0.5).to(torch.float64)
-    rest = beside + rows.mT @ (turned[:, None] * C)
-    off = float((shares - turned).abs().max())
-    if off > _SIGN or float(rest.abs().max()) > 1e-2 * float(1 + beside.abs().max()):
+    shares = torch.linalg.solve((rows @ rows.mT) * (C @ C.mT), -((rows @ linear) * C).sum(1))
+    flips = (shares > 0.5).to(torch.float64)
+    rest = linear + rows.mT @ (flips[:, None] * C)
+    if not clear_flips(shares, flips, rest, linear):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "what single tokens answer is not a residual and a feed-forward layer",
         )
-    return A * (1 - 2 * turned)[:, None], level + (turned * A[:, -1]) @ C
+    return A * (1 - 2 * flips)[:, None], c + (flips * A[:, -1]) @ C

@@ -31,6 +31,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.units import with_ones
 from keyhole.extract.sub_layer import Reader
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.sub_layer import SubLayer
@@ -190,9 +191,10 @@ def read_placed(
         reader.scores(keys, reach * length * points, _COPIES) - _at(places, _COPIES, len(keys))
         for keys in (length * basis).split(reader.keys)
     ]
-    affine = torch.cat([torch.ones(d + 1, 1).to(points), reach * length * points], 1)
     scores = torch.cat(found, -1).transpose(0, 1) @ basis / length  # (H, d + 1, d)
-    left, sizes, right = torch.linalg.svd(torch.linalg.solve(affine, scores), full_matrices=False)
+    left, sizes, right = torch.linalg.svd(
+        torch.linalg.solve(with_ones(reach * length * points), scores), full_matrices=False
+    )
     k = heads.V.shape[2]
     if float((sizes[:, k:] / sizes[:, :1]).max()) > _FAINT:
         raise Unsuccessful(
@@ -200,7 +202,7 @@ def read_placed(
         )
     Q, K = left[..., :k] * sizes[:, None, :k].sqrt(), right.mT[..., :k] * sizes[:, None, :k].sqrt()
     return SubLayer(
-        Q=Q[:, 1:].contiguous(), q=Q[:, 0].contiguous(), K=K.contiguous(), V=heads.V, O=heads.W,
+        Q=Q[:, :-1].contiguous(), q=Q[:, -1].contiguous(), K=K.contiguous(), V=heads.V, O=heads.W,
         b=view.b, frequencies=Q.new_zeros(len(Q), 0), places=places,
         every_token=view.every_token, causal=view.causal,
     )  # fmt: skip

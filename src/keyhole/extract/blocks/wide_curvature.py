@@ -1,28 +1,30 @@
-"""The units of a wide layer whose inputs n are on a sphere, R(n) = n·L + Σ_k c_k f_k(n) + c.
+"""The units of a wide layer `R(n) = n·L + Σ_k c_k f_k(n) + c`, n on a sphere, from its curvature.
 
-f_k is φ(a_k·n + α_k), or φ(a_k·n + α_k)(g_k·n + γ_k) with gates. Behind a norm answers have lost
-their length, ŷ = R/s with s = |R|: behind.py says how second derivatives show the units in a
-subspace U then, and σ, the slopes of log s. Where answers keep it (in_front.py), σ = 0 and s = 1.
-At a base point p the second derivatives in U are sums over the units of
+f_k is φ(a_k·n + α_k), or φ(a_k·n + α_k)(g_k·n + γ_k) with gates. Behind a norm, answers have lost
+their length: ŷ = R/s with s = |R|. post_norm.py says how second derivatives in a subspace U show
+the units then; σ are the slopes of log s. If answers keep their length (wide_pre_norm.py), σ = 0
+and s = 1. At a base point p the second derivatives in U are sums over the units of
 
     c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
 
-where a_k is λâ in U, g_k is ŵ + τâ there (its length is free), and ω = g_k·p + γ_k. From these:
+where a_k is λâ in U, g_k is ŵ + τâ there (its length is free), and ω = g_k·p + γ_k. The steps:
 
+    â, ŵ             the matrices of rank one, and their partners (rank_ones.py)
     outside U        mixed derivatives of e in U and w, linear in a_k·w/λ, g_k·w − τ(a_k·w)/λ, σ_w
     s                base points are on a circle; the slopes of log s along it, by harmonics
-    λ, α, τ, γ       of each unit, from its numbers at the base points: the last two are linear
+    λ, α, τ, γ       of each unit, from its numbers at the base points (shapes.py)
 
-Where an answer is kept with the token added to it, a long token costs it digits. But only those
-numbers of the answer that the token is not 0 in: U and the base points touch few of them, and the
-others are exact whatever the length. Base points are one for each axis then.
+If the token is added to the answer, a long token costs the answer digits, but only in the
+coordinates in which the token is not 0. So U and the base points are chosen to touch few
+coordinates, and the others are exact whatever the length. There is then one base point for each
+axis.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,9 +33,15 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import FOUND, rank_ones
-from keyhole.extract.blocks.units import SMOOTH, Units, derivative, symmetric, unpacked
-from keyhole.extract.gauss_newton import levenberg
+from keyhole.extract.blocks.rank_ones import (
+    FOUND,
+    packed,
+    rank_ones_of_wide,
+    symmetric,
+    unpacked,
+)
+from keyhole.extract.blocks.shapes import grid_shapes, grid_shapes_and_lengths
+from keyhole.extract.blocks.units import Units
 
 Value = Callable[[Tensor], Tensor]
 _AXES = 2  # of Π, with base points on a circle
@@ -49,9 +57,6 @@ _CLIFF = 10.0
 _ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
 _STEADY = 0.07  # a·n/|a|, at base points: curvature is nearly the same at all, whatever |a|
-_GRID, _FINE_GRID = (10, 3.0, 37), (20, 9.0, 145)  # lengths; offsets up to, and how many
-_MISSED = 10.0  # of the median miss
-_SAMPLE = 40  # units that show s and φ
 _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
 
@@ -152,11 +157,10 @@ class _Measured:
         return cls(sphere, Pi, U, points, y, first, second, seen, hats)
 
     @property
-    def packed(self) -> Tensor:
-        """(P, q(q+1)/2, seen)."""
-        q = len(self.U)
-        rows, columns = torch.triu_indices(q, q)
-        weight = torch.where(rows == columns, 1.0, math.sqrt(2)).to(torch.float64)
+    def hessians(self) -> Tensor:
+        """The second derivatives, (P, q(q+1)/2, seen)."""
+        rows, columns = torch.triu_indices(len(self.U), len(self.U))
+        weight = packed(torch.ones(len(self.U), len(self.U), dtype=torch.float64))
         return self.second[:, rows, columns][..., self.seen] * weight[:, None]
 
     def across(self, j: int, *more: Tensor) -> Tensor:
@@ -173,8 +177,8 @@ class _Measured:
         more dimension for each base point, the matrix τ that stands beside ŷ there.
         """
         rows = torch.cat([
-            (packed.to(device) @ self.across(j, self.first[j]).to(device)).mT
-            for j, packed in enumerate(self.packed)
+            (hessian.to(device) @ self.across(j, self.first[j]).to(device)).mT
+            for j, hessian in enumerate(self.hessians)
         ])  # fmt: skip
         values, vectors = torch.linalg.eigh(rows.mT @ rows)
         sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
@@ -247,7 +251,9 @@ def find_units(
     most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
     for allowed in (FOUND, _ROUGHLY):
-        units, partners = rank_ones(outside, q, most, stream, starts, allowed, gates=sphere.centred)
+        units, partners = rank_ones_of_wide(
+            outside, q, most, stream, starts, allowed, gates=sphere.centred
+        )
         each = 1 if partners is None else 2
         if each * len(units) == most:
             break
@@ -285,7 +291,7 @@ def _read(
         products.append(2 * symmetric(units, partners))
     products.append(symmetric(identity, identity).sum(0, keepdim=True))
     Q, R = torch.linalg.qr(torch.cat(products).mT)
-    packed = at.packed.to(device)
+    hessians = at.hessians.to(device)
     hats = torch.zeros(P, m, dtype=torch.float64, device=device)
     sigma = torch.zeros(P, q, dtype=torch.float64, device=device)
     if at.hats is not None:
@@ -293,7 +299,7 @@ def _read(
     forms = unpacked(outside, q)
     parts = torch.empty(P, len(R) - 1, m, dtype=torch.float64, device=device)
     for j in range(P):
-        H = packed[j] - (packed[j] @ hats[j])[:, None] * hats[j]
+        H = hessians[j] - (hessians[j] @ hats[j])[:, None] * hats[j]
         if at.sphere.touched is None:
             by = at.first[j].to(device)
             by = by - (by @ hats[j])[:, None] * hats[j]
@@ -312,27 +318,28 @@ def _read(
     of_W = reading.beyond(W)
     if at.sphere.touched is None:
         of_Pi, along, grown = reading.around()
-        activation, length, offset, sizes = _numbers(numbers.mT.to("cpu"), along, grown)
-        gates = offset.new_zeros(0, 2)
+        activation, theta, found = grid_shapes_and_lengths(numbers.mT.to("cpu"), along, grown)
     else:
         of_Pi = reading.at_points()
         along, *gate = (part.to(device) for part in of_Pi)  # of units whose length is 1
         own = torch.einsum("pkm,km->kp", parts[:, :r], c)
         wanted = own if partners is None else torch.cat([numbers.mT, own], 1)
-        activation, *shapes = _best_shapes(wanted, along, gate)
-        length, offset, found = (part.to("cpu") for part in shapes)
-        sizes, gates = found[:, 0], found[:, 1:] / found[:, :1]
+        activation, *shapes = grid_shapes(wanted, along, gate[0] if gate else None)
+        theta, found = (part.to("cpu") for part in shapes)
+    length, offset = theta.unbind(1)
     rows = [units] if partners is None else [units, partners]
     full = [
         u.to("cpu") @ at.U + p @ at.Pi + w @ W for u, p, w in zip(rows, of_Pi, of_W, strict=True)
     ]
     C = torch.zeros(at.y.shape[1], r, dtype=torch.float64)
     power = 2 if partners is None else 1
-    C[at.seen] = c.to("cpu").mT * (sizes / length**power)
-    A, G, g = full[0], full[0][:0], offset[:0]
-    if partners is not None:
-        G, g = (full[1] + gates[:, :1] * A) / at.sphere.radius, gates[:, 1].contiguous()
-    return Units(length[:, None] * A / at.sphere.radius, offset, G, g, C, activation)
+    C[at.seen] = c.to("cpu").mT * (found[:, 0] / length**power)
+    a = full[0] / at.sphere.radius
+    read = Units.plain(length[:, None] * a, offset, C, activation)
+    if partners is None:
+        return read
+    tau, gamma = (found[:, 1:] / found[:, :1]).unbind(1)
+    return replace(read, G=full[1] / at.sphere.radius + tau[:, None] * a, g=gamma.contiguous())
 
 
 def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
@@ -461,166 +468,3 @@ def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:
     weights = least_squares(system, slopes[:, None])
     s = (torch.cat([turns.cos(), turns.sin()], 1) @ weights)[:, 0].exp()
     return s / s.mean()
-
-
-def _numbers(numbers: Tensor, along: Tensor, s: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
-    """φ, lengths, offsets and sizes for numbers (r, P), `size·φ''(length·along + offset)/s`.
-
-    Some units that are fitted well show s; the others follow, one by one.
-    """
-    best = math.inf, SMOOTH[0], s
-    for activation in SMOOTH:
-        length, offset, _, miss = _shapes_from(numbers * s, along, [], activation, *_GRID)
-        chosen = miss.argsort()[:_SAMPLE]
-        found, left = _together(
-            numbers[chosen], along[chosen], (length[chosen], offset[chosen], s), activation
-        )
-        best = min(best, (left, activation, found), key=lambda each: each[0])
-    _, activation, s = best
-    length, offset, size, _ = _shapes(numbers * s, along, [], activation)
-    return activation, length, offset, size[:, 0]
-
-
-def _best_shapes(
-    numbers: Tensor, along: Tensor, gate: list[Tensor]
-) -> tuple[str, Tensor, Tensor, Tensor]:
-    """φ, lengths, offsets and linear numbers, where answers kept their lengths."""
-    some = slice(0, _SAMPLE)
-
-    def miss(activation: str) -> float:
-        gates = [g[some] for g in gate]
-        found = _shapes_from(numbers[some], along[some], gates, activation, *_GRID)
-        return float(found[3].median())
-
-    activation = min(SMOOTH, key=miss)
-    return activation, *_shapes(numbers, along, gate, activation)[:3]
-
-
-def _shapes(
-    numbers: Tensor, along: Tensor, gate: list[Tensor], activation: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each unit's length, offset, linear numbers and relative miss; more starts where it misses."""
-    found = _shapes_from(numbers, along, gate, activation, *_GRID)
-    missed = (found[3] > _MISSED * found[3].median()).nonzero()[:, 0]
-    if len(missed):
-        again = _shapes_from(
-            numbers[missed], along[missed], [g[missed] for g in gate], activation, *_FINE_GRID
-        )
-        better = again[3] < found[3][missed]
-        for part, new in zip(found, again, strict=True):
-            part[missed[better]] = new[better]
-    return found
-
-
-def _shapes_from(
-    numbers: Tensor, along: Tensor, gate: list[Tensor], activation: str,
-    count: int, furthest: float, many: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The best of some starts: for each of `count` lengths the best of `many` offsets.
-
-    Then Levenberg–Marquardt, with what is linear eliminated: a size, and with gates its products
-    with τ and γ.
-    """
-    order = 1 if gate else 2
-    f, df, ddf = (derivative(activation, order + n) for n in range(3))
-    scale = along.square().mean(1).sqrt()
-    size = torch.linalg.vector_norm(numbers, dim=1)
-    wanted, r = numbers / size[:, None], len(numbers)
-    gates = gate[0] if gate else along
-
-    def features(length: Tensor, offset: Tensor, at: Tensor, gates: Tensor) -> list[Tensor]:
-        """Φ and its derivatives by length and offset: (n, numbers, linear ones)."""
-        length = length[:, None]
-        z = length * at + offset[:, None]
-        if not gate:
-            value, slope = f(z)[..., None], df(z)[..., None]
-            return [value, at[..., None] * slope, slope]
-        one, two, three, none = f(z), df(z), ddf(z), torch.zeros_like(z)
-        inner = torch.stack([gates, at, torch.ones_like(at)], 2)
-
-        def both(top: Tensor, side: Tensor, twice: Tensor) -> Tensor:
-            upper = torch.stack([top, none, none], 2)
-            lower = side[..., None] * inner
-            lower = torch.stack([lower[..., 0], lower[..., 1] + 2 * twice, lower[..., 2]], 2)
-            return torch.cat([upper, lower], 1)
-
-        return [
-            both(one, length * two, one),
-            both(at * two, length * at * three + two, at * two),
-            both(two, length * three, two),
-        ]
-
-    def look(
-        length: Tensor, offset: Tensor, chosen: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Linear numbers, what is left, its square, and the Jacobian without what is linear."""
-        shape, *slopes = features(length, offset, along[chosen], gates[chosen])
-        gram = shape.mT @ shape
-        ridge = 1e-13 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-100
-        gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram)
-        linear = torch.linalg.solve(gram, shape.mT @ wanted[chosen][..., None])
-        rest = (shape @ linear)[..., 0] - wanted[chosen]
-        J = torch.cat([slope @ linear for slope in slopes], 2)
-        J = J - shape @ torch.linalg.solve(gram, shape.mT @ J)
-        return linear[..., 0], rest, rest.square().sum(1), J
-
-    lengths = torch.logspace(-1.2, 0.7, count).to(along)
-    if gate:  # φ'' of the activations is even, φ' is not
-        lengths = torch.cat([lengths, -lengths])
-    offsets = torch.linspace(-furthest, furthest, many).to(along)
-    every = torch.arange(r, device=along.device)
-    costs = [
-        look((each / scale).repeat(many), offsets.repeat_interleave(r), every.repeat(many))[2]
-        for each in lengths
-    ]
-    offset = offsets[torch.stack(costs).view(-1, many, r).argmin(1)].flatten()
-    length, chosen = (lengths[:, None] / scale).flatten(), every.repeat(len(lengths))
-    damping = torch.full_like(length, 1e-3)
-    linear, rest, cost, J = look(length, offset, chosen)
-    for _ in range(40):
-        gram = J.mT @ J
-        ridge = damping[:, None] * gram.diagonal(dim1=1, dim2=2) + 1e-14
-        step = torch.linalg.solve(gram + torch.diag_embed(ridge), J.mT @ rest[..., None])[..., 0]
-        tried = length - step[:, 0], offset - step[:, 1]
-        new = look(*tried, chosen)
-        better = new[2] < cost
-        length = torch.where(better, tried[0], length)
-        offset = torch.where(better, tried[1], offset)
-        linear, rest = (
-            torch.where(better[:, None], n, o) for n, o in zip(new[:2], (linear, rest), strict=True)
-        )
-        J = torch.where(better[:, None, None], new[3], J)
-        cost = torch.where(better, new[2], cost)
-        damping = torch.where(better, damping / 4, damping * 4).clamp(1e-12, 1e9)
-    best = cost.view(-1, r).argmin(0) * r + every
-    return length[best], offset[best], linear[best] * size[:, None], cost[best].sqrt()
-
-
-def _together(
-    numbers: Tensor, along: Tensor, start: tuple[Tensor, Tensor, Tensor], activation: str
-) -> tuple[Tensor, float]:
-    """s (P), of mean 1, from some units whose numbers are fitted with it; and what is left."""
-    r, P = numbers.shape
-    wanted = normalize(numbers, dim=1)
-    f, df = derivative(activation, 2), derivative(activation, 3)
-    length, offset, s = start
-    sizes = (wanted * s * f(length[:, None] * along + offset[:, None])).sum(1)
-    sizes = sizes / f(length[:, None] * along + offset[:, None]).square().sum(1)
-    rows, columns = torch.arange(r).repeat_interleave(P), torch.arange(P).repeat(r)
-
-    def model(x: Tensor) -> tuple[Tensor, Tensor]:
-        length, offset, size, log_s = x.split([r, r, r, P])
-        z = length[:, None] * along + offset[:, None]
-        over = torch.exp(-log_s)
-        value, slope = f(z) * over, df(z) * over * size[:, None]
-        J = torch.zeros(r, P, 3 * r + P, dtype=torch.float64)
-        at = rows, columns
-        J[(*at, rows)] = (slope * along).flatten()
-        J[(*at, rows + r)] = slope.flatten()
-        J[(*at, rows + 2 * r)] = value.flatten()
-        J[(*at, columns + 3 * r)] = -(size[:, None] * value).flatten()
-        return (size[:, None] * value - wanted).flatten(), J.flatten(0, 1)
-
-    point, left = levenberg(model, torch.cat([length, offset, sizes, s.log()]), 200)
-    s = point[3 * r :].exp()
-    return s / s.mean(), left

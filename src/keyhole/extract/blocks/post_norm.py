@@ -7,9 +7,9 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
     E, e        y/E has one sum for all y, and (y − e)/E one length: two linear systems. With an ε
                 the second is rough: then e is where lines along ŷ through some y meet (below)
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along
-                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has
-                the weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹.
-                With a bias of positions it has another, and that tells heads apart (copies.py)
+                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has the
+                weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹. With a
+                bias of positions it has another, and that tells heads apart (position_bias.py)
     units       n is any point of a sphere now. Of ŷ = R/s, s = |R|, the second derivatives are
 
                     ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ
@@ -22,7 +22,7 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 ReLU units show by their kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
                 outside U from mixed ones (linear, beside σ_w); then all numbers
-                (normed_layer.py)
+                (between_norms.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
     both ε      of the second norm among all numbers, with e and the size of E; of the first from
                 sums so short that n is shorter by a factor that they share
@@ -31,8 +31,8 @@ Every answer has lost its length and its mean, and so has n. Each step is linear
                 is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
 
 With an ε in the second norm the direction of ŷ is still R's, but answers have several lengths. Then
-e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (sphere.py) and arcs
-(kinks.py).
+e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (wide_curvature.py)
+and arcs (kinks.py).
 
 Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
 here. Means of the rows of O and A, of the columns of C, of b and c are 0.
@@ -53,14 +53,14 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
-from keyhole.extract.blocks.copies import COPIES, Apart, read_placed, told_apart
+from keyhole.extract.blocks.between_norms import Layer, fitted, signed
 from keyhole.extract.blocks.fit import expect_fitted
 from keyhole.extract.blocks.heads import attempted
-from keyhole.extract.blocks.in_front import WIDE
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
-from keyhole.extract.blocks.normed_layer import Layer, fitted, signed
-from keyhole.extract.blocks.sphere import Sphere, Value, differences, find_units
+from keyhole.extract.blocks.position_bias import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.units import Units
+from keyhole.extract.blocks.wide_curvature import Sphere, Value, differences, find_units
+from keyhole.extract.blocks.wide_pre_norm import WIDE
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block
@@ -221,7 +221,7 @@ def _origin(n: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Behind:
+class PeeledPostNorm:
     """Everything of such a block but its attention, which is asked through it.
 
     As an oracle it gives what attention adds to pairs, in coordinates (e), and of more tokens what
@@ -332,7 +332,7 @@ class Behind:
         made = radius * normalize(self.layer(self.layer.normed(self.sums(x))), dim=1)
         return self._hats(sequences) + (made - self._hats(x.unsqueeze(1)))[of]
 
-    def with_start(self, stream: torch.Generator) -> Behind:
+    def with_start(self, stream: torch.Generator) -> PeeledPostNorm:
         """x₀ again, now that directions are known: sums `x·T + b` of a few tokens lie on them."""
         d, e = self.axes.shape
         x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
@@ -342,7 +342,7 @@ class Behind:
         )[0]
         return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
 
-    def with_epsilon(self, stream: torch.Generator) -> Behind:
+    def with_epsilon(self, stream: torch.Generator) -> PeeledPostNorm:
         """The first ε, from sums so short that it shows: n is ν times as long as of others."""
         d, e = self.axes.shape
         n = torch.randn(_TOKENS, e, generator=stream, dtype=torch.float64)
@@ -386,12 +386,12 @@ class Behind:
         return u
 
 
-def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
+def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> PeeledPostNorm:
     """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
     return attempted(partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS)
 
 
-def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> Behind:
+def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> PeeledPostNorm:
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
 
@@ -430,7 +430,7 @@ def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> 
     expect_fitted(found.left)
     second = second.moved(axes @ found.centre, found.share)
     layer, D = signed(found.layer.to(torch.device("cpu")), axes)
-    made = Behind(ask, axes, second, first, layer, D, device)
+    made = PeeledPostNorm(ask, axes, second, first, layer, D, device)
     try:
         return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
     except LostSum as lost:
