@@ -61,7 +61,7 @@ from keyhole.extract.blocks.heads import attempted, read_heads
 from keyhole.extract.blocks.peeled import MANY, Network, Peeled
 from keyhole.extract.blocks.post_norm import PeeledPostNorm
 from keyhole.extract.blocks.units import Units, with_ones
-from keyhole.extract.blocks.view import View, last
+from keyhole.extract.blocks.view import View, last, not_a_block
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
@@ -230,7 +230,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         c = linear[-1] + units.C @ (flips * units.a)
         network = Network(view, placed, c, view.residual)
         return Peeled(view, network, through - identity, torch.zeros(d, dtype=torch.float64))
-    raise pre_norm.not_a_block()
+    raise not_a_block()
 
 
 def _with_heads(peeled: Peeled, stream: torch.Generator) -> Block:

@@ -14,7 +14,6 @@ from torch import Tensor
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.units import Units
 from keyhole.extract.blocks.view import View, last
-from keyhole.extract.blocks.wide_pre_norm import WIDE
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import Surroundings
 from keyhole.oracle.block import Block
@@ -128,7 +127,7 @@ class Peeled:
         d, e = self.view.axes.shape
         plain = Surroundings(
             self, self.b, every_token=self.view.every_token, causal=self.view.causal,
-            precision=_ROUGHLY if e >= WIDE else _PRECISELY,
+            precision=_ROUGHLY if self.view.wide else _PRECISELY,
         )  # fmt: skip
         if self.view.norm == "none":
             return plain

@@ -59,8 +59,8 @@ from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.position_bias import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.units import Units
+from keyhole.extract.blocks.view import WIDE
 from keyhole.extract.blocks.wide_curvature import Sphere, Value, differences, find_units
-from keyhole.extract.blocks.wide_pre_norm import WIDE
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block

@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks import kinks, wide_pre_norm
 from keyhole.extract.blocks.curvature import Field, find_units
@@ -26,7 +25,7 @@ from keyhole.extract.blocks.fit import Known, expect_fitted, fit
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.peeled import Network, Peeled
 from keyhole.extract.blocks.units import Units, with_ones
-from keyhole.extract.blocks.view import FAR, View
+from keyhole.extract.blocks.view import FAR, View, not_a_block
 from keyhole.extract.gauss_newton import levenberg
 
 _LONG, _LONGER = 2.0**16, 2.0**24  # lengths of tokens relative to √d; the second for scores
@@ -41,10 +40,8 @@ _TINY = 1e-7  # a change of ε, to differentiate by it
 
 def read(view: View, device: torch.device, stream: torch.Generator) -> Peeled:
     """Return everything but the heads, which are then read through it."""
-    if view.axes.shape[1] >= wide_pre_norm.WIDE and not view.scores:
-        found = wide_pre_norm.read(view.ask, view.axes, device, stream)
-        network = Network(view, found.units, found.c, view.residual, found.behind)
-        return Peeled(view, network, found.M, found.b, found.epsilon, device)
+    if view.wide and not view.scores:
+        return wide_pre_norm.read(view, device, stream)
 
     def start() -> tuple[Units, _Shifted]:
         return _rough(view, *far_units(view, stream), stream)
@@ -70,13 +67,6 @@ def _count(view: View, units: Units, more: float = _MORE) -> int:
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + width * view.numbers
     return math.ceil(more * (numbers + (e + 1) * view.dim) / view.numbers) + 16
-
-
-def not_a_block() -> Unsuccessful:
-    return Unsuccessful(
-        Status.NOT_APPLICABLE,
-        "what single tokens answer is not a residual and a feed-forward layer",
-    )
 
 
 def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:

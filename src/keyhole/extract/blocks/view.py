@@ -15,6 +15,7 @@ from keyhole.oracle.protocol import Oracle, ask
 
 FAR = 2.0**20  # length of tokens next to which what attention adds is nothing to a norm
 _FARTHEST = 2.0**60  # the same for scores, to which only w·x is added
+WIDE = 128  # from this width on blocks are read by methods of their own
 _SAME = 1e-9
 
 
@@ -44,6 +45,10 @@ class View:
     @property
     def scores(self) -> bool:
         return self.numbers == 1
+
+    @property
+    def wide(self) -> bool:
+        return self.axes.shape[1] >= WIDE
 
     @classmethod
     def open(cls, oracle: Oracle, stream: torch.Generator) -> View:
@@ -134,6 +139,13 @@ def expect_vectors(answers: Tensor, dim: int) -> None:
             f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
             "a layer that is added to its tokens gives vectors as long as they are",
         )
+
+
+def not_a_block() -> Unsuccessful:
+    return Unsuccessful(
+        Status.NOT_APPLICABLE,
+        "what single tokens answer is not a residual and a feed-forward layer",
+    )
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""A wide block with norms in front of its sub-layers, as Llama's: all but the heads (ours).
+"""A wide block with norms in front of its parts, as Llama's: everything but the heads (ours).
 
-    y = h + C·f(N(h)) + c,    h = x + N(x)M + b        (of single tokens, M = Σ_h V_h O_h)
+    y = h + C·f(N(h)) + c,    h = x + N(x)M + b        (single tokens; M = Σ_h V_h O_h)
 
-Far out N(h) = N(x), and y − x is a feed-forward layer on a sphere beside a linear map:
+If x is long, N(h) = N(x), and y − x is a feed-forward layer on a sphere plus a linear map. The
+steps:
 
-    units       wide_curvature.py; the numbers of an answer that a token does not touch are exact
-    there,
-                however long it is
-    all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x), by descent.py
-    M, b        from shorter tokens, for which N(h) is not N(x). With gates Λ is M; without, of
-                φ(z) and φ(−z) = φ(z) − z those are right that leave Λ = M
-    all numbers, ε of both norms among them, from tokens of several lengths, by descent.py
+    units          from curvature (wide_curvature.py), in the coordinates of an answer in which the
+                   token is 0: these are exact, however long the token is
+    C, Λ, κ        all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x) (descent.py)
+    M, b           from shorter tokens, for which N(h) is not N(x). With gates Λ is M; without, the
+                   signs of the units, φ(z) or φ(−z) = φ(z) − z, are those for which Λ becomes M
+    all numbers    and both ε, from tokens of several lengths (descent.py)
 """
 
 from __future__ import annotations
@@ -22,61 +22,46 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.fit import expect_fitted
+from keyhole.extract.blocks.peeled import Network, Peeled
 from keyhole.extract.blocks.units import Units, clear_flips, derivative, with_ones
-from keyhole.extract.blocks.wide_curvature import Sphere, Value, find_units
+from keyhole.extract.blocks.view import View, not_a_block
+from keyhole.extract.blocks.wide_curvature import Sphere, find_units
 from keyhole.oracle.block import ACTIVATIONS
 
-_FAR = 2.0**40  # where exact numbers are read, of √d
-_NEARER = 2.0**20  # where all are: in a narrow block none would be left
-WIDE = 128  # from here on blocks are read so, and some numbers are left
-_LONG = 2.0**16
-_SHORTER = (256.0, 16.0, 4.0)  # while M is sought
-_LENGTHS = (16.0, 4.0, 1.0, 0.25)  # in the fit of everything
+# Lengths of tokens, relative to √d:
+_FAR = 2.0**40  # for the units
+_LONG = 2.0**16  # for C, Λ and κ
+_SHORTER = (256.0, 16.0, 4.0)  # for M
+_LENGTHS = (16.0, 4.0, 1.0, 0.25)  # for all numbers
 _MORE = 1.5  # answers for each unknown of a fit
 _SPARE = 16
 _TINY = 1e-7  # a change of ε, to differentiate by it
-_ROUGH = 1e-12  # of squares: what a start for the last fit may leave
-_BLOCK = 8  # numbers of a token that are rotated together
+_ROUGH = 1e-12  # relative squared error of the fits before the last one
+_BLOCK = 8  # coordinates that are rotated together
 
 
-@dataclass(frozen=True)
-class InFront:
-    """Units take N(h) in coordinates (e), `M` (e, d) those of N(x)."""
-
-    units: Units
-    c: Tensor
-    M: Tensor
-    b: Tensor
-    epsilon: float = 0.0
-    behind: float = 0.0
-
-
-def read(ask: Value, axes: Tensor, device: torch.device, stream: torch.Generator) -> InFront:
-    """`ask` takes single tokens (n, d) to vectors; `axes` (d, e) are what a norm lets through."""
-    d, e = axes.shape
-    length = _FAR if e >= WIDE else _NEARER
+def read(view: View, device: torch.device, stream: torch.Generator) -> Peeled:
+    """Return everything but the heads of a block that answers with vectors."""
+    axes = view.axes
 
     def value(u: Tensor) -> Tensor:
-        x = length * u @ axes.mT
-        return ask(x) - x
+        x = _FAR * u @ axes.mT
+        return view.ask(x) - x
 
     def touched(rows: Tensor) -> Tensor:
-        if e < WIDE:
-            return torch.zeros(d, dtype=torch.bool)
         return (rows @ axes.mT).abs().amax(0) > 1e-12
 
-    sphere = Sphere(value, e, math.sqrt(d), touched)
+    sphere = Sphere(value, axes.shape[1], math.sqrt(view.dim), touched)
     units, *_ = find_units(sphere, _scattered(axes, stream), device, stream)
-    fits = _Fits(ask, axes, len(units.A), units.activation, device, stream)
+    fits = _Fits(view, len(units.A), units.activation, device, stream)
     return fits.all(fits.sums(*fits.far(units)))
 
 
 def _scattered(axes: Tensor, stream: torch.Generator) -> Tensor:
-    """Orthonormal rows in coordinates, of which the first and the last touch few numbers."""
+    """Return orthonormal rows in coordinates; the first and the last of them touch few numbers."""
     d, e = axes.shape
     rows = list[Tensor]()
     for block in torch.randperm(d, generator=stream).split(_BLOCK):
@@ -94,28 +79,26 @@ def _scattered(axes: Tensor, stream: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class _Fits:
-    """Fits of one block; rows of `A` are those of the units, then those of their gates."""
+    """Fits of one block. The rows of `A` are those of the units, then those of their gates."""
 
-    ask: Value
-    axes: Tensor
+    view: View
     width: int
     activation: str
     device: torch.device
     stream: torch.Generator
 
     def normed(self, x: Tensor, epsilon: Tensor | float = 0.0) -> Tensor:
-        """In coordinates, with 1 behind them: (n, e + 1)."""
-        v = x @ self.axes.to(x.device)
-        v = v / (v.square().sum(1, keepdim=True) / len(self.axes) + epsilon).sqrt()
-        return with_ones(v)
+        """Return N(x) in coordinates, with a 1 appended: (n, e + 1)."""
+        v = x @ self.view.axes.to(x.device)
+        return with_ones(v / (v.square().sum(1, keepdim=True) / self.view.dim + epsilon).sqrt())
 
     def features(self, A: Tensor, affine: Tensor) -> Tensor:
         z = affine @ A.mT
         inside = ACTIVATIONS[self.activation](z[:, : self.width])
         return inside * z[:, self.width :] if len(A) > self.width else inside
 
-    def of_units(self, numbers: Numbers, affine: Tensor, beside: Tensor) -> Numbers:
-        """Inverses of the normal equations' blocks: of A, and of what is linear."""
+    def inverses(self, numbers: Numbers, affine: Tensor, extra: Tensor) -> Numbers:
+        """Return inverses of blocks of the normal equations: of A, and of the linear numbers."""
         A, C = numbers["A"], numbers["linear"][: self.width]
         z = affine @ A.mT
         slopes, gram = derivative(self.activation, 1)(z[:, : self.width]), C @ C.mT
@@ -123,24 +106,20 @@ class _Fits:
             inside = ACTIVATIONS[self.activation](z[:, : self.width])
             slopes = torch.cat([slopes * z[:, self.width :], inside], 1)
             gram = gram.repeat(2, 2)
-        features = torch.cat([self.features(A, affine), beside], 1)
+        features = torch.cat([self.features(A, affine), extra], 1)
         return {
             "A": inverse(gram * (slopes.mT @ slopes)), "linear": inverse(features.mT @ features)
         }  # fmt: skip
 
     def asked(self, count: int, lengths: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        """Random tokens of some lengths, of √d, and what the block adds to them."""
-        parts = [
-            length * torch.randn(math.ceil(count / len(lengths)) + _SPARE, self.axes.shape[1],
-                                 generator=self.stream, dtype=torch.float64) @ self.axes.mT
-            for length in lengths
-        ]  # fmt: skip
-        x = torch.cat(parts)
-        return x.to(self.device), (self.ask(x) - x).to(self.device)
+        """Return random tokens of several lengths, and what the block adds to them."""
+        each = math.ceil(count / len(lengths)) + _SPARE
+        x = torch.cat([self.view.tokens(each, length, self.stream) for length in lengths])
+        return x.to(self.device), (self.view.ask(x) - x).to(self.device)
 
     def far(self, units: Units) -> tuple[Tensor, Tensor]:
-        """A, and C, Λ and κ below each other."""
-        d, e = self.axes.shape
+        """Return A, and C, Λ and κ as one matrix."""
+        d, e = self.view.axes.shape
         A = torch.cat([units.A, units.a[:, None]], 1)
         if len(units.G):
             A = torch.cat([A, torch.cat([units.G, units.g[:, None]], 1)])
@@ -155,19 +134,19 @@ class _Fits:
 
         numbers, left = descend(
             model, {"A": A, "linear": linear}, y,
-            lambda numbers: _applied(self.of_units(numbers, u, u)), _ROUGH,
+            lambda numbers: _applied(self.inverses(numbers, u, u)), _ROUGH,
         )  # fmt: skip
         expect_fitted(left, 1e-3)
         return numbers["A"], numbers["linear"]
 
     def sums(self, A: Tensor, linear: Tensor) -> Numbers:
-        """Of M and b, one below the other, from shorter and shorter tokens; and the units' signs.
+        """Return M above b, from shorter and shorter tokens, and the other numbers.
 
-        While signs are open, u(Λ − M) stands beside the units.
+        While the signs of the units are unknown, u(Λ − M) is added to them.
         """
         width, gated = self.width, len(A) > self.width
-        C, through, level = linear[:width], linear[width:-1], linear[-1]
-        M = torch.cat([through if gated else torch.zeros_like(through), 0 * level[None]])
+        C, through, kappa = linear[:width], linear[width:-1], linear[-1]
+        M = torch.cat([through if gated else torch.zeros_like(through), 0 * kappa[None]])
         for length in _SHORTER[-1:] if gated else _SHORTER:
             x, y = self.asked(math.ceil(_MORE * len(M)), (length,))
             t = self.normed(x)
@@ -175,20 +154,20 @@ class _Fits:
             def model(numbers: Numbers, x: Tensor = x, t: Tensor = t) -> Tensor:
                 M = numbers["M"]
                 u = self.normed(x + t @ M)
-                rest = self.features(A, u) @ C + level - M[-1]
+                rest = self.features(A, u) @ C + kappa - M[-1]
                 return t @ M + (rest if gated else rest + u[:, :-1] @ (through - M[:-1]))
 
             of_M = _applied({"M": inverse(t.mT @ t)})
             M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M, _ROUGH)[0]["M"]
         if not gated:
-            A, level = _flipped(A, C, through - M[:-1], level)
-        return {"A": A, "linear": torch.cat([C, (level - M[-1])[None]]), "M": M}
+            A, kappa = _flipped(A, C, through - M[:-1], kappa)
+        return {"A": A, "linear": torch.cat([C, (kappa - M[-1])[None]]), "M": M}
 
-    def all(self, numbers: Numbers) -> InFront:
-        """Every number, ε of both norms among them."""
-        d, unknowns = len(self.axes), sum(part.numel() for part in numbers.values())
+    def all(self, numbers: Numbers) -> Peeled:
+        """Fit all numbers, ε of both norms among them."""
+        unknowns = sum(part.numel() for part in numbers.values())
         numbers = {**numbers, "epsilon": torch.zeros(2, dtype=torch.float64, device=self.device)}
-        x, y = self.asked(math.ceil(_MORE * unknowns / d), _LENGTHS)
+        x, y = self.asked(math.ceil(_MORE * unknowns / self.view.dim), _LENGTHS)
 
         def inside(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
             first, second = numbers["epsilon"].split(1)
@@ -208,7 +187,7 @@ class _Fits:
             ]
             sizes = [((each - made) / _TINY).square().sum() for each in moved]
             of_epsilon = torch.diag(1 / torch.stack(sizes).clamp(min=1e-30))
-            blocks = self.of_units(numbers, u, torch.ones_like(u[:, :1]))
+            blocks = self.inverses(numbers, u, torch.ones_like(u[:, :1]))
             return _applied({**blocks, "M": inverse(t.mT @ t), "epsilon": of_epsilon})
 
         numbers, left = descend(model, numbers, y, preconditioner)
@@ -220,7 +199,8 @@ class _Fits:
         units = Units.plain(rows[:, :-1], rows[:, -1], linear[:-1].mT, self.activation)
         units = replace(units, G=gates[:, :-1].contiguous(), g=gates[:, -1].contiguous())
         first, second = epsilon.clamp(min=0).tolist()
-        return InFront(units, linear[-1], M[:-1], M[-1], first, second)
+        network = Network(self.view, units, linear[-1], self.view.residual, second)
+        return Peeled(self.view, network, M[:-1], M[-1], first, self.device)
 
 
 def _applied(inverses: Numbers) -> Callable[[Numbers], Numbers]:
@@ -238,8 +218,5 @@ def _flipped(A: Tensor, C: Tensor, linear: Tensor, c: Tensor) -> tuple[Tensor, T
     flips = (shares > 0.5).to(torch.float64)
     rest = linear + rows.mT @ (flips[:, None] * C)
     if not clear_flips(shares, flips, rest, linear):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "what single tokens answer is not a residual and a feed-forward layer",
-        )
+        raise not_a_block()
     return A * (1 - 2 * flips)[:, None], c + (flips * A[:, -1]) @ C
