@@ -1,4 +1,4 @@
-"""Layers of attention on top of each other: the theorem, and weights against what was planted."""
+"""Stacked layers of attention: the theorem, and weights against what was planted."""
 
 from __future__ import annotations
 

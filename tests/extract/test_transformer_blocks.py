@@ -1,4 +1,4 @@
-"""Blocks on top of each other: the theorems, and weights against what was planted."""
+"""Stacked blocks: the theorems, and weights against what was planted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of attention on top of each other, each added to what it reads (ours).
+"""Stacked layers of attention with residual connections (ours).
 
 For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, let
 
@@ -9,27 +9,27 @@ For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, le
     xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
 
 one layer with the heads of all. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
-with one c for all j, and what does not depend on j leaves the softmax as it is.
+with one c for all j, and terms that do not depend on j cancel in the softmax.
 
-One layer has one set of heads up to order (canonical.py), so only which head is in which layer is
-left; every choice is another set of W_h, V_h, and in general position only one has the terms of
-small tokens (docs/mathematics.md): the number of layers and all their heads, up to order in a
-layer, follow from the answers. With a causal mask tokens differ in what they see, and m copies of
-x/ε in front of `x/ε + εδ` make every layer's weight small instead: the answer is `xP/ε + ε(δ +
-Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
+One layer has one set of heads up to order (canonical.py), so all that is left is which head is in
+which layer. Every choice is another set of W_h, V_h, and in general position only one explains the
+answers to small tokens (docs/mathematics.md). So the number of layers and all their heads, up to
+order within a layer, follow from the answers. With a causal mask tokens see different tokens;
+instead, m copies of x/ε in front of `x/ε + εδ` make the weight of the last one small in every
+layer: the answer is `xP/ε + ε(δ + Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
 
-The stages, whose scores of about 1 show the scale of the weights:
+The stages, at a scale at which scores are about 1:
 
     P, mask                      d + 3 queries
     x_i W̃_h δ_0 and δ_0 Ṽ_h      the answers to N points x_i are a matrix of rank H, σ(Xg_h)·u_h:
                                  a small network, fitted from random starts
-    W̃_h, Ṽ_h                     the same for d other δ near δ_0, from where they are
-    layers                       of all assignments of heads to layers the one that answers alike
-    all numbers                  by least squares on sequences of ordinary tokens
+    W̃_h, Ṽ_h                     the same for d other δ near δ_0, from where they are layers
+    of all assignments of heads to layers, the one with the same answers all numbers
+    by least squares on sequences of ordinary tokens
 
 Limits. H < d heads in all, since the rank shows their number. Assigning them to two layers takes
-2^H trials, to more layers more. No biases, norms, positions or feed-forward layers. ε costs half of
-the digits of an answer: those of float32 suffice, those of bfloat16 do not.
+2^H trials, and more for more layers. No biases, norms, positions or feed-forward layers. ε costs
+half of the digits of an answer: float32 is enough, bfloat16 is not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from keyhole.extract.judge import Method
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import Oracle, ask
 
-_FAR = 2.0**11  # 1/ε at most: ε² is what it leaves out, and errors of answers weigh 1/ε²
+_FAR = 2.0**11  # 1/ε at most: the theorem neglects ε², and errors of answers grow by 1/ε²
 _COPIES = (32, 64, 128, 256)  # m, with a causal mask
 _SAME = 1e-9
 _SCALES = 40
@@ -94,7 +94,7 @@ class AttentionLayers(Method):
 
 @dataclass(frozen=True)
 class _Far:
-    """The target, asked from afar: Σ_h f(x W̃_h δ)·u_h, f logistic or, causal, exponential."""
+    """The target, asked with long tokens: Σ_h f(x W̃_h δ)·u_h, f logistic or, if causal, exp."""
 
     oracle: Oracle
     P: Tensor
@@ -108,9 +108,10 @@ class _Far:
 
     @classmethod
     def open(cls, oracle: Oracle, stream: torch.Generator) -> _Far:
-        """P from single tokens, and whether the mask is causal.
+        """Read P from single tokens, and find out whether the mask is causal.
 
-        Then the first token attends to itself alone, and exchanging the first two shows.
+        With a causal mask the first token attends to itself alone, and exchanging the first two
+        tokens changes the last one's answer.
         """
         d = oracle.dim
         basis = random_orthogonal(d, stream)
@@ -136,7 +137,8 @@ class _Far:
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
         """Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
 
-        Without a mask less half of the sum, which makes f = ½tanh(z/2): rank H at any scale.
+        Without a mask half of the sum is subtracted, so that f = ½tanh(z/2) has rank H at any
+        scale.
         """
         scale = min(_FAR, self.error**-0.25)
         far, near = scale * x, delta / scale
@@ -154,7 +156,7 @@ class _Far:
         return rows[0]
 
     def gates(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """f and its slope."""
+        """Return f and its slope."""
         if self.causal:
             return z.exp(), z.exp()
         tanh = torch.tanh(z / 2)
@@ -162,7 +164,7 @@ class _Far:
 
 
 def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of their tokens."""
+    """Return W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of tokens."""
     d = far.dim
     for longer in _LONGER:
         x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
@@ -191,9 +193,9 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
 def _followed(
     far: _Far, x: Tensor, known: tuple[Tensor, Tensor, Tensor], steps: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """W̃ and Ṽ from a δ whose g and u are known, and orthogonal steps away from it.
+    """Return W̃ and Ṽ, from a δ whose g and u are known and orthogonal steps away from it.
 
-    A fit may have exchanged two heads: W̃ and Ṽ are checked on the sum of all steps.
+    Return None if a fit fails or has exchanged two heads, which the sum of all steps shows.
     """
     first, g, u = known
     W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
@@ -210,7 +212,7 @@ def _followed(
 
 
 def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
-    """The length of x and δ at which f is neither linear nor saturated."""
+    """Return the length of x and δ at which f is neither linear nor saturated."""
     length = 1.0
     for _ in range(_SCALES):
         points = length * torch.cat([0 * x[:1], x / 2, x])
@@ -231,7 +233,7 @@ Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
 def find_network(
     gates: Gates, x: Tensor, wanted: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor] | None:
-    """g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H."""
+    """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H, or None."""
     sizes = torch.linalg.svdvals(wanted)
     ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(min=1e-16 * float(sizes[0]))
     heads = int(ratios.argmax()) + 1
@@ -250,7 +252,7 @@ def find_network(
 
 
 def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """g and u by least squares, starting from g, in the row space of the answers; do they fit?"""
+    """Return g and u by least squares, starting from g, and whether they fit."""
     heads, d = g.shape
     _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
     frame, size = frame[:heads], float(sizes.norm())
@@ -275,7 +277,7 @@ def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Ten
 def _assigned(
     far: _Far, W: Tensor, V: Tensor, length: float, stream: torch.Generator
 ) -> planted.AttentionLayers:
-    """The heads in layers: the assignment that answers sequences of ordinary tokens best."""
+    """Return the assignment of heads to layers that best explains answers to ordinary tokens."""
     tokens = _ordinary(_PROBES, far.dim, length, stream)
     wanted = last(far.oracle, tokens)
     best, least = None, math.inf
@@ -294,7 +296,7 @@ def _assigned(
 
 
 def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.AttentionLayers:
-    """W and V of heads in these layers, from W̃ and Ṽ."""
+    """Return the layers, with W and V of their heads computed from W̃ and Ṽ."""
     layers, order = layers.sort(stable=True)
     sizes = layers.unique_consecutive(return_counts=True)[1].tolist()
     identity = torch.eye(far.dim, dtype=torch.float64)
@@ -315,7 +317,7 @@ def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.Atten
 def _polished(
     far: _Far, model: planted.AttentionLayers, length: float, stream: torch.Generator
 ) -> planted.AttentionLayers:
-    """All numbers fitted at once to answers for ordinary tokens, which have all digits."""
+    """Fit all numbers at once to answers for ordinary tokens, which have lost no digits."""
     if model.unknowns > _UNKNOWNS:
         return model
     numbers, scores = model.dim, _TOKENS - 1  # of an answer, and of each head in it
@@ -332,7 +334,7 @@ def _polished(
 
 
 def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Tensor:
-    """Sequences of tokens of this length, and of half of it."""
+    """Draw sequences of tokens of about this length, and of half of it."""
     tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
     tokens[::2] /= 2
     return length / math.sqrt(d) * tokens

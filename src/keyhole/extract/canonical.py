@@ -1,4 +1,4 @@
-"""Canonical forms of heads and of blocks: what an oracle can tell about them, and nothing else.
+"""Canonical forms of heads and of blocks: what an oracle shows of them, and nothing else.
 
 Proposition 7.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): heads with equal W
 act as one with the summed v, and a head with v = 0 is invisible. Merged and without invisible
@@ -9,9 +9,10 @@ z_h = δᵀW_hx, so
 
     Σ_h v_hᵀδ · k / (k + e^−z_h) = 0   for k = 1 … H.
 
-For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is Cauchy's and
-has an inverse, and v_hᵀδ = 0; so v_h = 0. Two canonical forms of one function, one less the other,
-are such heads once equal W are merged: nothing may be left. docs/papers.md says what it answers.
+For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is Cauchy's and has
+an inverse, and v_hᵀδ = 0; so v_h = 0. Two canonical forms of one function, one less the other, are
+such heads once equal W are merged, so nothing is left. docs/papers.md says which question of the
+paper this answers.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor
 from keyhole.core.errors import InputError
 from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.planted import MultiHead
+from keyhole.oracle.sub_layer import rotated
 
 
 def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
-    """Equal heads merged, invisible ones dropped; the first of equal heads keeps its place.
+    """Merge equal heads and drop invisible ones; the first of equal heads keeps its place.
 
     `tolerance` is relative to the largest entry of any W (for equality) or of any v (for zero). If
     every head is invisible one head of zeros is kept, since a model has at least one.
@@ -41,7 +43,7 @@ def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
 
 
 def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
-    """What `canonical` merges and drops, in words; heads are numbered from 0."""
+    """Say what `canonical` merges and drops; heads are numbered from 0."""
     words: list[str] = []
     for group, visible in zip(*_groups(model, tolerance), strict=True):
         names = ", ".join(str(head) for head in group)
@@ -54,7 +56,7 @@ def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
 
 
 def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
-    """Are two sets of heads the same function? True exactly if their canonical forms agree.
+    """Return whether two sets of heads are the same function: whether their canonical forms agree.
 
     `tolerance` is relative to the largest entries of W and v.
     """
@@ -62,7 +64,7 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
 
 
 def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
-    """In what two sets of heads differ as functions; empty if they are the same."""
+    """Say how two sets of heads differ as functions; return "" if they are the same."""
     _expect_tolerance(tolerance)
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
@@ -81,7 +83,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
 
 
 def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
-    """Heads with equal W, and for each group whether anything of it is visible."""
+    """Group heads with equal W, and say of each group whether it is visible."""
     _expect_tolerance(tolerance)
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
@@ -97,13 +99,13 @@ def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[b
 
 
 def _expect_tolerance(tolerance: float) -> None:
-    """From 1 on all heads would be equal, and none visible."""
+    """Raise InputError unless 0 <= tolerance < 1: from 1 on all heads are equal and invisible."""
     if not 0 <= tolerance < 1:
         raise InputError(f"the tolerance must be at least 0 and below 1: got {tolerance}")
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
-    """The largest difference of entries, for all pairs."""
+    """Return the largest difference of entries, for all pairs."""
     return torch.cdist(a.flatten(1), b.flatten(1), p=torch.inf)
 
 
@@ -111,27 +113,27 @@ def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
     return torch.stack(list(model.W)), torch.stack(list(model.v))
 
 
-# Two blocks compared: the same function has many parameters (block.py, sub_layer.py and
-# blocks/post_norm.py say which and why). What all of them share is compared, number by number:
+# Blocks. One function has many parameters (block.py, sub_layer.py and blocks/post_norm.py say which
+# and why). What all of them have in common is compared number by number:
 #
-#     of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order. A bias
-#                      of positions by the weights of equal tokens: a number added to all is not
-#                      seen
+#     of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order. Of a
+#                      position bias, the weights of equal tokens: a number added to all biases
+#                      does not show
 #     of each unit     its row, bias, gate and column of C; units in any order, those of ReLU and
 #                      the gates of length 1
 #     b and biases     without norms b is moved into a and c, before LayerNorms its mean into c
 #     means            what a norm takes away is left out: of rows behind a LayerNorm, of O, b, C
 #                      and c where norms are behind the sums, and there D has the mean square 1
 #
-# Of blocks on top of each other each is compared with its own; before LayerNorms, means of biases
-# are moved into the c of the last.
+# Stacked blocks are compared one by one; before LayerNorms, the means of biases are moved into the
+# c of the last block.
 
 _PLACES = (0, 1, 5)  # at which rotary positions are compared
 _DISTANCES = 256  # over which a bias of positions is
 
 
 def canonical_block(block: Block) -> Block:
-    """The same function with the parameters that are free chosen, but for those inside heads."""
+    """Return the same function with its free parameters fixed, except those inside heads."""
     given = block
     if block.norm in ("layer", "behind"):
         block = replace(block, A=_centred(block.A), G=_centred(block.G))
@@ -180,7 +182,7 @@ def _each(blocks: Block | Blocks) -> list[Block]:
 
 
 def compared(one: Block | Blocks, two: Block | Blocks) -> dict[str, float]:
-    """The largest difference of each part of two blocks, relative to its largest number."""
+    """Return the largest difference of each part of two blocks, relative to its largest number."""
     ours, theirs = _each(one), _each(two)
     if len(ours) != len(theirs):
         raise InputError(f"there are {len(ours)} blocks in one, and {len(theirs)} in the other")
@@ -217,7 +219,7 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
         name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")
     }
     sizes = {name: _size(*both) for name, both in parts.items() if both[1].numel()}
-    # A bias may be 0: its errors are those of the matrix beside it.
+    # A bias may be 0: its errors are relative to the matrix it belongs to.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
     return {
         name: float((parts[name][0] - parts[name][1]).abs().max())
@@ -229,7 +231,7 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
 def difference_of_blocks(
     first: Block | Blocks, second: Block | Blocks, tolerance: float = 1e-9
 ) -> str:
-    """In what two blocks differ as functions; empty if they are the same."""
+    """Say how two blocks differ as functions; return "" if they are the same."""
     try:
         errors = compared(first, second)
     except InputError as error:
@@ -246,7 +248,8 @@ def _heads(block: Block) -> dict[str, Tensor]:
     each = len(block.Q) // len(block.K)
     K, V = (part.repeat_interleave(each, 0) for part in (block.K, block.V))
     forms = [
-        block.Q @ _turned(block, K, place).mT for place in _PLACES[: None if _turns(block) else 1]
+        block.Q @ _keys_at(block, K, place).mT
+        for place in _PLACES[: None if block.sub_layer.rotary else 1]
     ]
     parts = {
         "QK": torch.cat(forms, 2),
@@ -259,18 +262,11 @@ def _heads(block: Block) -> dict[str, Tensor]:
     return parts
 
 
-def _turns(block: Block) -> bool:
-    return block.frequencies.shape[1] > 0
-
-
-def _turned(block: Block, keys: Tensor, place: int) -> Tensor:
+def _keys_at(block: Block, keys: Tensor, place: int) -> Tensor:
     if not place:
         return keys
     each = len(block.Q) // len(block.K)
-    angles = place * block.frequencies.repeat_interleave(each, 0)[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    x, y = keys.chunk(2, -1)
-    return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
+    return rotated(keys, place * block.frequencies.repeat_interleave(each, 0)[:, None])
 
 
 def _size(*parts: Tensor) -> float:

@@ -1,17 +1,18 @@
 """A one-layer Transformer from coarse answers, by least squares (ours).
 
 `F(X) = wᵀ ReLU(A · attn(X))` as in one_layer.py, whose bisection needs answers that are exact to
-many digits. With fewer, or behind a sigmoid, weights are fitted, as in fitted.py. The stages:
+many digits. With fewer digits, or a sigmoid on top, weights are fitted, as in fitted.py. The
+stages:
 
-    F([x]) + F([−x]) = Σ_i w_i |a_iᵀx|     folds are added one by one, the direction that leaves the
-                                           least of many random ones, then all are fitted again;
-                                           their number is the smallest that explains the answers
-    F([x]) − F([−x]) = (Aᵀw)ᵀx             on which side of its fold each neuron is: the signs with
-                                           which the w_i a_i add up to it
-    F(X) − F(−X) = (Aᵀw)ᵀattn(X)           W: one head, smooth, from W = 0
+    F([x]) + F([−x]) = Σ_i w_i |a_iᵀx|     folds are added one by one, in the best of many random
+                                           directions, and all are fitted again each time; their
+                                           number is the smallest that explains the answers
+    F([x]) − F([−x]) = (Aᵀw)ᵀx             on which side of its fold each neuron is on: the signs
+                                           for which the w_i a_i add up to Aᵀw
+    F(X) − F(−X) = (Aᵀw)ᵀattn(X)           W: one head, smooth, starting from W = 0
     all of them                            Gauss–Newton on every answer
 
-Where answers are off by ±τ whatever their size, tokens are made longer: φ(tx) = tφ(x).
+If the error of answers is ±τ whatever their size, tokens are made longer: φ(tx) = tφ(x).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from keyhole.extract.relu_network import Folds, neurons
 from keyhole.oracle.planted import Head, OneLayer, Parametric
 from keyhole.oracle.protocol import Oracle
 
-_DIRECTIONS = 4096  # random ones that a further fold is chosen from
-_EACH = 8  # questions for each unknown, in the network and in W
-_EXPLAINED = 1.5  # root mean square of residuals in units of the answers' rounding
-_STARTS = 4  # of the folds
+_DIRECTIONS = 4096  # random directions from which the next fold is chosen
+_EACH = 8  # queries for each unknown, of the network and of W
+_EXPLAINED = 1.5  # root mean square of residuals, relative to the answers' rounding
+_STARTS = 4  # of the search for folds
 _ALL = ("W", "A", "w")
 _LENGTHS = (2, 3, 4)
-_SIDED = 0.1  # of the neurons: a linear part that signs need not explain
+_SIDED = 0.1  # relative size of a linear part that signs need not explain
 
 _Part = tuple[Tensor, Tensor, Tensor]  # sequences, an even or odd part of their answers, its errors
 
@@ -104,7 +105,7 @@ class FittedLayer(Fitted):
         yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=known_by)
 
     def _both_ways(self, oracle: Oracle, sequences: Tensor) -> Asked:
-        """Answers to X and to −X, where both say something, with their errors."""
+        """Return answers to X and to −X with their errors, where both are finite."""
         answers = [scores(oracle, sign * sequences) for sign in (1, -1)]
         known = answers[0].isfinite() & answers[1].isfinite()
         asked: Asked = []
@@ -115,7 +116,7 @@ class FittedLayer(Fitted):
         return asked
 
     def _folds(self, even: _Part, stream: torch.Generator) -> _Folds:
-        """The fewest folds that explain the even part of the answers to single tokens."""
+        """Return the fewest folds that explain the even part of the answers to single tokens."""
         least, asked, (X, wanted, error) = math.inf, [even], even
         x, dim = X[:, 0], X.shape[2]
         for _ in range(_STARTS):
@@ -141,7 +142,7 @@ class FittedLayer(Fitted):
 
 
 def _parts(both: Asked) -> tuple[_Part, _Part]:
-    """F(X) + F(−X) and F(X) − F(−X), with their errors."""
+    """Return F(X) + F(−X) and F(X) − F(−X), with their errors."""
     (X, up, above), (_, down, below) = both
     error = torch.hypot(above, below)
     return (X, up + down, error), (X, up - down, error)
@@ -162,7 +163,7 @@ def _missed(model: Parametric, asked: Asked) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Folds(Parametric):
-    """`Σ_i w_i |a_iᵀx|` of single tokens."""
+    """`Σ_i w_i |a_iᵀx|`, for single tokens."""
 
     A: Tensor
     w: Tensor
@@ -180,7 +181,7 @@ class _Folds(Parametric):
 
 
 class _Odd:
-    """`F(X) − F(−X)`: one head, whose gates tell how long tokens have to be."""
+    """`F(X) − F(−X)`: one head, whose gates show how long tokens have to be."""
 
     def __init__(self, inner: Oracle) -> None:
         self.inner, self.dim = inner, inner.dim

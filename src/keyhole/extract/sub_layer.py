@@ -65,7 +65,7 @@ from keyhole.extract.sub_layer_values import (
     strengthened,
 )
 from keyhole.oracle.protocol import Oracle
-from keyhole.oracle.sub_layer import SubLayer
+from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _AXES = 6  # the dimension of the subspace from which points are drawn
 _OPEN = (0.75, 0.92)  # the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
@@ -347,10 +347,7 @@ class Planes:
 
     def turned(self, coordinates: Tensor, places: Tensor) -> Tensor:
         """Keys moved to earlier places: R_{−m} applied to each row (n, k), with m from `places`."""
-        angles = places.unsqueeze(1) * self.frequencies
-        cos, sin = angles.cos(), -angles.sin()
-        x, y = coordinates.chunk(2, 1)
-        return torch.cat([x * cos - y * sin, x * sin + y * cos], 1)
+        return rotated(coordinates, -places.unsqueeze(1) * self.frequencies)
 
 
 def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -> Planes:

@@ -1,19 +1,20 @@
-"""Transformer blocks on top of each other, with norms in front of their parts (ours).
+"""Stacked Transformer blocks, with norms in front of their parts (ours).
 
 For blocks l = 1 … L of oracle/block.py, each with heads, units and biases b_l and c_l of its own,
 
     h = x + b_l + Attention_l(N(x)),    x ← h + F_l(N(h)),    F_l(u) = C_l·f(u) + c_l
 
-let u be tokens that N leaves as they are but for its ε.
+let u be tokens that N leaves unchanged up to its ε.
 
 **Theorem (depth is invisible from afar).** The last of the tokens Λu_1, …, Λu_n answers
 
     Λu_n + Σ_h Σ_j a_hj·u_j M_h + Σ_l b_l + Σ_l F_l(u_n) + O(1/Λ),    M_h = V_h O_h
 
 with the weights a_h that heads have for u_1, …, u_n: one block with the heads and units of all.
-*Proof.* What a block adds to Λu_j is bounded, so every norm sees u_j + O(1/Λ), masked or not.
+*Proof.* What a block adds to Λu_j is bounded, so every norm returns u_j + O(1/Λ), masked or not.
 
-So units.py and fit.py read the units of all blocks, and pairs of tokens show the heads of all:
+So the units of all blocks are read like those of one (blocks/pre_norm.py), and pairs of tokens show
+the heads of all:
 
     y([Λ(u+δ) ; Λu]) − y([Λu]) → Σ_h σ(u·g_h)·δM_h,    g_h = B_h δ − 2(r_h·δ)/|δ|²·δ
 
@@ -24,13 +25,13 @@ this is a network of H units; its g_h are linear in B_h and r_h. Σ_h M_h tells 
 shows the block of every unit and head, and all biases (docs/mathematics.md): a unit of block l has
 N(h) moved by u·Σ M_h over the heads up to block l, by biases, and by the units of earlier blocks.
 
-By least squares: every unit and head is in all blocks at once, with shares that add up to 1 and are
-sought, on tokens of ordinary length. They end at 0 or 1; then all numbers are fitted together. One
-block more is tried as long as fewer leave something unexplained.
+Blocks are found by least squares on tokens of ordinary length: every unit and head is in all blocks
+at once, with unknown shares that add up to 1. They converge to 0 or 1; then all numbers are fitted
+together. The number of blocks is the smallest that explains the answers.
 
 Limits. The units of all blocks together are as many as block.py reads: about d²/2, half as many
-with gates. Fewer than d heads in all, whose number a rank shows. No positions. Norms behind sums
-and blocks without norms are refused: nothing there takes a token through a block as it was.
+with gates. There must be fewer than d heads in all, since a rank shows their number. No positions.
+Norms behind sums and blocks without norms are refused: the theorem does not hold for them.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _EXACT = 1e-7  # of the answers, that may be left in the end
 
 @dataclass(frozen=True)
 class TransformerBlocks(Method):
-    """Exact extraction of blocks on top of each other that return vectors."""
+    """Exact extraction of stacked blocks that return vectors."""
 
     seed: int = 0
     tolerance: float = 1e-8
@@ -102,19 +103,19 @@ class TransformerBlocks(Method):
 
 @dataclass(frozen=True)
 class _Heads:
-    """`B` (H, e, e), `r` (H, e) and `M` (H, e, d), of tokens as the norm leaves them."""
+    """`B` (H, e, e), `r` (H, e) and `M` (H, e, d), for tokens behind the norm."""
 
     B: Tensor
     r: Tensor
     M: Tensor
 
     def seen(self, delta: Tensor) -> Tensor:
-        """g of all heads."""
+        """Return g of all heads."""
         return self.B @ delta - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
 
     @classmethod
     def of(cls, deltas: Tensor, g: Tensor, u: Tensor) -> _Heads:
-        """From g (n, H, e) and u (n, H, d) of several δ (n, e) of one length."""
+        """Return the heads, given g (n, H, e) and u (n, H, d) at δ (n, e) of one length."""
         n, e = deltas.shape
         identity = torch.eye(e, dtype=torch.float64)
         of_B = torch.einsum("ab,nc->nabc", identity, deltas).reshape(n * e, e * e)
@@ -133,20 +134,20 @@ def _gates(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Asks [Λ(u+δ) ; Λu] for many u, with δ of one length."""
+    """Pairs [Λ(u+δ) ; Λu] for many u, with δ of one length."""
 
     view: View
     directions: Tensor  # (N, e)
 
     def points(self, delta: Tensor) -> Tensor:
-        """Tokens u as long as u + δ."""
+        """Return tokens u that are as long as u + δ."""
         along = normalize(delta, dim=0)
         across = self.directions - (self.directions @ along)[:, None] * along
         rest = math.sqrt(self.view.dim - float(delta.square().sum()) / 4)
         return rest * normalize(across, dim=1) - delta / 2
 
     def answers(self, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """The points, and Σ_h σ(u·g_h)·δM_h."""
+        """Return the points, and Σ_h σ(u·g_h)·δM_h."""
         u = self.points(delta)
         far, other = (FAR * each @ self.view.axes.mT for each in (u, u + delta))
         y = last(self.view.oracle, torch.stack([other, far], 1)) - self.view.ask(far)
@@ -192,7 +193,10 @@ def _followed(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
 
 @dataclass(frozen=True, eq=False)
 class _Shares(Parametric):
-    """Single tokens, each unit and head in all blocks with a share; those of the last are left."""
+    """Answers to single tokens, with each unit and head in all blocks.
+
+    The shares of all blocks but the last are parameters; together they are 1.
+    """
 
     view: View
     known: Units
@@ -212,7 +216,7 @@ class _Shares(Parametric):
 
     @property
     def shares(self) -> tuple[Tensor, Tensor]:
-        """Of the heads (L, H) and of the units (L, width)."""
+        """The shares of the heads (L, H) and of the units (L, width)."""
         heads, units = (
             torch.cat([part, 1 - part.sum(0, keepdim=True)])
             for part in (self.of_heads, self.of_units)
@@ -221,14 +225,14 @@ class _Shares(Parametric):
 
     @property
     def whole(self) -> bool:
-        """Is each in one block, and some in every block?"""
+        """Whether each head and unit is in one block, and no block is empty."""
         return all(
             float((each - each.round()).abs().max()) <= _WHOLE and bool(each.round().any(1).all())
             for each in self.shares
         )
 
     def blocks(self, heads: _Heads) -> Blocks:
-        """Each in its block; the widths of heads are ranks."""
+        """Return the blocks, with each head and unit in its own; the widths of heads are ranks."""
         (of_heads, by_head), (of_units, by_unit) = (
             each.argmax(0).sort(stable=True) for each in self.shares
         )
@@ -262,7 +266,7 @@ class _Shares(Parametric):
 
 
 def _dealt(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> Blocks:
-    """Heads and units in those blocks, as few as can be, that answer single tokens alike."""
+    """Return the fewest blocks of these heads and units that explain answers to single tokens."""
     width, count = len(units.A), len(heads.M)
     unknowns = (_DEEPEST - 1) * (count + width) + 2 * _DEEPEST * view.dim
     asked: list[tuple[Tensor, Tensor]] = []
@@ -289,7 +293,7 @@ def _dealt(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> 
 
 
 def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
-    """All numbers at once, by least squares: far tokens lost half of the digits."""
+    """Fit all numbers at once, by least squares: long tokens have lost half of the digits."""
     free = [name for name in model.NUMBERS if getattr(model, name).numel()]
     unknowns, d = sum(getattr(model, name).numel() for name in free), view.dim
     count = math.ceil(_MORE * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
@@ -316,4 +320,4 @@ def _described(model: Blocks) -> str:
 
 
 def _unread(why: str) -> Unsuccessful:
-    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as blocks on top of each other: {why}")
+    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as stacked blocks: {why}")

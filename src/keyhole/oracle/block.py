@@ -1,6 +1,7 @@
-"""One block of a Transformer: attention and a feed-forward layer, each with its residual.
+"""A block of a Transformer: attention and a feed-forward layer, with residual connections.
 
-For tokens x_1 … x_n, of which the last or every one asks, with N a norm or nothing,
+For tokens x_1 … x_n, with an answer for the last one or for every one, and N a norm or the
+identity,
 
     h_i = x_i + Attention(N(x_1), …, N(x_n))_i          (oracle/sub_layer.py)
     y_i = h_i + C·f(N(h_i)) + c
@@ -13,9 +14,10 @@ matrices and biases behind them. With LayerNorms behind the sums (BERT),
     h_i = N(x_i + Attention(x_1, …, x_n)_i)
     y_i = E·N(D·h_i + C·f(h_i) + c) + e                 (D and E diagonal)
 
-D is the gain of the first norm, whose bias is part of a and c; E and e are those of the second.
+D is the gain of the first norm, whose bias is part of a and c; E and e are the gain and bias of the
+second.
 
-A score `w·y_n` of the last token has C and c of one row: w·h_n + C·f(N(h_n)) + c.
+For scores `w·y_n` of the last token, C and c have one row: w·h_n + C·f(N(h_n)) + c.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ NORMS = ("none", "rms", "layer", "behind")
 
 @dataclass(frozen=True, eq=False)
 class Block(Parametric):
-    """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention's as there.
+    """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention as in
+    SubLayer.
 
-    `D`, `E` and `e` (d) are of norms behind the sums, and empty without. `epsilon` is that of the
-    first norm, `epsilon_behind` of the second. `w` (d) is empty where answers are vectors; scores
-    are of blocks with norms in front, or none.
+    `D`, `E` and `e` (d) belong to norms behind the sums, and are empty otherwise. `epsilon` is that
+    of the first norm, `epsilon_behind` that of the second. `w` (d) is empty if answers are vectors;
+    scores need norms in front, or none.
     """
 
     Q: Tensor
@@ -105,7 +108,7 @@ class Block(Parametric):
         for name in ("D", "E", "e"):
             self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
         if self.scores and (self.norm == "behind" or self.every_token):
-            raise InputError("a score is the last token's, and no norm stands behind the sums")
+            raise InputError("a score is of the last token, without norms behind the sums")
         if self.sub_layer.outputs != d:
             raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
 
@@ -123,7 +126,7 @@ class Block(Parametric):
 
     @cached_property
     def sub_layer(self) -> SubLayer:
-        """Its attention, which takes tokens as the norm leaves them."""
+        """The attention, which takes tokens behind the first norm."""
         parts = {name: getattr(self, name) for name in SubLayer.NAMES}
         return SubLayer(**parts, every_token=self.every_token, causal=self.causal)
 
@@ -139,11 +142,11 @@ class Block(Parametric):
 
     @property
     def unknowns(self) -> int:
-        """The numbers that the function has: parameters less those that symmetries take away.
+        """The degrees of freedom of the function: parameters, less those of its symmetries.
 
-        A unit of ReLU, and one with a gate, may be multiplied and its column of C divided; without
-        a norm, b moves into a and c. Behind a LayerNorm nothing reads the mean of a token; with
-        norms behind the sums, nothing reads that of the sums either, nor the length of the second.
+        A ReLU unit, or one with a gate, may be multiplied and its column of C divided; without a
+        norm, b moves into a and c. Behind a LayerNorm the mean of a token does not matter; with
+        norms behind the sums, neither does that of the sums, nor the length of the second sum.
         """
         free = len(self.A) if self.activation == "relu" or len(self.G) else 0
         free += self.dim if self.norm == "none" else -2
@@ -175,7 +178,7 @@ class Block(Parametric):
         return self.E * self.normed(y, self.epsilon_behind) + self.e
 
     def added(self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor) -> Tensor:
-        """The answers without norms behind the sums, for any ε of those in front."""
+        """Return the answers of a block without norms behind the sums, for any two ε."""
         asking = tokens if self.every_token else tokens[:, -1]
         h = asking + self.sub_layer.answers(self.normed(tokens, epsilon))
         y = self.feed_forward(self.normed(h, behind))
@@ -184,10 +187,11 @@ class Block(Parametric):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Parametric):
-    """Blocks of one kind on top of each other, norms in front of their parts, without positions.
+    """Stacked blocks of one kind, with norms in front of their parts, without positions.
 
-    The heads and the units of all blocks are in a row; `heads` (H,) and `units` (width,) hold the
-    block of each, 0, 1, …, in order. `b` and `c` are (blocks, d), `epsilon` is (blocks, 2).
+    The heads and the units of all blocks are concatenated; `heads` (H,) and `units` (width,) hold
+    the number of the block of each, in order. `b` and `c` are (blocks, d), `epsilon` is (blocks,
+    2).
     """
 
     Q: Tensor
@@ -221,20 +225,20 @@ class Blocks(Parametric):
             places = getattr(self, name)
             self._require(name, places, count)
             if places.unique_consecutive().tolist() != list(range(len(self.epsilon))):
-                raise InputError(f"{name} must be 0, 1, … in order, and some in every block")
+                raise InputError(f"{name} must be 0, 1, … in order, with some in every block")
         _ = self.blocks
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Blocks:
-        """These blocks, one after the other; the last one says which tokens answer."""
+        """Stack blocks; the last one says which tokens have an answer."""
         last = blocks[-1]
         if any((each.norm, each.activation) != (last.norm, last.activation) for each in blocks):
-            raise InputError("blocks on top of each other must have one norm and one activation")
+            raise InputError("stacked blocks must have the same norm and activation")
         if any(
             each.sub_layer.rotary or len(each.places) or len(each.K) < len(each.Q)
             for each in blocks
         ):
-            raise InputError("blocks on top of each other are without positions and shared keys")
+            raise InputError("stacked blocks must not have positions or shared keys")
 
         def joined(name: str, dim: int = 0) -> Tensor:
             return torch.cat([getattr(each, name) for each in blocks], dim)
@@ -267,7 +271,7 @@ class Blocks(Parametric):
 
     @property
     def unknowns(self) -> int:
-        """Behind LayerNorms the mean of c is seen in the answers alone, one number for all."""
+        """The sum over blocks; with LayerNorms only the sum of all means of c shows."""
         free = len(self.epsilon) - 1 if self.norm == "layer" else 0
         return sum(block.unknowns for block in self.blocks) - free
 
@@ -299,9 +303,9 @@ def plant_block(
     rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
     causal: bool = False, score: bool = False, places: int = 0, seed: int = 0,
 ) -> Block:  # fmt: skip
-    """A random block of known weights; states and scores of about 1 for tokens of norm √d.
+    """Return a random block, with states and scores of about 1 for tokens of norm √d.
 
-    With `places`, a bias of positions for so many distances.
+    `places` is the number of distances that have a position bias.
     """
     stream = torch.Generator().manual_seed(seed)
 

@@ -1,6 +1,6 @@
 """The attention sub-layer of a Transformer, as checkpoints have it, that answers with vectors.
 
-For tokens x_1 … x_n, of which the last or every one asks,
+For tokens x_1 … x_n, with an answer for the last one or for every one,
 
     t_j = x_j / √(mean(x_j²) + ε)                           (RMS norm in front; else t_j = x_j)
     y_i = x_i + b + Σ_h Σ_j a_hij · t_j V_g O_h             (x_i only with a residual)
@@ -8,10 +8,10 @@ For tokens x_1 … x_n, of which the last or every one asks,
 
 where R_m turns plane f, made of the coordinates f and f + k/2, by m·frequencies[g, f] (rotary
 positions, arXiv 2104.09864), and is the identity without frequencies. Consecutive heads share keys
-and values. What a checkpoint holds besides is in here already: 1/√k in Q and q, a norm's gain in Q,
-K and V, the bias of the values in b. A bias of the keys adds the same to all scores of a query
-without rotary positions, so there is none. β is a bias of positions (MPNet, ALiBi): a number for
-each distance in front of the token that asks; beyond the last of them it stays as it is.
+and values. The other numbers of a checkpoint are folded in: 1/√k into Q and q, a norm's gain into
+Q, K and V, the bias of the values into b. Without rotary positions a bias of the keys adds the same
+number to all scores of a query, so there is none. β is a position bias (MPNet, ALiBi): a number for
+each distance between the query and a key in front of it; larger distances share the last number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from keyhole.oracle.planted import Parametric
 
 
 def no_places() -> Tensor:
+    """Return the empty tensor that stands for no position bias."""
     return torch.zeros(0, 0, dtype=torch.float64)
+
+
+def rotated(vectors: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the plane of coordinates f and f + k/2 of vectors (…, k) by angles (…, k/2)."""
+    cos, sin = angles.cos(), angles.sin()
+    x, y = vectors.chunk(2, -1)
+    return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +78,8 @@ class SubLayer(Parametric):
         if len(self.places):
             self._require("places", self.places, heads, None)
         if len(self.places) and self.every_token and not self.causal:
-            raise InputError("with a bias of positions the last token answers, or no token sees "
-                             "those behind it: biases are of tokens in front")  # fmt: skip
+            raise InputError("a position bias needs answers of the last token, or a causal mask: "
+                             "its biases are of tokens in front")  # fmt: skip
         if self.residual and self.outputs != d:
             raise InputError(f"expected {d} outputs with a residual, got {self.outputs}")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
@@ -98,11 +106,11 @@ class SubLayer(Parametric):
 
     @property
     def unknowns(self) -> int:
-        """The numbers that the function has: parameters less those that symmetries take away.
+        """The degrees of freedom of the function: parameters, less those of its symmetries.
 
-        Keys and queries may be multiplied by any invertible matrix and its inverse, with rotary
-        positions by one complex number for each plane; values and outputs by any. Scores of a head
-        may all have a number added.
+        Keys and queries may be multiplied by any invertible matrix and its inverse, or, with rotary
+        positions, by one complex number for each plane; values and outputs by any matrix. The
+        biases of a head's positions may have one number added.
         """
         groups, _, k = self.K.shape
         between = k if self.rotary else k * k
@@ -121,7 +129,7 @@ class SubLayer(Parametric):
 
     @cached_property
     def _stacked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Q, K and V as one matrix each, which multiply many tokens at once; O likewise."""
+        """Q, K, V and O of all heads as one matrix each."""
         Q, K, V = (part.transpose(0, 1).flatten(1) for part in (self.Q, self.K, self.V))
         return Q, K, V, self.O.flatten(0, 1)
 
@@ -147,8 +155,6 @@ class SubLayer(Parametric):
         return mixed.flatten(2) @ O + self.b
 
     def _turned(self, vectors: Tensor, positions: Tensor, each: int) -> Tensor:
-        """R_p of vectors (batch, n, heads, k), whose frequencies `each` heads in a row share."""
+        """Apply R_p to vectors (batch, n, heads, k); `each` consecutive heads share frequencies."""
         angles = positions[:, None, None] * self.frequencies.repeat_interleave(each, 0)
-        cos, sin = angles.cos(), angles.sin()
-        x, y = vectors.chunk(2, -1)
-        return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
+        return rotated(vectors, angles)

@@ -1,15 +1,15 @@
-"""All numbers of all heads at once, from what whole sequences answer (ours).
+"""All numbers of all heads fitted at once, to answers for whole sequences (ours).
 
-A sequence is `[w_1 ; … ; w_p ; x]`: a list of keys, each of which stands in front of many x, so
-that most of the work is done once for a list. Heads as in oracle/sub_layer.py, with shared keys and
-values, the frequencies of rotary positions and biases of positions among the numbers; what stands
-behind them is known.
+A sequence is `[w_1 ; … ; w_p ; x]`: a list of keys and a query. Each list is used for many x, so
+most of the work is done once for a list. The heads are those of oracle/sub_layer.py; shared keys
+and values, the frequencies of rotary positions and position biases are fitted as well. What follows
+attention is known.
 
-The solves by which heads are read one after the other cost digits; this fit (descent.py) has those
-that the answers have. Its preconditioner is that of K-FAC: of a map with inputs U (N, …) the
-Jacobian has the Gram matrix `UᵀU/N ⊗ SᵀS`, S the slopes of the answers by what the map gives, which
-random numbers in the place of answers show. Frequencies are a map too, places to angles, and so are
-biases, of the distance that a key has.
+Reading heads step by step costs digits; this fit (descent.py) is as precise as the answers. Its
+preconditioner is that of K-FAC: for a map with inputs U (N, …) the Gram matrix of the Jacobian is
+taken to be `UᵀU/N ⊗ SᵀS`, where S, the slopes of the answers by the map's outputs, is sampled with
+random cotangents. Frequencies are a map as well, from places to angles, and so are position biases,
+from distances.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch.nn.functional import normalize
 
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
-from keyhole.oracle.sub_layer import SubLayer
+from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _MANY = 4.0  # numbers in answers for each unknown
 _SPARE = 16
 _TOGETHER = 3  # keys in a list, at least
-_FULL = 0.6  # of an answer's numbers: weights of heads that it should show
-_BASES = 3  # of the space, that keys are from
-_WIDEST = 0.95  # of the longest token behind a norm
+_FULL = 0.6  # weights of heads that an answer should show, as a share of its numbers
+_BASES = 3  # random bases that keys are taken from
+_WIDEST = 0.95  # of the length that tokens behind a norm have at most
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lists of keys (s, p, d), and the tokens x (s, n, d) that each stands in front of."""
+    """Lists of keys (s, p, d), and the last tokens x (s, n, d) that each list is used for."""
 
     keys: Tensor
     asking: Tensor
@@ -46,9 +46,9 @@ class Sequences:
     def drawn(
         cls, attention: SubLayer, stream: torch.Generator, length: float | None = None
     ) -> Sequences:
-        """As many as the numbers of attention need, x of that length where there is one.
+        """Draw as many as the numbers of attention need.
 
-        Keys, and without a length x too, are so long that scores are about 1.
+        Keys are so long that scores are about 1; so are the x, unless their `length` is given.
         """
         heads, d, k = attention.Q.shape
         size = min(d, max(_TOGETHER, int(_FULL * d / heads)))
@@ -79,7 +79,10 @@ def fitted_heads(
     attention: SubLayer, sequences: Sequences, y: Tensor, behind: Callable[[Tensor], Tensor],
     device: torch.device | str, stream: torch.Generator,
 ) -> SubLayer:  # fmt: skip
-    """From these heads on; `behind` takes what they add to x's sums (s·n, m) to the answers y."""
+    """Fit heads, starting from `attention`.
+
+    `behind` maps what the heads add to the last tokens (s·n, m) to the answers y.
+    """
     (heads, d, k), groups = attention.Q.shape, len(attention.K)
     keys, asking, y = (part.to(device) for part in (sequences.keys, sequences.asking, y))
     lists, size = keys.shape[:2]
@@ -87,7 +90,7 @@ def fitted_heads(
     one = torch.ones_like(asking[..., :1])
     affine = torch.cat([asking, one], 2).flatten(0, 1)
     places = torch.arange(size, 0, -1.0).to(keys).repeat(lists)[:, None]
-    # β of a token's own place is 0; of places further off than a list is long no answer tells.
+    # β at distance 0 is fixed to 0; distances beyond the length of a list do not show.
     known = max(0, min(size, attention.places.shape[-1] - 1))
     distance = (torch.arange(1, known + 1).to(keys) == places.clamp(max=known)).to(keys)
     Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
@@ -100,20 +103,17 @@ def fitted_heads(
     numbers = {name: part.to(device) for name, part in numbers.items() if part.numel()}
 
     def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of keys and of x, by groups of heads (s, p or n, groups, …)."""
+        """Split rows into those of keys and of x, by groups of heads (s, p or n, groups, …)."""
         ahead, own = rows.unflatten(1, (groups, -1)).split([lists * size, len(affine)])
         return ahead.unflatten(0, (lists, -1)), own.unflatten(0, (lists, -1))
 
     def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
-        """Answers, and what O is multiplied by; `moved` is added to what the maps give."""
+        """Return the answers and the inputs of O; `moved` is added to the outputs of all maps."""
         q = (affine @ numbers["Q"] + moved["Q"]).view(lists, -1, groups, heads // groups, k)
         ahead, own = split(tokens @ numbers["K"] + moved["K"])
         if attention.rotary:
             angles = places @ numbers["frequencies"] + moved["frequencies"]
-            angles = angles.view(lists, size, groups, -1)
-            cos, sin = angles.cos(), angles.sin()
-            first, second = ahead.chunk(2, -1)
-            ahead = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+            ahead = rotated(ahead, -angles.view(lists, size, groups, -1))
         scores = torch.einsum("sngik,spgk->sngip", q, ahead)
         if known:
             beta = (distance @ numbers["places"] + moved["places"]).view(lists, size, groups, -1)

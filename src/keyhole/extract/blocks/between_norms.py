@@ -1,15 +1,17 @@
-"""The layer between two norms, R(n) = n·L + C·f(n) + c with n on a sphere, fitted as a whole.
+"""The layer between two norms, R(n) = n·L + C·f(n) + c with n on a sphere, fitted at once (ours).
 
-descent.py starts from what curvature shows of the units (wide_curvature.py), and real units ask for
-three things more (ours):
+The fit (descent.py) starts from the units that curvature has shown (wide_curvature.py). Layers of
+trained models need three things more:
 
-    doubtful    a unit whose row is across the plane of the base points has the same curvature at
-                all of them, whatever its length. It is read on the great circle through its own
-                row: the answer shows the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`, R known but
-                for what is affine, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n + α_k)`
+    doubtful    a unit whose row is orthogonal to the plane of the base points has the same
+    curvature
+                at all of them, whatever its length. It is read on the great circle through its own
+                row: answers show the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`, with R known up to
+                an affine function, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n + α_k)`
     rare        a unit that is off nearly everywhere, |α| ≫ |a|, does not show its row at random
                 points: more are drawn, at which many such units are on at once
-    slow        conjugate gradients, where parts of a unit do nearly the same: `_Preconditioner`
+    slow        conjugate gradients converge slowly if parameters of a unit have nearly the same
+                effect: see `_Preconditioner`
 """
 
 from __future__ import annotations
@@ -32,29 +34,29 @@ from keyhole.oracle.block import ACTIVATIONS
 _MORE = 1.5  # answers for each unknown of the fit
 _SPARE = 16
 _TURNS = 40
-_RARELY = 2.5  # of |a|, an offset with which a unit is nearly always off, or on
-_REACHED = 0.8  # of the radius times |a|: with a larger offset it is so everywhere
-_SPREAD = 1.0  # of `a·n + α` at such points
-_SHARED = 0.5  # of the square of the radius, for units that are on at one point
-_RIDGE = 1e-12  # of ones: a ReLU unit's length and the size of its column are one number
+_RARELY = 2.5  # |α|/|a| from which a unit is nearly always off, or on
+_REACHED = 0.8  # |α|/|a|, relative to the radius, up to which it changes anywhere
+_SPREAD = 1.0  # of `a·n + α` at points drawn for such units
+_SHARED = 0.5  # share of the squared radius that is spent on such units at one point
+_RIDGE = 1e-12  # a ReLU unit's length and the size of its column are one number
 _ROUGH = 1e-5
 _NEWTON = 16
 _STEPS = 10
 _ARRIVED = 1e-8
 _ANGLES = torch.linspace(-0.4, 0.4, 161, dtype=torch.float64)
-_NEAR = 0.5  # of R, that a unit may add
-_FEWEST = 16  # angles at which it adds no more
+_NEAR = 0.5  # what a unit may add, relative to R
+_FEWEST = 16  # the least number of angles at which it adds no more
 _OFFSETS = [z / 2 for z in range(-7, 5)]
 _SLOPES = [2.0 ** (n / 2) for n in range(15)]
 _STARTS = 24
-_ALIKE = 1e-4  # what a fit of one unit may leave
+_ALIKE = 1e-4  # relative error of the fit of one unit that is good enough
 
 
 @dataclass(frozen=True)
 class Layer:
     """`ŷ = √d·R/√(|R|² + d·ε₂)`, `R = n·L + C·f(n) + c`, `n = √d·h/√(|h|² + d·ε)`.
 
-    In coordinates (e). The direction of ŷ is enough where ε₂ is not known.
+    In coordinates (e). Without ε₂ only the direction of ŷ counts.
     """
 
     units: Units
@@ -64,16 +66,16 @@ class Layer:
     epsilon_behind: float = 0.0
 
     def normed(self, h: Tensor) -> Tensor:
-        """n."""
+        """Return n."""
         d = h.shape[-1] + 1
         return math.sqrt(d) * h / (h.square().sum(-1, keepdim=True) + d * self.epsilon).sqrt()
 
     def __call__(self, n: Tensor) -> Tensor:
-        """R."""
+        """Return R."""
         return n @ self.L + self.units.features(n) @ self.units.C.mT + self.c
 
     def slopes(self, n: Tensor, along: Tensor) -> Tensor:
-        """dR/dn (n, e, r) along columns (n, e, r)."""
+        """Return dR/dn (n, e, r) along columns (n, e, r)."""
         units = self.units
         slope = derivative(units.activation, 1)(n @ units.A.mT + units.a)
         return self.L.mT @ along + units.C @ (slope[..., None] * (units.A @ along))
@@ -83,11 +85,11 @@ class Layer:
         return replace(made, epsilon=self.epsilon, epsilon_behind=self.epsilon_behind)
 
     def undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
-        """u (n, r) for which `sums + u·basis` make `hats` (n, q, e), by Gauss–Newton steps; or NaN.
+        """Return u (n, r) such that sums `sums + u·basis` give `hats` (n, q, e), or NaN.
 
-        Several answers share one u, or it has few numbers: there must be more equations than
-        unknowns. Of one answer its sum does not follow: in real layers dR/dn is singular on a
-        surface that is not far from any point, and R takes most of its values more than once.
+        By Gauss–Newton steps. There must be more equations than unknowns: several answers that
+        share one u, or a u of few numbers. A sum does not follow from one answer: in trained layers
+        dR/dn is singular on a surface close to any point, and R takes most values more than once.
         """
         u = start.clone()
         size = (self._made(sums, basis, u) - hats).square().sum((1, 2))
@@ -100,7 +102,7 @@ class Layer:
             factor = torch.linalg.cholesky_ex(J.mT @ J)[0]
             share, left = torch.ones_like(at[:, :1]), before
             rest = (self._made(of, basis, at) - wanted).flatten(1)
-            # Slopes are dear: they serve for several steps.
+            # Slopes are expensive: one serves for several steps.
             for _ in range(_STEPS):
                 step = torch.cholesky_solve(J.mT @ rest[..., None], factor)[..., 0]
                 tried = at - share * step
@@ -116,12 +118,12 @@ class Layer:
         return torch.where(right[:, None], u, math.nan)
 
     def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
-        """What stands behind the second norm (n, q, e)."""
+        """Return the output of the second norm (n, q, e)."""
         radius = math.sqrt(sums.shape[2] + 1)
         return radius * normalize(self(self.normed(sums + (u @ basis)[:, None])), dim=2)
 
     def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
-        """Likewise its derivative by u (n, q·e, r): of both norms and what is between."""
+        """Return its derivative by u (n, q·e, r), through both norms and the layer."""
         radius = math.sqrt(sums.shape[2] + 1)
         h = sums + (u @ basis)[:, None]
         hat = self.normed(h) / radius
@@ -148,23 +150,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A layer that answers with `share·ŷ + centre`, and the relative error left.
+    """A layer that answers `share·ŷ + centre`, and the relative error left.
 
-    Among the numbers, unless they stay 0, are `norm`, which is ε₂ over the mean square of R and the
-    share less 1, and `centre`.
+    The numbers include `norm`, (ε₂ over the mean square of R, share − 1), and `centre`, unless
+    these are known to be 0.
     """
 
     numbers: Numbers
     activation: str
     radius: float
-    size: Tensor  # of R, a mean square
+    size: Tensor  # the mean square of R
     left: float = math.inf
 
     @classmethod
     def started(
         cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
     ) -> Fitted:  # fmt: skip
-        """What is linear, and the lengths of answers, by turns: few, since both are a start."""
+        """Return a start: linear numbers and lengths of answers, fitted in turns."""
         affine = with_ones(n)
         A = torch.cat([units.A, units.a[:, None]], 1).to(n.device)
         made = ACTIVATIONS[units.activation](affine @ A.mT) @ units.C.mT.to(n.device)
@@ -181,7 +183,7 @@ class Fitted:
 
     @property
     def layer(self) -> Layer:
-        """ε₂ as fitted, on the device of the fit."""
+        """The layer with ε₂ as fitted, on the device of the fit."""
         epsilon = self.numbers["norm"][0] * self.size if "norm" in self.numbers else 0.0
         made = Layer.of(self.numbers, self.activation)
         return replace(made, epsilon_behind=max(0.0, float(epsilon) / self.radius**2))
@@ -195,7 +197,7 @@ class Fitted:
         return 1 + float(self.numbers["norm"][1]) if "norm" in self.numbers else 1.0
 
     def sums(self, affine: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, R, and its length with ε₂."""
+        """Return the features, R, and the length of R with ε₂."""
         inside = ACTIVATIONS[self.activation](affine @ numbers["A"].mT)
         features = torch.cat([inside, affine], 1)
         R = features @ numbers["linear"]
@@ -210,7 +212,7 @@ class Fitted:
         return (1 + numbers["norm"][1]) * hats + numbers["centre"] if "norm" in numbers else hats
 
     def shown(self, value: Value, n: Tensor) -> tuple[Tensor, Tensor]:
-        """R as fitted, and ŷ as answers show it, of length 1."""
+        """Return R as fitted, and ŷ of length 1 as answers show it."""
         R = self.layer(n.to(self.size.device)).to("cpu")
         return R, normalize(value(n) - self.centre, dim=1)
 
@@ -231,14 +233,14 @@ class _Preconditioner:
 
     rows      A and L, and likewise a and c: inputs are evenly spread, so one matrix serves for
               all columns of A, the Gram matrix of φ'(z_k)·c_k and of constants
-    features  C, L and c: one serves for all numbers of an answer, that of φ(z), n and 1
-    shapes    where a unit varies little, φ(z) is nearly a parabola: its length, its offset, the
-              size of c_k, L along a_k ⊗ c_k and c do nearly the same, as c_k times functions of
-              t = a_k·n/|a_k|: φ'(z)·t, φ'(z), φ(z), t and 1. `centre` is nearly c, and `norm` is
-              a part of it. All of these are solved for at once
+    features  C, L and c: one matrix serves for all numbers of an answer, that of φ(z), n and 1
+    shapes    if a unit varies little, φ(z) is nearly a parabola. Then its length, its offset, the
+              size of c_k, L along a_k ⊗ c_k and c have nearly the same effect: c_k times functions
+              of t = a_k·n/|a_k|, φ'(z)·t, φ'(z), φ(z), t and 1. So have `centre`, which is nearly
+              c, and `norm`. The equations for all of these are solved together
 
-    Answers show sums R across ŷ and over their lengths s: functions F times columns c_k have the
-    Gram matrix (CᵀC) ∘ (FᵀF) − HᵀH with H_nk = F_nk·(c_k·ŷ_n), F being divided by s.
+    Answers show R/s, s = |R|, orthogonally to ŷ. So functions F times columns c_k have the Gram
+    matrix (CᵀC) ∘ (FᵀF) − HᵀH with H_nk = F_nk·(c_k·ŷ_n), F divided by s.
     """
 
     axis: Tensor  # (r, e)
@@ -306,7 +308,7 @@ class _Preconditioner:
 
 
 def _joined(upper: list[list[Tensor]]) -> Tensor:
-    """A symmetric matrix, from the blocks of its upper half."""
+    """Return a symmetric matrix, given the blocks of its upper half."""
     return torch.cat([
         torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
         for i, row in enumerate(upper)
@@ -317,10 +319,10 @@ def fitted(
     value: Value, units: Units, doubtful: Tensor, radius: float, device: torch.device,
     stream: torch.Generator, exact: bool = False,
 ) -> Fitted:  # fmt: skip
-    """All numbers of the layer, from those of the units, at as many points as they need.
+    """Fit all numbers of the layer, starting from the units.
 
-    Of some units (indices) lengths and offsets are in doubt. Where ŷ are `exact`, of one length and
-    without a centre, those stay as they are.
+    The lengths and offsets of the units `doubtful` (indices) are read again first. If ŷ are
+    `exact`, they have the same length and no centre.
     """
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 2) * e + 2
@@ -338,9 +340,9 @@ def fitted(
 def _reshaped(
     fit: Fitted, units: Units, doubtful: Tensor, value: Value, stream: torch.Generator
 ) -> Units:
-    """With lengths and offsets from answers on a great circle through each unit's own row.
+    """Return the units with lengths and offsets from a great circle through each unit's own row.
 
-    What is linear was fitted with the unit as it was: it may be off by what is affine.
+    The linear numbers were fitted with the unit as it was, and may be off by an affine function.
     """
     A, a, C = units.A.clone(), units.a.clone(), units.C.clone()
     affine = torch.stack([torch.ones_like(_ANGLES), _ANGLES.sin(), _ANGLES.cos()], 1)
@@ -364,7 +366,7 @@ def _reshaped(
 def _with_rare(
     fit: Fitted, n: Tensor, y: Tensor, value: Value, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """n and y, and more points: where units that are nearly always off, or on, are about to change.
+    """Return n and y with more points, at which units that are nearly always off, or on, change.
 
     A row has e numbers, so each unit needs more than e such points; many units share them.
     """
@@ -380,7 +382,7 @@ def _with_rare(
     count = math.ceil(_MORE * e / chance)
     chosen = torch.rand(count, len(A), generator=stream, dtype=torch.float64) < chance
     random = torch.randn(count, len(A) + e, generator=stream, dtype=torch.float64)
-    # Rows are nearly orthogonal: what the others of a point add to a·n only spreads it.
+    # Rows are nearly orthogonal: what the other units of a point add to a·n only spreads it.
     wanted = (_SPREAD * random[:, : len(A)] - a) / length
     along = torch.where(chosen, wanted, 0.0) @ (A / length[:, None])
     along = along * (_REACHED * radius / along.norm(dim=1, keepdim=True)).clamp(max=1)
@@ -392,9 +394,10 @@ def _with_rare(
 
 
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
-    """The layer with the signs of its units for which D is diagonal; and D (d), of mean square 1.
+    """Return the layer with those signs of its units for which D is diagonal, and D (d).
 
-    `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0, since φ(z) = φ(−z) + z: linear in D, t.
+    D has the mean square 1. `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0, since φ(z) =
+    φ(−z) + z: linear in D, t.
     """
     units = layer.units
     A, C = units.A @ axes.mT, units.C.mT @ axes.mT  # (r, d)
@@ -413,7 +416,7 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
         raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
     share = turned.to(torch.float64)
     sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
-    # What D leaves of L stays: with it the layer answers as it was fitted to.
+    # What D leaves of L stays in the layer, whose answers remain as fitted.
     L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
     c = layer.c + units.C @ (share * units.a)
     units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
@@ -422,20 +425,20 @@ def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
 
 
 def _across(R: Tensor, hats: Tensor) -> Tensor:
-    """−R without its part along the answers (n, m)."""
+    """Return −R without its part along the answers (n, m)."""
     return (R * hats).sum(1, keepdim=True) * hats - R
 
 
 def _amounts(R: Tensor, hats: Tensor, c: Tensor) -> Tensor:
-    """How much of c the sums have besides R (n)."""
+    """Return how much of c the sums have in addition to R (n)."""
     own = c - (hats @ c)[:, None] * hats
     return (_across(R, hats) * own).sum(1) / own.square().sum(1)
 
 
 def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tensor:
-    """Offset, slope and size: `size·φ(offset + slope·sine)` is wanted (n) but for affine columns.
+    """Return offset, slope and size such that `size·φ(offset + slope·sine)` is near `wanted` (n).
 
-    The best of some starts, by Levenberg–Marquardt.
+    Up to the columns `affine`; by Levenberg–Marquardt, from the best of some starts.
     """
     f, df, scale = ACTIVATIONS[activation], derivative(activation, 1), wanted.norm()
     steps = torch.stack([torch.ones_like(sines), sines], 1)

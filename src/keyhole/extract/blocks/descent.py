@@ -1,15 +1,16 @@
-"""All numbers of a wide layer at once: Gauss–Newton steps whose matrix is never made.
+"""All numbers of a wide layer at once: Gauss–Newton steps by conjugate gradients.
 
-At d = 384 with 1,536 units there are 1.3 million numbers. Products with the Jacobian and its
-transpose cost as much as some answers of the model, so each step is solved by conjugate gradients,
-preconditioned as follows. With inputs u that are evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of
-features f, slopes φ' and columns C,
+At d = 384 with 1,536 units there are 1.3 million numbers, too many for a matrix. Products with the
+Jacobian and its transpose cost as much as some answers of the model, so each step is solved by
+conjugate gradients. For inputs u that are evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of slopes φ'
+and columns C, the preconditioner multiplies the gradient
 
-    of A and a     (CᵀC ∘ φ'ᵀφ')⁻¹   from the left, one matrix for all of a row's numbers
-    of C and what is linear besides    (ΦᵀΦ)⁻¹, Φ the features, inputs and 1
+    by A and a                  by (CᵀC ∘ φ'ᵀφ')⁻¹ from the left
+    by C and other linear maps  by (ΦᵀΦ)⁻¹, Φ the features, the inputs and 1
 
-(the factors of K-FAC, Martens and Grosse, arXiv 1503.05671). What couples the two is left to the
-conjugate gradients. Where a norm follows, between_norms.py solves for more at once.
+(the factors of K-FAC, Martens and Grosse, arXiv 1503.05671). Their coupling is left to the
+conjugate gradients. If a norm follows, between_norms.py uses a preconditioner that solves for more
+at once.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor
 
 Numbers = dict[str, Tensor]
 _STEPS = 24
-_INNER = 3000  # a new step starts the gradients over: few long ones are cheaper
-_ENOUGH = 1e-5  # of the gradient, for one step
+_INNER = 3000  # conjugate gradients start over at each step: few long steps are cheaper
+_ENOUGH = 1e-5  # reduction of the gradient within one step
 _HALVINGS = 6
-_EXACT = 1e-29  # of the squares of the answers
-_SLOW = 0.5  # a step that leaves more than this of the squares is among the last
+_EXACT = 1e-29  # residuals, relative to the squares of the answers
+_SLOW = 0.5  # two steps in a row that leave more than this of the squares are the last
 
 
 def descend(
     model: Callable[[Numbers], Tensor], numbers: Numbers, y: Tensor,
     preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]], enough: float = _EXACT,
 ) -> tuple[Numbers, float]:  # fmt: skip
-    """The numbers with which the model's answers are nearest to y, and the relative error left.
+    """Return the numbers for which the model's answers are nearest to y, and the relative error.
 
-    `enough` may be left, of the squares of the answers.
+    The fit ends once the residual is `enough`, relative to the squares of the answers.
     """
     size = float(y.square().sum())
     rest = model(numbers) - y
@@ -59,13 +60,13 @@ def _step(
     model: Callable[[Numbers], Tensor], numbers: Numbers, rest: Tensor,
     solve: Callable[[Numbers], Numbers],
 ) -> Numbers:  # fmt: skip
-    """Conjugate gradients on the normal equations of `J·step = rest`."""
+    """Solve `J·step = rest` in the least-squares sense, by conjugate gradients."""
 
     def pulled(rest: Tensor) -> Numbers:
         return torch.func.vjp(model, numbers)[1](rest)[0]
 
     pull = torch.func.vjp(model, numbers)[1]
-    # J is the transpose of its transpose: forward mode would run the model again for each product.
+    # J as the transpose of its transpose: forward mode would run the model again for each product.
     push = torch.func.vjp(pulled, rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)
@@ -90,7 +91,7 @@ def _product(a: Numbers, b: Numbers) -> float:
 
 
 def inverse(gram: Tensor) -> Tensor:
-    """Of a Gram matrix, with a ridge: a block of a preconditioner."""
+    """Return the inverse of a Gram matrix plus a ridge: a block of a preconditioner."""
     ridge = 1e-10 * gram.diagonal().mean()
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + ridge * eye))

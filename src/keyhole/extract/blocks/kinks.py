@@ -1,38 +1,38 @@
-"""The ReLU units of a block, with biases: from its kinks.
+"""The ReLU units of a block, with biases, from its kinks.
 
 **Without norms**: relu_network.py in one dimension more. One number of a block's answer to a single
 token is `f(x) = ℓ·x + e + Σ_k w_k ReLU(a_k·x + α_k)`. Since ReLU(z) = (|z| + z)/2, it is
 
     f(x) = E(x, 1) + L·(x, 1),    E(x, t) = ½ Σ_k w_k |a_k·x + α_k t|,
 
-and `t·f(x/t) = E(x, t) + L·(x, t)` for t > 0, which E's being even extends to t < 0 once L is
-known: a network without biases of d + 1 numbers. Beyond all kinks,
+and `t·f(x/t) = E(x, t) + L·(x, t)` for t > 0. E is even, which extends this to t < 0 once L is
+known: a network without biases, of d + 1 inputs. Beyond all kinks,
 
     f(λx) − f(−λx) = 2λ·L_x·x + …,    f(λx) + f(−λx) = λ·… + 2 L_t,
 
-so two λ give L, for d directions 4d queries.
+so two λ give L: 4d queries for d directions.
 
-**Behind a norm** x is on a sphere. On a great circle `x(θ) = r(p cos θ + q sin θ)` everything but
-kinks is `A cos θ + B sin θ + C`, and across a kink of unit k these change by
+**Behind a norm** x is on a sphere. On a great circle `x(θ) = r(p cos θ + q sin θ)` the answer is
+`A cos θ + B sin θ + C` between kinks, and at a kink of unit k it changes by
 
     D(θ) = ±c_k (a_k·x(θ) + α_k),        D'(θ*) = c_k |a_k·x'(θ*)|:
 
-the direction of c_k, which tells units apart, then a_k in the plane of p and q, and α_k. For w
-orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest of a_k, from 4(d − 2)
-queries next to the kink, exactly, since a slope is an odd part, B sin h.
+which gives the direction of c_k, which tells units apart, a_k in the plane of p and q, and α_k. For
+w orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest of a_k, from 4(d − 2)
+queries next to the kink. This is exact, since a slope is an odd part, B sin h.
 
 **Between two norms** (post_norm.py) answers `y = e + R/s` have lost the length s of R as well.
-Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four answers in a row are in three dimensions:
+Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four consecutive answers are in three dimensions:
 
-    e         is in e + the span of P, which the answers of an arc show: arcs meet in it
-    s_j       of an arc's answers j, up to one factor: Σ_j q_j s_j (y_j − e) = 0 for every q across
-              cos θ_j, sin θ_j and 1. Then P
-    factors   of two arcs, since R is continuous. Outside of the span of P the next P' is of rank
-              one, c_k ⊗ (a_k·p, a_k·q, α_k/r), which is 0 where the arcs meet: P and P' agree there
-    slopes    along w are known but for a multiple of R on each side: two unknowns beside a_k·w
+    e         the point in which the spaces e + span P meet, which the answers of each arc show
+    s_j       of an arc's answers j, up to one factor: Σ_j q_j s_j (y_j − e) = 0 for every q that is
+              orthogonal to cos θ_j, sin θ_j and 1. Then P
+    factors   of two arcs, since R is continuous. Outside the span of P the next P' has rank one,
+              c_k ⊗ (a_k·p, a_k·q, α_k/r), which is 0 at the kink: P and P' agree there
+    slopes    along w are known up to a multiple of R on each side: two more unknowns for each w
 
-and whether units explain the answers to other points is the s_j of these, with cos, sin and 1
-replaced by what units, n and 1 are at them.
+Whether units explain the answers at other points is found in the same way as the s_j, with the
+features of the units, n and 1 in place of cos, sin and 1.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ from keyhole.extract.relu_network import ReluNetwork
 from keyhole.oracle.planted import ReluFfn
 
 _BEYOND = 2.0**18
-_RESOLUTION = 1e-9  # L_t has lost digits to the lengths it is read at
+_RESOLUTION = 1e-9  # L_t has lost digits, since it is read from long tokens
 _STEP = 1e-3
 _POINTS = 15
 _ANGLE = 2e-3
 _SAMPLES = 64  # of a great circle, for each dimension
-_CIRCLES = 40  # at the most
-_EXPLAINED, _NEARLY = 2e-5, 1e-2  # of the answers, at the most left
-_IDLE = 3  # circles in a row without a new unit, where rows are not exact enough to tell
-_ARC = 6  # samples that an arc without kinks must have to be known
-_ENOUGH = 48  # samples of an arc, where lengths are sought
-_LONGEST = 12  # arcs of a circle that show the centre
+_CIRCLES = 40  # at most
+_EXPLAINED = 2e-5  # relative error of answers at which all units have been found
+_NEARLY = 1e-2  # the same, if rows are inexact: after
+_IDLE = 3  # circles in a row without a new unit
+_ARC = 6  # samples that an arc without kinks must have to be used
+_ENOUGH = 48  # samples of an arc that are used if lengths are sought
+_LONGEST = 12  # arcs of a circle that are used for the centre
 _SHOWN = 1e-7
 _CLEARER = 1.3
 _RANK_ONE = 1e-3
@@ -71,7 +72,7 @@ _SAME = 1e-3  # of cosines
 
 
 def straight(value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator) -> bool:
-    """Are the answers to short steps from random points on a line, nearly everywhere?"""
+    """Return whether answers are linear in short steps from nearly all random points."""
     x = torch.randn(_POINTS, d, generator=stream, dtype=torch.float64)
     step = _STEP * random_units(_POINTS, d, stream)
     before, at, after = value(torch.cat([x - step, x, x + step])).chunk(3)
@@ -83,9 +84,9 @@ def straight_on_sphere(
     value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
     lost: bool = False,
 ) -> bool:  # fmt: skip
-    """Likewise on great circles: is there nothing but 1, cos and sin of the angle?
+    """Return the same on great circles: whether answers consist of 1, cos and sin of the angle.
 
-    Of answers that have `lost` their length: are four in a row in three dimensions?
+    If answers have `lost` their length: whether four consecutive ones are in three dimensions.
     """
     p, q = (random_orthogonal(d, stream)[:_POINTS] for _ in range(2))
     q = normalize(q - (p * q).sum(1, keepdim=True) * p, dim=1)
@@ -96,7 +97,7 @@ def straight_on_sphere(
 
 
 def _bend(y: Tensor, angle: float, lost: bool) -> Tensor:
-    """What is left of samples (4, n, m) by the filter that 1, cos and sin are nothing to, (n)."""
+    """Return what is left of samples (4, n, m) by a filter that removes 1, cos and sin: (n)."""
     if lost:
         return torch.linalg.svdvals(y.transpose(0, 1))[:, -1]
     turn = 2 * math.cos(angle) + 1
@@ -104,7 +105,7 @@ def _bend(y: Tensor, angle: float, lost: bool) -> Tensor:
 
 
 def _lengths(features: Tensor, y: Tensor) -> tuple[Tensor, float]:
-    """s (n) for which s·y is made of features (n, f), for y (n, m) of length 1; what is left."""
+    """Return s (n) such that s·y, y (n, m) of length 1, is linear in features (n, f); the error."""
     across = torch.linalg.qr(features, mode="complete")[0][:, features.shape[1] :]
     system = (across.mT[:, None] * y.mT).flatten(0, 1)
     sizes, right = torch.linalg.svd(system, full_matrices=False)[1:]
@@ -114,7 +115,7 @@ def _lengths(features: Tensor, y: Tensor) -> tuple[Tensor, float]:
 def find_relu_units(
     value: Callable[[Tensor], Tensor], d: int, seed: int, stream: torch.Generator
 ) -> Units:
-    """Their rows and biases; the columns of C are left to a fit."""
+    """Return the units, with rows and biases only: C is left to a fit."""
     one = _Homogeneous(value, d, stream)
     network: ReluFfn | None = None
     for step in ReluNetwork(seed=seed, resolution=_RESOLUTION).steps(one):
@@ -123,13 +124,13 @@ def find_relu_units(
     if network is None or not len(network.A):
         raise _no_kinks()
     rows = network.A * network.w.abs()[:, None]
-    # A pair of opposite rows is what is linear.
+    # A pair of opposite rows is a linear part.
     likeness = normalize(rows, dim=1) @ normalize(rows, dim=1).mT
     return _units(rows[(likeness > -1 + 1e-9).all(1)])
 
 
 def _units(rows: Tensor) -> Units:
-    """Of rows (a_k, α_k), of any length."""
+    """Return units of rows (a_k, α_k), which may have any length."""
     d = rows.shape[1] - 1
     rows = rows / rows[:, :d].norm(dim=1, keepdim=True)
     return Units.plain(rows[:, :d], rows[:, d], rows.new_zeros(d, len(rows)), "relu")
@@ -162,7 +163,10 @@ class _Homogeneous:
 
 @dataclass(frozen=True)
 class _Kink:
-    """θ*, how far it is clear, c_k (m), ±(a_k·p, a_k·q, α_k); R half as far off, on both sides."""
+    """θ*, the distance to other kinks, c_k (m), ±(a_k·p, a_k·q, α_k).
+
+    `beside` is R on both sides, at half that distance.
+    """
 
     theta: float
     clear: float
@@ -175,8 +179,8 @@ class _Kink:
 class _Circle:
     """A great circle through unit vectors p and q (d), its samples (n, m), and where it has kinks.
 
-    `free` (n): no kink between this sample and the three after it. Samples that have `lost` their
-    length are around `centre`, and of length 1 without it.
+    `free` (n) says whether there is no kink between a sample and the three after it. If samples
+    have `lost` their length, they have length 1 once a centre is subtracted.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -204,7 +208,7 @@ class _Circle:
         return self.radius * (theta.cos()[:, None] * self.p + theta.sin()[:, None] * self.q)
 
     def arcs(self) -> list[tuple[int, int]]:
-        """First and last samples between kinks, in order; the last may be beyond the end."""
+        """Return first and last samples between kinks, in order; the last may exceed the end."""
         count = len(self.y)
         ends = torch.nonzero(~self.free)[:, 0]
         if not len(ends):
@@ -250,7 +254,7 @@ class _Circle:
         return found
 
     def _waves(self, first: int, last: int, middle: float, centre: Tensor) -> Tensor:
-        """A, B, C (3, m) of an arc, θ counted from `middle`; a multiple, where lengths are lost."""
+        """Return A, B, C (3, m) of an arc, θ relative to `middle`; up to a factor, if `lost`."""
         at = torch.arange(first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1)
         turn = 2 * math.pi / len(self.y) * at.to(torch.float64) - middle
         turn = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
@@ -262,7 +266,7 @@ class _Circle:
         return least_squares(waves, y)
 
     def row(self, kink: _Kink, centre: Tensor) -> Tensor | None:
-        """±(a_k, α_k), from slopes on both sides of its kink; None if others are near by."""
+        """Return ±(a_k, α_k) from slopes on both sides of a kink; None if other kinks are close."""
         plane = torch.stack([self.p, self.q])
         w = torch.linalg.svd(plane)[2][2:]  # (d − 2, d)
         aside = kink.clear / 2
@@ -290,7 +294,7 @@ def _wave(t: float) -> Tensor:
 
 
 def _root(a: float, b: float, constant: float) -> float:
-    """The t next to 0 with a cos t + b sin t + constant = 0, or NaN."""
+    """Return the t next to 0 with a cos t + b sin t + constant = 0, or NaN."""
     size = math.hypot(a, b)
     if not size > abs(constant):
         return math.nan
@@ -299,7 +303,7 @@ def _root(a: float, b: float, constant: float) -> float:
 
 
 def _factor(left: Tensor, right: Tensor) -> float:
-    """By which the waves (3, m) behind a kink are multiplied to go on from those in front of it."""
+    """Return the factor for the waves (3, m) after a kink that makes R continuous there."""
     Q = torch.linalg.qr(left.mT)[0]
     t = _root(*torch.linalg.svd(right - right @ Q @ Q.mT)[0][:, 0].tolist())
     if math.isnan(t):
@@ -309,7 +313,7 @@ def _factor(left: Tensor, right: Tensor) -> float:
 
 
 def _meeting(circles: list[_Circle]) -> Tensor:
-    """The vector (m) that all arcs are around; what they do not show of it is 0."""
+    """Return the centre (m) of all arcs; parts of it that they do not show are 0."""
     systems, wanted = list[Tensor](), list[Tensor]()
     for circle in circles:
         arcs = sorted(circle.arcs(), key=lambda arc: arc[0] - arc[1])
@@ -331,11 +335,10 @@ def find_relu_units_on_sphere(
     value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
     lost: bool = False,
 ) -> tuple[Units, Tensor]:  # fmt: skip
-    """Likewise behind a norm, from answers (n, m) at points (n, d) of one length.
+    """Return the units, from answers (n, m) at points (n, d) of one length; and the centre (m).
 
-    Circles are drawn until the units explain the answers to other points; a unit is measured again
-    where it is clearer of others. Also the vector (m) that answers which have lost their length are
-    around.
+    Circles are drawn until the units explain the answers at other points. A unit is measured again
+    at a kink that is farther from others. The centre is 0 unless answers have lost their length.
     """
     rows, kinks, idle = list[Tensor](), list[_Kink](), 0
     points = radius * random_units(d, d, stream)

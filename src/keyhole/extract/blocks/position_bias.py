@@ -1,23 +1,23 @@
-"""Heads told apart by a bias of positions, before any of their scores is known (ours).
+"""Heads with a position bias: told apart by it, before any of their scores is known (ours).
 
-Of t tokens that are all x but for x + δ, j places in front of the last, every score is s + β_h(j)
-with one s at δ = 0, whatever x is. Behind anything that turns the sum of the last token into an
-answer, with slopes G there, the derivative by δ is
+Ask t tokens that are all x, except for x + δ, j places in front of the last. At δ = 0 every score
+is s + β_h(j), with one s, whatever x is. If anything follows that turns the sum of the last token
+into an answer, with slopes G, the derivative by δ is
 
     J_tj = Σ_h p_h V_h O_h G,    p_h = e^{β_h(j)} / Σ_{i<t} e^{β_h(i)}
 
-so of different (t, j) these are V·D·W with V = (V_1 … V_H), W = OG, and D diagonal with p_h for all
-k numbers of head h. In the pencil J₁ − λJ₂ the ratios of the p_h are the eigenvalues, k times each;
-k − 1 times where W has lost a dimension to a norm, with H − 1 others between them (the pencil is
-that of D₁ and D₂ in a hyperplane, and eigenvalues interlace). At such a λ the left null space is
-k-dimensional in both cases: zV has to vanish outside of head h. So
+that is, V·D·W with V = (V_1 … V_H), W = OG, and D diagonal with p_h for all k numbers of head h;
+only D depends on (t, j). The eigenvalues of the pencil J₁ − λJ₂ are the ratios of the p_h, k times
+each; or k − 1 times if a norm has removed a dimension of W, with H − 1 others between them (the
+pencil is that of D₁ and D₂ in a hyperplane, and eigenvalues interlace). In both cases the left null
+space at such a λ is k-dimensional: zV has to vanish outside head h. So
 
     Z (J_1 − λ_h J_2) = 0     Z = Z_h, up to a k×k matrix;  V is the inverse of all Z_h together
-    Z_h J_tj                  p_h of each (t, j) next to each other: ratios
+    Z_h J_tj                  ratios of p_h at different (t, j)
     p(2, 1)                   with a = p(3, 2)/p(3, 1) and r = p(2, 1)/p(3, 1): r − 1 = a·p(2, 1)
 
-which are the p_h themselves, and with them V_h O_h G of every head. Two heads of one bias are one
-to all of this, and a layer without a bias of positions is a single head.
+which gives the p_h themselves, and V_h O_h G of every head. Heads with the same bias appear as one
+head; so does a whole layer without a position bias.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from keyhole.extract.sub_layer import Reader
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.sub_layer import SubLayer
 
-# (t, j): the first three show all p_h, the last parts heads that are alike near by.
+# (t, j): the first three show all p_h, the last separates heads with similar biases near by.
 COPIES = ((2, 1), (3, 1), (3, 2), (4, 3), (17, 16))
 _RANK = 1e-10
 _ATTEMPTS = 24
-_MOST = 0.9  # of a head's eigenvalues
-_AROUND = 3.0  # widths of those that are of a head as well
-_PARTED = 8.0  # widths between the middles of two heads
-_ONE = 1e-6  # of the eigenvalues, if there is one head
+_MOST = 0.9  # share of a head's eigenvalues that make up its cluster
+_AROUND = 3.0  # how far from a cluster's middle other eigenvalues of the head are, in its widths
+_PARTED = 8.0  # the least distance between two clusters, in widths
+_ONE = 1e-6  # in place of that distance if there is one head, relative to the eigenvalues
 _TURNS = 2
 
 
@@ -61,7 +61,7 @@ class Apart:
 
 
 def told_apart(slopes: Tensor, stream: torch.Generator) -> Apart:
-    """From J_tj (copies, d, n), in the order of `COPIES`."""
+    """Return the heads, given J_tj (copies, d, n) in the order of `COPIES`."""
     left = _basis(torch.cat(list(slopes), 1))
     right = _basis(torch.cat(list(slopes.mT), 1))
     J = left.mT @ slopes @ right
@@ -75,7 +75,7 @@ def told_apart(slopes: Tensor, stream: torch.Generator) -> Apart:
             return _apart(J, one, two, ratios, left, right)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        "places matter to the weights of equal tokens, but not by a bias that differs from head to "
+        "the weights of equal tokens depend on places, but not by a bias that differs from head to "
         "head",
     )
 
@@ -86,10 +86,10 @@ def _basis(columns: Tensor) -> Tensor:
 
 
 def _repeated(values: Tensor, rank: int, lost: int) -> Tensor | None:
-    """Eigenvalues that come k times, or k − 1 with others between them; H·k is the rank.
+    """Return the eigenvalues that occur k times, or k − 1 times with others between them.
 
-    Most of the values that belong together must be nearer to each other than to those of any other
-    head. The largest k for which this is so is taken: a part of a head would be as near.
+    H·k is the `rank`. Most eigenvalues of a head must be closer to each other than to those of any
+    other head. The largest such k is taken, since a part of a head is a cluster as well.
     """
     for k in range(rank, 1 + lost, -1):
         most = math.ceil(_MOST * (k - lost))
@@ -114,7 +114,7 @@ def _repeated(values: Tensor, rank: int, lost: int) -> Tensor | None:
 
 
 def _left(J: Tensor, one: Tensor, two: Tensor, ratio: float, k: int) -> Tensor:
-    """Z (k, d) of one head: from one pencil, then from all of them together."""
+    """Return Z (k, d) of one head: from one pencil, then from all of them together."""
     Z = torch.linalg.svd(one - ratio * two)[0][:, -k:].mT
     for _ in range(_TURNS):
         shown, beside = Z @ J, Z @ two
@@ -131,7 +131,7 @@ def _apart(
     Z = torch.stack([_left(J, one, two, float(ratio), k) for ratio in found])
     shown = Z @ J[:, None]  # (copies, H, k, n)
     beside = shown[0]
-    ratios = (shown * beside).sum((2, 3)) / beside.square().sum((1, 2))  # p next to p(2, 1)
+    ratios = (shown * beside).sum((2, 3)) / beside.square().sum((1, 2))  # p over p(2, 1)
     first = (1 / ratios[1] - 1) * ratios[1] / ratios[2]  # p(2, 1)
     p = first * ratios
     if not bool(((p > 0) & (p < 1)).all()):
@@ -145,40 +145,40 @@ def _apart(
     return Apart((left @ V.transpose(0, 1)).contiguous(), W @ right.mT, places)
 
 
-# The rest of such heads: scores are read where values are known (sub_layer.py), from sequences
+# Queries and keys of such heads. Once the values are known, scores are read (sub_layer.py) from
 #
 #     [x + w_1 ; … ; x + w_p ; x ; … ; x]      g copies of x, and x itself
 #
-# in which every key's weight next to that of all x together is e^{z_hj + β_h(place) − B_h(g)}, with
-# B_h(g) = log Σ_{i≤g} e^{β_h(i)}. A token may hardly see itself (MPNet: β_h(0) is 5 to 13 below
-# others), so that g is not 0. The same keys in another order show the differences of β; then scores
-# of a basis of keys with a basis of x are Q_h K_hᵀ itself, of rank k.
+# in which a key's weight, relative to that of all x together, is e^{z_hj + β_h(place) − B_h(g)},
+# with B_h(g) = log Σ_{i≤g} e^{β_h(i)}. A token may give itself hardly any weight (in MPNet β_h(0)
+# is 5 to 13 below the others), so g is not 0. The same keys in another order show the differences
+# of β; then scores of a basis of keys with a basis of x are Q_h K_hᵀ itself, of rank k.
 
 _COPIES = 2  # g
-_TURNED = 3  # orders
+_ORDERS = 3  # of the keys
 _LEAST, _FURTHEST = 8, 128  # distances
-_SETTLED = 1e-6  # of β, from one place to the next
-_ASKING = 8  # x that show β
-_SCORES = 0.7  # where logarithms of weights lose least
-_WITHIN = 1.5  # times that, either way
+_SETTLED = 1e-6  # change of β from one distance to the next that counts as none
+_QUERIES = 8  # x that show β
+_SCORES = 0.7  # the size of scores at which logarithms of weights lose least
+_WITHIN = 1.5  # a factor by which scores may be larger or smaller than that
 _LENGTHS = 6
-_FAINT = 1e-3  # a singular value of scores beyond the width of values, relative
+_FAINT = 1e-3  # a relative singular value of scores that counts as 0
 
 
 def read_placed(
     view: Surroundings, total: Tensor, heads: Apart, reach: float, stream: torch.Generator
 ) -> SubLayer:
-    """Attention, with x `reach` times as long as the w beside it."""
+    """Read the attention, with x `reach` times as long as the w."""
     d = view.dim
     reader = Reader(view, heads.V, heads.W, total, positions=False)
     basis, points = random_orthogonal(d, stream), random_orthogonal(d, stream)
     points = torch.cat([points, -points.sum(0, keepdim=True) / math.sqrt(d)])
     length, places = math.sqrt(d) / reach, heads.places
     for _ in range(_LENGTHS):
-        keys, xs = length * basis[: reader.keys], reach * length * points[:_ASKING]
+        keys, xs = length * basis[: reader.keys], reach * length * points[:_QUERIES]
         try:
             places, scores = _read_places(reader, heads.places, keys, xs)
-        except (Unsuccessful, LostSum):  # weights too uneven to be seen
+        except (Unsuccessful, LostSum):  # some weights are too small to be measured
             length /= 2
             continue
         share = _SCORES / float(scores.square().mean().sqrt())
@@ -186,7 +186,7 @@ def read_placed(
             break
         length *= math.sqrt(min(max(share, 1 / 64), 64))
     else:
-        raise LostSum("no length of tokens shows scores")
+        raise LostSum("scores do not show at any length of tokens")
     found = [
         reader.scores(keys, reach * length * points, _COPIES) - _at(places, _COPIES, len(keys))
         for keys in (length * basis).split(reader.keys)
@@ -209,16 +209,16 @@ def read_placed(
 
 
 def _at(places: Tensor, copies: int, keys: int) -> Tensor:
-    """What so many keys have added to their scores next to the copies of x, (H, keys)."""
+    """Return what β adds to the scores of keys, relative to all copies of x: (H, keys)."""
     every = places[:, (copies + keys - torch.arange(keys)).clamp(max=places.shape[1] - 1)]
     return every - places[:, : copies + 1].logsumexp(1, keepdim=True)
 
 
 def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-    """β (H, distances), from those of 0 to 3, and the scores of the keys (xs, H, keys)."""
+    """Return β (H, distances), given those at 0 to 3, and the scores of the keys (xs, H, keys)."""
     p = len(keys)
-    orders = [torch.arange(p).roll(turn * p // _TURNED + (turn == 1)) for turn in range(_TURNED)]
-    # Of every order, scores and β add up: β of the nearest place is known.
+    orders = [torch.arange(p).roll(turn * p // _ORDERS + (turn == 1)) for turn in range(_ORDERS)]
+    # Every order shows the sums of scores and β; β at the nearest place is known.
     seen = [reader.scores(keys[order], xs, _COPIES) for order in orders]
     one = torch.eye(p, dtype=torch.float64)
     system = [torch.cat([one[order], one], 1) for order in orders]
@@ -233,7 +233,7 @@ def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tupl
         copies = places.shape[1] - 1
         try:
             seen = (reader.scores(keys, xs, copies) - scores).mean(0).flip(1)
-        except Unsuccessful:  # too faint to be seen
+        except Unsuccessful:  # the weights are too small
             break
         further = seen + places.logsumexp(1, keepdim=True)
         places = torch.cat([places, further], 1)
@@ -242,6 +242,9 @@ def _read_places(reader: Reader, near: Tensor, keys: Tensor, xs: Tensor) -> tupl
 
 
 def _settled(places: Tensor) -> bool:
-    """Has β one value in the second half of the distances? Buckets grow by less than that."""
+    """Return whether β is constant in the second half of the distances.
+
+    Buckets of distances grow by less than that.
+    """
     half = places[:, places.shape[1] // 2 :]
     return places.shape[1] >= _LEAST and bool((half - half[:, -1:]).abs().max() < _SETTLED)

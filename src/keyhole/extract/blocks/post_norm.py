@@ -1,41 +1,40 @@
-"""A block with LayerNorms behind its sums, as BERT's, peeled from the outside (ours).
+"""A block with LayerNorms behind its sums, as BERT's: everything but the heads (ours).
 
     y = E·N(D·n + C·f(n) + c) + e,    n = N(x + Attention(x) + b)
 
-Every answer has lost its length and its mean, and so has n. Each step is linear algebra:
+Every answer has lost its length and its mean, and so has n. The block is read from the outside in,
+each step by linear algebra:
 
-    E, e        y/E has one sum for all y, and (y − e)/E one length: two linear systems. With an ε
-                the second is rough: then e is where lines along ŷ through some y meet (below)
+    E, e        y/E has the same sum for all y, and (y − e)/E the same length: two linear systems
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along
-                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has the
-                weight ½ at δ = 0: the derivative by δ is that of y([x]) behind ½·M(1 + M)⁻¹. With a
-                bias of positions it has another, and that tells heads apart (position_bias.py)
-    units       n is any point of a sphere now. Of ŷ = R/s, s = |R|, the second derivatives are
+                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has
+                the weight ½ at δ = 0: the derivative by δ is that of y([x]) after ½·M(1 + M)⁻¹.
+                With a position bias the weights differ, which tells heads apart (position_bias.py)
+    units       n is any point of a sphere now. The second derivatives of ŷ = R/s, s = |R|, are
 
                     ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ
                         = (1/s)(Σ_k c_k φ''_k (a_k·e)(a_k·e') − ρ δ_ee')
 
-                with σ and τ from s alone. Across ŷ and all ŷ_e, e in U, these are ŷ_ee': that
-                is the span S of units.py again. Outside of S the left side is 0: linear in σ.
-                Only e shifts ŷ: with ŷ left in, S has the τ of every point too, and once units
-                are known what is left of the equation is τŷ, of rank one, which shows ŷ.
-                ReLU units show by their kinks instead (kinks.py)
-    the rest    the numbers φ''_k at some points, lengths from first derivatives, and the rows
-                outside U from mixed ones (linear, beside σ_w); then all numbers
+                with σ and τ from s alone. Orthogonally to ŷ and all ŷ_e, e in U, these are ŷ_ee':
+                they show the span S of curvature.py. Orthogonally to S the left side is 0, which is
+                linear in σ (wide_curvature.py). ReLU units are read from kinks instead (kinks.py)
+    the rest    the numbers φ''_k at some points, lengths from first derivatives, the rows outside U
+                from mixed derivatives (linear, together with σ_w); then a fit of all numbers
                 (between_norms.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
-    both ε      of the second norm among all numbers, with e and the size of E; of the first from
-                sums so short that n is shorter by a factor that they share
-    heads       an answer does not show its sum: R takes most values more than once. Two answers
-                that share a sum do, and one whose sum is in a known span of few dimensions: that
-                is what sub_layer.py asks for. Then all numbers of all heads (all_heads.py)
+    both ε      that of the second norm in the fit of all numbers; that of the first from sums so
+                short that n is shorter, by a factor that they share
+    heads       a sum does not follow from one answer: R takes most values more than once. It does
+                from two answers that share a sum, or if the sum is in a known span of few
+                dimensions, and sub_layer.py asks for such sums. Then all numbers of all heads
+                (all_heads.py)
 
-With an ε in the second norm the direction of ŷ is still R's, but answers have several lengths. Then
-e follows from |R|, roughly known (`_origin`), or from where lines along ŷ meet (wide_curvature.py)
-and arcs (kinks.py).
+With an ε in the second norm, ŷ still has the direction of R, but answers have several lengths, and
+e is only roughly known at first. Then it follows from |R|, which is roughly known (`_origin`), or
+is where lines along ŷ (wide_curvature.py) or arcs (kinks.py) meet.
 
-Multiplying D, C and c, and with them the root of the second ε, changes nothing: the mean of D² is 1
-here. Means of the rows of O and A, of the columns of C, of b and c are 0.
+Multiplying D, C and c, and with them the root of the second ε, changes nothing: here the mean of D²
+is 1. The means of the rows of O and A, of the columns of C, of b and of c are 0.
 """
 
 from __future__ import annotations
@@ -66,16 +65,19 @@ from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.sub_layer import SubLayer
 
-_SHORT = 0.001  # of a token, for derivatives: scores of real heads bend fast
-_SHORTEST = 5e-6  # likewise, so that hardly a kink is that near
-_FAR = 2.0**12  # of √d, for sums next to which the first ε is nothing
-_PLANES = 2.0**8  # likewise, for tokens that show x₀
+# Steps of differences, relative to a token: scores of real heads have large higher derivatives, and
+# with ReLU units hardly any kink is as near as the second step.
+_SHORT, _SHORTEST = 0.001, 5e-6
+# Lengths relative to √d: of sums for which the first ε is negligible, and of tokens that show x₀.
+_FAR, _PLANES = 2.0**12, 2.0**8
 _SPARE = 16
 _ATTEMPTS = 3
 _AROUND = 16  # points for each dimension that show the origin of answers
-_SAME = 1e-9  # by which lengths of answers may differ and be one
-_FADING = tuple(2.0**-n for n in range(1, 15))  # of √d: sums so short that the first ε shows
-_FADED = 0.9  # of its length, that n has left then
+_SAME = 1e-9  # relative difference of lengths that count as equal
+_FADING = tuple(
+    2.0**-n for n in range(1, 15)
+)  # lengths of sums, relative to √d, that show the first ε
+_FADED = 0.9  # the relative length of n at which ε is read
 _PRECISE = 1e-8  # of what attention adds
 _NEWTON = 16
 _BATCH = 128
@@ -84,15 +86,15 @@ _TOKENS = 12
 
 @dataclass(frozen=True)
 class SecondNorm:
-    """`y = E·ŷ + e` with ŷ of mean 0 and length √d, or nearly: an ε shortens it."""
+    """`y = E·ŷ + e` with ŷ of mean 0 and length √d, or slightly shorter, with an ε."""
 
     E: Tensor
     e: Tensor
-    exact: bool = True  # are all ŷ of one length?
+    exact: bool = True  # whether all ŷ have the same length
 
     @classmethod
     def read(cls, y: Tensor) -> SecondNorm:
-        """From answers (n, d), more than d + 2 of them."""
+        """Read the norm from answers (n, d), more than d + 2 of them."""
         n = len(y)
         ones = torch.ones(n, 1, dtype=torch.float64)
         size = y.std(0)
@@ -112,7 +114,7 @@ class SecondNorm:
         return cls(radius / scale, z0 / scale, exact)
 
     def moved(self, by: Tensor, share: float = 1.0) -> SecondNorm:
-        """For ŷ that are so much less, and divided by `share`."""
+        """Return the norm for ŷ' = (ŷ − by)/share."""
         return replace(self, E=share * self.E, e=self.e + self.E * by)
 
     def undone(self, y: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class SecondNorm:
 
 @dataclass(frozen=True)
 class FirstSum:
-    """The sum in front of the first norm, but for its mean: `(x − x₀)·T`, of which R is an inverse.
+    """The sum in front of the first norm, without its mean: `(x − x₀)·T`; R is an inverse of T.
 
     Attention adds `x·total + b` to single tokens.
     """
@@ -129,7 +131,7 @@ class FirstSum:
     start: Tensor  # x₀
     R: Tensor
     T: Tensor
-    heads: Apart | None = None  # with W = O, where a bias of positions tells them apart
+    heads: Apart | None = None  # with W = O, if a position bias tells them apart
 
     @property
     def total(self) -> Tensor:
@@ -140,16 +142,15 @@ class FirstSum:
         return -self.start @ self.T
 
     def tokens(self, n: Tensor, length: float = _FAR) -> Tensor:
-        """Single tokens whose sums are these of mean 0, times a length."""
+        """Return single tokens whose sums are `length` times n, of mean 0."""
         return self.start + length * n @ self.R
 
     @classmethod
     def read(cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT) -> FirstSum:
-        """`ask` takes sequences (n, tokens, d); derivatives are by steps of such a share."""
+        """Read x₀ and T; `ask` takes sequences (n, tokens, d), `step` is that of differences."""
         directions = random_orthogonal(d, stream)[:2]
         basis = random_orthogonal(d, stream)
         slopes = partial(_slopes_of_copies, ask, step, basis)
-        # Far out the first ε is nothing.
         points = _PLANES * math.sqrt(d) * directions
         planes = [torch.linalg.svd(slopes(x))[0][:, -2:] for x in points]
         cosines = torch.linalg.svdvals(planes[0].mT @ planes[1])
@@ -164,7 +165,7 @@ class FirstSum:
             return torch.cat([slopes(x, tokens, place) for x in points], 1)
 
         J = both()
-        # Along 1(1 + M)⁻¹ nothing shows: it is left out, and the mean of sums is free.
+        # 1(1 + M)⁻¹ does not show and is left out: the mean of sums is free.
         left, sizes, right = torch.linalg.svd(J, full_matrices=False)
         seen, right = left[:, :-1], right[:-1].mT
         outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
@@ -188,7 +189,10 @@ class FirstSum:
 def _slopes_of_copies(
     ask: Value, step: float, basis: Tensor, x: Tensor, tokens: int = 1, place: int = 0
 ) -> Tensor:
-    """dy/dδ (d, m), but for a factor, of so many tokens x, one of which is x + δ."""
+    """Return dy/dδ (d, m), up to a factor, of tokens that are all x, except for one x + δ.
+
+    `place` is counted from the last token.
+    """
     steps, copies = step * x.norm() * basis, x.expand(len(basis), tokens, len(x))
 
     def path(t: float) -> Tensor:
@@ -200,16 +204,16 @@ def _slopes_of_copies(
 
 
 def _alike(slopes: Callable[..., Tensor], x: Tensor) -> bool:
-    """Do all of three equal tokens have a third of the weight, and two of them one half?"""
+    """Return whether two equal tokens have half of the weight each, and three of them a third."""
     two, *three = (slopes(x, *each) for each in COPIES[:3])
     return all(bool((3 * each - 2 * two).norm() < 1e-6 * two.norm()) for each in three)
 
 
 def _origin(n: Tensor, y: Tensor) -> Tensor:
-    """What answers (n, m) at points of a sphere are around, where an ε makes some of them shorter.
+    """Return the centre z of answers (n, m) at points of a sphere, some shortened by an ε.
 
-    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ, of which κ is small. |R| need not be exact
-    then: it is that for which |R|·ŷ is affine in n, as nearly as can be.
+    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ. Since κ is small, |R| need not be exact: it
+    is taken to be the one for which |R|·ŷ is closest to an affine function of n.
     """
     hats, ones = normalize(y, dim=1), torch.ones_like(y[:, :1])
     Q = torch.linalg.qr(torch.cat([n, ones], 1))[0]
@@ -222,12 +226,12 @@ def _origin(n: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PeeledPostNorm:
-    """Everything of such a block but its attention, which is asked through it.
+    """An oracle of what attention adds to the last token, through everything behind attention.
 
-    As an oracle it gives what attention adds to pairs, in coordinates (e), and of more tokens what
-    stands behind the second norm, which is enough to see whether places matter. The sums of
-    `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head: two
-    answers show one sum.
+    For pairs of tokens it returns what attention adds, in coordinates (e): the sums of `[x + δ ;
+    x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head, so two answers show
+    one sum. For longer sequences it returns the output of the second norm, which is enough to see
+    whether places matter.
     """
 
     ask: Value  # the last token's vectors
@@ -251,7 +255,7 @@ class PeeledPostNorm:
         return self.layer.units
 
     def block(self, attention: SubLayer) -> Block:
-        """With the attention that its answers show."""
+        """Return the block with this attention."""
         units, lift = self.units.of_length_one, self.axes
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
@@ -266,7 +270,7 @@ class PeeledPostNorm:
         )  # fmt: skip
 
     def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
-        """Its heads, from questions of one length."""
+        """Read the heads; the last token is `reach` times as long as the others."""
         heads = self.first.heads
         if heads is None:
             return read_attention(self.surroundings(), stream, self.total, reach)
@@ -274,7 +278,7 @@ class PeeledPostNorm:
         return read_placed(self.surroundings(), self.total, heads, reach, stream)
 
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
-        """All numbers of attention at once."""
+        """Fit all numbers of attention at once."""
         sequences = Sequences.drawn(attention, stream)
         layer, radius = self.layer.to(self.device), math.sqrt(self.dim)
         own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
@@ -305,7 +309,7 @@ class PeeledPostNorm:
             return self._hats(sequences)
         delta = sequences[:, 0] - x
         mirrored = torch.stack([x - delta, x], 1)
-        hats = torch.stack([self._beside(sequences), self._beside(mirrored)], 1)
+        hats = torch.stack([self._corrected(sequences), self._corrected(mirrored)], 1)
         alone, moved = self.sums(x), delta @ self.total
         u = self._undone(
             hats,
@@ -316,16 +320,17 @@ class PeeledPostNorm:
         return alone - x @ self.axes + u
 
     def within(self, sequences: Tensor, span: Tensor) -> Tensor:
-        """What the other tokens add to the sum of the last one, known to be in a span of rows."""
+        """Return what the other tokens add to the last one's sum, which is in a span of rows."""
         basis = torch.linalg.qr(span.mT)[0].mT
         x = sequences[:, -1]
-        start = (sequences.mean(1) - x) @ self.total @ basis.mT  # if heads saw all tokens alike
-        u = self._undone(self._beside(sequences)[:, None], self.sums(x)[:, None], basis, start)
+        start = (sequences.mean(1) - x) @ self.total @ basis.mT  # as if all weights were equal
+        u = self._undone(self._corrected(sequences)[:, None], self.sums(x)[:, None], basis, start)
         return u @ basis
 
-    def _beside(self, sequences: Tensor) -> Tensor:
-        """What stands behind the second norm, corrected by what the layer gets wrong of the last
-        token alone: near by it is nearly the same.
+    def _corrected(self, sequences: Tensor) -> Tensor:
+        """Return the output of the second norm, minus the layer's error for the last token alone.
+
+        That error is nearly the same for sums near by.
         """
         x, of = torch.unique(sequences[:, -1], dim=0, return_inverse=True)
         radius = math.sqrt(self.dim)
@@ -333,7 +338,7 @@ class PeeledPostNorm:
         return self._hats(sequences) + (made - self._hats(x.unsqueeze(1)))[of]
 
     def with_start(self, stream: torch.Generator) -> PeeledPostNorm:
-        """x₀ again, now that directions are known: sums `x·T + b` of a few tokens lie on them."""
+        """Return the block with x₀ read again from the sums `x·T + b` of a few tokens."""
         d, e = self.axes.shape
         x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
         moved = x @ (self.first.T @ self.axes)
@@ -343,7 +348,7 @@ class PeeledPostNorm:
         return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
 
     def with_epsilon(self, stream: torch.Generator) -> PeeledPostNorm:
-        """The first ε, from sums so short that it shows: n is ν times as long as of others."""
+        """Return the block with the first ε, from sums so short that it shortens n."""
         d, e = self.axes.shape
         n = torch.randn(_TOKENS, e, generator=stream, dtype=torch.float64)
         n = math.sqrt(d) * normalize(n, dim=1)
@@ -365,7 +370,7 @@ class PeeledPostNorm:
         return self
 
     def sums(self, x: Tensor) -> Tensor:
-        """In front of the first norm, of single tokens, in coordinates."""
+        """Return the sums of single tokens in front of the first norm, in coordinates."""
         return (x - self.first.start) @ (self.first.T @ self.axes)
 
     def _hats(self, sequences: Tensor) -> Tensor:
@@ -382,12 +387,12 @@ class PeeledPostNorm:
         u = torch.cat(parts)
         lost = int(torch.isnan(u[:, 0]).sum())
         if lost:
-            raise LostSum(f"{lost} of {len(u)} sums could not be told from answers")
+            raise LostSum(f"{lost} of {len(u)} sums do not follow from the answers")
         return u
 
 
 def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> PeeledPostNorm:
-    """`ask` takes sequences (n, tokens, d) to the last token's vectors."""
+    """Return everything but the heads; `ask` maps sequences (n, tokens, d) to the last vectors."""
     return attempted(partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS)
 
 

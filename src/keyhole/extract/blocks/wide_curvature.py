@@ -44,26 +44,26 @@ from keyhole.extract.blocks.shapes import grid_shapes, grid_shapes_and_lengths
 from keyhole.extract.blocks.units import Units
 
 Value = Callable[[Tensor], Tensor]
-_AXES = 2  # of Π, with base points on a circle
-_POINTS = 13  # of that circle
-_FEWEST = 8  # base points of one for each axis
-_ROWS = 1.3  # equations for each unknown there
-_CHUNKS = 16  # of the axes beyond U and Π
-_STEP = 0.02  # of the radius
-_FULL = 0.85  # of the dimensions of symmetric matrices in U that S may have
-_ERRORS = 1e-9  # singular values below this, relative, are errors of differences
-_SQUARED = 1e-8  # likewise of their squares' roots
-_CLIFF = 10.0
-_ROUGHLY = 1e-3  # what of a unit may be outside S, where S is off by what an ε does
-_WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # units for each dimension that U is made to hold
-_STEADY = 0.07  # a·n/|a|, at base points: curvature is nearly the same at all, whatever |a|
+_AXES = 2  # dimensions of Π if base points are on a circle,
+_POINTS = 13  # and the least number of them
+_FEWEST = 8  # the least number of base points if there is one for each axis,
+_ROWS = 1.3  # and equations for each unknown
+_CHUNKS = 16  # parts in which the axes beyond U and Π are read
+_STEP = 0.02  # of differences, relative to the radius
+_FULL = 0.85  # share of the dimensions of symmetric matrices in U that S may have
+_ERRORS = 1e-9  # smaller relative singular values are errors of differences;
+_SQUARED = 1e-8  # the same for roots of eigenvalues of the Gram matrix
+_CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
+_ROUGHLY = 1e-3  # what of a unit may be outside S if an ε distorts S
+_WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # how many units for each dimension U is made to hold
+_STEADY = 0.07  # spread of a·n/|a| at base points below which curvature does not show |a|
 _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
 
 def differences(
     value: Value, path: Callable[[float], Tensor], middle: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """First and second derivatives at 0 of value(path(t)) (n, m), by differences of order 6."""
+    """Return first and second derivatives of value(path(t)) (n, m) at 0, by differences."""
     y = value(torch.cat([path(at) for at in _AT])).unflatten(0, (len(_AT), -1))
     first = torch.tensor([-1.0, 9.0, -45.0, 45.0, -9.0, 1.0], dtype=torch.float64) / 60
     second = torch.tensor([2.0, -27.0, 270.0, 270.0, -27.0, 2.0], dtype=torch.float64) / 180
@@ -73,11 +73,11 @@ def differences(
 
 @dataclass(frozen=True)
 class Sphere:
-    """Answers (n, m) at points (n, e) of one length, differentiated along great circles, by angles.
+    """Answers (n, m) at points (n, e) of one length, differentiated along great circles.
 
-    `touched` says which numbers of an answer lose digits at points in the span of some rows, where
-    answers keep their length; without it they have lost it. Unless they are `centred`, answers are
-    ŷ and one vector that is not known.
+    With `touched`, answers keep their length, and it says which numbers of an answer lose digits at
+    points in the span of some rows. Without it, answers have lost their length. Unless they are
+    `centred`, an unknown vector is added to all answers.
     """
 
     value: Value
@@ -94,7 +94,7 @@ class Sphere:
         return first / _STEP, second / _STEP**2
 
     def points(self, count: int, axes: Tensor) -> tuple[Tensor, Tensor]:
-        """So many base points, and the axes Π that they are in: the last ones."""
+        """Return `count` base points, and Π: the last axes, whose span holds the points."""
         if self.touched is not None:
             Pi = axes[-count:].flip(0)
             return self.radius * Pi, Pi
@@ -105,7 +105,7 @@ class Sphere:
 
 @dataclass
 class _Measured:
-    """At base points (P, e): answers (P, m), their derivatives in U (P, q, m) and (P, q, q, m).
+    """Answers (P, m) at base points (P, e), and derivatives in U (P, q, m) and (P, q, q, m).
 
     `seen` are the numbers of an answer that U and the points do not touch.
     """
@@ -118,13 +118,13 @@ class _Measured:
     first: Tensor
     second: Tensor
     seen: Tensor
-    hats: Tensor | None = None  # ŷ (P, m) of length 1, where known
+    hats: Tensor | None = None  # ŷ (P, m) of length 1, if known
 
     @classmethod
     def of(
         cls, sphere: Sphere, axes: Tensor, q: int, count: int, before: _Measured | None
     ) -> _Measured:
-        """What was measured before, of fewer axes, is not asked again."""
+        """Measure; what has been measured `before`, with fewer axes, is not asked again."""
         U = axes[:q]
         points, Pi = sphere.points(count, axes)
         if before is not None and not torch.equal(points[: len(before.points)], before.points):
@@ -164,17 +164,20 @@ class _Measured:
         return self.second[:, rows, columns][..., self.seen] * weight[:, None]
 
     def across(self, j: int, *more: Tensor) -> Tensor:
-        """Orthonormal columns (seen, n): all numbers, or all but along ŷ and others (n, m)."""
+        """Return orthonormal columns (seen, n) orthogonal to ŷ and to other vectors (n, m).
+
+        If answers keep their length, all numbers are kept.
+        """
         if self.sphere.touched is not None:
             return torch.eye(len(self.seen), dtype=torch.float64)
         taken = torch.cat([*more] if self.hats is None else [self.hats[j][None], *more])
         return torch.linalg.qr(taken.mT, mode="complete")[0][:, len(taken) :]
 
     def space(self, device: torch.device) -> tuple[Tensor, bool]:
-        """What is orthogonal to S (n, q(q+1)/2), and whether S has an end.
+        """Return what is orthogonal to S (n, q(q+1)/2), and whether the rank of S is clear.
 
-        S is from second derivatives across ŷ and its first ones. Where ŷ is not known, S has one
-        more dimension for each base point, the matrix τ that stands beside ŷ there.
+        S is spanned by second derivatives orthogonal to ŷ and to first derivatives. If ŷ is not
+        known, S has one more dimension for each base point: the matrix τ, the coefficient of ŷ.
         """
         rows = torch.cat([
             (hessian.to(device) @ self.across(j, self.first[j]).to(device)).mT
@@ -182,28 +185,28 @@ class _Measured:
         ])  # fmt: skip
         values, vectors = torch.linalg.eigh(rows.mT @ rows)
         sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
-        count, clear = _end(sizes, 10 * _SQUARED)
+        count, clear = _rank(sizes, 10 * _SQUARED)
         if clear and float(sizes[count - 1]) > 1e3 * _SQUARED * float(sizes[0]):
-            # Squares show where the end is, and one step of inverse iteration the last digits.
+            # The Gram matrix shows the rank, and one step of inverse iteration the last digits.
             R = torch.linalg.qr(rows, mode="r")[1]
             back = torch.linalg.solve_triangular(R.mT, right[count:].mT, upper=False)
             found = torch.linalg.solve_triangular(R, back, upper=True)
             right = torch.cat([right[:count], torch.linalg.qr(found)[0].mT])
         elif float(sizes[-1]) < 1e2 * _SQUARED * float(sizes[0]):
             sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
-            count, clear = _end(sizes, _ERRORS)
+            count, clear = _rank(sizes, _ERRORS)
         return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
 
 
-def _end(sizes: Tensor, errors: float) -> tuple[int, bool]:
-    """How many come before the largest fall, and whether it is large."""
-    falls = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
-    count = int(falls.argmax()) + 1
-    return count, float(falls[count - 1]) > _CLIFF
+def _rank(sizes: Tensor, errors: float) -> tuple[int, bool]:
+    """Return the rank that singular values show, and whether it is clear."""
+    ratios = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
+    count = int(ratios.argmax()) + 1
+    return count, float(ratios[count - 1]) > _CLIFF
 
 
 def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
-    """Second derivatives in a subspace U that is wide enough to hold S, and what S leaves."""
+    """Return derivatives in a subspace U wide enough to hold S, and what is orthogonal to S."""
     dim = sphere.dim
     measured = None
     for width in _WIDTHS:
@@ -229,7 +232,7 @@ def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Mea
 
 
 def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> int:
-    """As many as show more than S may have; as many as there are axes if none do."""
+    """Return how many base points show all of S, or the number of axes if none do."""
     for count in range(_FEWEST, len(axes) - q):
         seen = ~touched(torch.cat([axes[:q], axes[-count:]]))
         if count * int(seen.sum()) >= 1.1 * q * (q + 1) / 2:
@@ -240,10 +243,10 @@ def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> i
 def find_units(
     sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
 ) -> tuple[Units, Tensor, Tensor]:
-    """A start for descent.py; C as seen next to the length of answers on average.
+    """Return the units as a start for descent.py, C relative to the mean length of R.
 
-    And the vector (m) that answers are ŷ with, in which lines along ŷ through the answers meet;
-    and which units' lengths and offsets are in doubt, since they hardly vary at the base points.
+    Also the vector (m) added to all answers, where lines along ŷ through them meet; and the units
+    whose lengths and offsets are doubtful, since they hardly vary at the base points.
     """
     measured, outside = _curvature(sphere, axes, device)
     q = len(measured.U)
@@ -306,7 +309,7 @@ def _read(
             system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
             sigma[j] = -torch.linalg.solve(system @ system.mT, system @ (outside @ H).flatten())
             H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
-        if at.sphere.touched is None and at.hats is None:  # then τŷ is all that is left
+        if at.sphere.touched is None and at.hats is None:  # τŷ is all that is left
             rest = H - Q @ (Q.mT @ H)
             hats[j] = torch.linalg.eigh(rest.mT @ rest)[1][:, -1]
             H = H - (H @ hats[j])[:, None] * hats[j]
@@ -343,7 +346,7 @@ def _read(
 
 
 def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
-    """ĉ_k (r, m) and numbers (P, r) from `number·ĉ_k` without its part along ŷ_p (P, r, m)."""
+    """Return ĉ_k (r, m) and numbers (P, r), given `number·ĉ_k` orthogonally to ŷ_p (P, r, m)."""
     sizes = torch.linalg.vector_norm(parts, dim=2)
     share = sizes / torch.linalg.vector_norm(sizes, dim=0)
     own = (share / sizes)[..., None] * parts
@@ -356,7 +359,7 @@ def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Reading:
-    """Rows of units next to those in U, from mixed second derivatives."""
+    """Rows of units outside U, from mixed second derivatives."""
 
     at: _Measured
     parts: Tensor
@@ -366,7 +369,7 @@ class _Reading:
     stream: torch.Generator
 
     def beyond(self, W: Tensor) -> list[Tensor]:
-        """In W (r, |W|): those of a, and of gates."""
+        """Return those in W (r, |W|): of a, and of gates."""
         P, chunks = len(self.at.y), [W]
         if self.at.sphere.touched is not None:
             chunks = list(W.split(max(1, math.ceil(len(W) / _CHUNKS))))
@@ -376,7 +379,7 @@ class _Reading:
         return [torch.cat([none, *(each[n] for each in found)], 1) for n in range(kinds)]
 
     def at_points(self) -> list[Tensor]:
-        """In Π (r, P), where each axis has a base point: from all others."""
+        """Return those in Π (r, P), if each axis is a base point: from all other base points."""
         P = len(self.at.y)
         found = [
             self._mixed([j for j in range(P) if j != own], [axis[None]] * P, axis[None])[0]
@@ -385,7 +388,7 @@ class _Reading:
         return [torch.cat(kind, 1) for kind in zip(*found, strict=True)]
 
     def around(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """In Π, of base points on a circle; where units of length 1 stand at these; and s."""
+        """Return those in Π, if base points are on a circle; also a·n of units â, and s."""
         at = self.at
         places = at.points / at.sphere.radius
         x, y = (places @ at.Pi.mT).unbind(1)
@@ -397,9 +400,9 @@ class _Reading:
     def _mixed(
         self, places: Iterable[int], directions: list[Tensor], axes: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Rows in `axes` (r, |axes|), one for each kind, and σ along directions (P, n).
+        """Return rows in `axes` (r, |axes|) for each kind, and σ along directions (P, n).
 
-        Linear in the mixed second derivatives of each point's directions with some e of U.
+        They are linear in the mixed second derivatives of each point's directions with some e of U.
         """
         at, device, places = self.at, self.units.device, list(places)
         P, n, kinds = len(at.y), len(directions[0]), 1 if self.partners is None else 2
@@ -452,7 +455,7 @@ class _Reading:
         return list(solved[:unknowns].split(r)), solved[unknowns:]
 
     def _weighted(self, parts: Tensor, e: Tensor) -> Tensor:
-        """What a row of a, and of a gate, adds to the derivative by e: (kinds · r, numbers)."""
+        """Return what rows of a, and of gates, add to the derivative by e: (kinds · r, numbers)."""
         on_a = (self.units @ e)[:, None]
         if self.partners is None:
             return parts * on_a
@@ -461,7 +464,7 @@ class _Reading:
 
 
 def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:
-    """s at points of a circle, from its logarithm's slopes: by harmonics, of mean 1."""
+    """Return s, of mean 1, at points of a circle, from the slopes of log s, by harmonics."""
     orders = torch.arange(1, (len(angles) + 1) // 2, dtype=torch.float64)
     turns = angles[:, None] * orders
     system = torch.cat([-orders * turns.sin(), orders * turns.cos()], 1)
