@@ -53,7 +53,7 @@ def test_blocks_are_stored_and_refused_out_of_order(tmp_path):
     assert torch.equal(target(normal(1, 3, 6)), again(normal(1, 3, 6)))
     with pytest.raises(InputError, match="in order"):
         replace(target, units=target.units.flip(0))
-    with pytest.raises(InputError, match="one norm"):
+    with pytest.raises(InputError, match="the same norm"):
         Blocks.of([plant_block(**GELU), plant_block(**{**GELU, "norm": "layer"})])
     with pytest.raises(InputError, match="positions"):
         Blocks.of([plant_block(**GELU, rotary=True)])

@@ -1,11 +1,11 @@
-"""Where a model was tried: lengths and norms up to which it agrees with the target, and no further.
+"""The domain of a model: the lengths and norms up to which it agrees with the target.
 
-A judge that asks only short questions of ordinary size calls a head recovered whose attention ends
-after eight tokens, or whose server clips long ones. So a model that passed is tried further out: on
-sequences of up to 64 tokens, on tokens a hundred times shorter and longer, on repeated tokens, on
-both at once. What is claimed of it is claimed for the domain in which it agrees; where the target
-answers differently beyond, that is an outcome of its own. A target that refuses a question (a limit
-on lengths, say) ends the domain too, but contradicts nothing.
+A judge that asks only short sequences of ordinary tokens would call a head recovered although its
+attention ends after eight tokens, or its server clips long ones. So a model that passed is tested
+further out: on sequences of up to 64 tokens, on tokens a hundred times shorter and longer, on
+repeated tokens, and on combinations. Its claim is limited to the domain in which it agrees. If the
+target answers differently beyond, that is an outcome of its own; a target that refuses a query (one
+with a limit on lengths, say) ends the domain without contradicting the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import within_own_error
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
 
-_STREAM = 0x444F4D41  # keeps these questions apart from every attack's
+_STREAM = 0x444F4D41  # makes these queries differ from those of every attack
 _LONGER = (16, 32, 64)
 _FACTORS = (
     (0.1, 0.01),
@@ -30,10 +30,10 @@ _FACTORS = (
 )  # shorter and longer tokens, from the ordinary ones outwards
 _LENGTHS = (2, 5)  # at which other norms are tried
 _EACH = 2
-_HALVINGS = 5  # of questions whose scores a link hides
+_HALVINGS = 5  # of tokens whose scores a sigmoid or tanh hides
 
-_COARSE = 0.1  # of the answers: a model that may be further off cannot contradict a target
-_FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
+_COARSE = 0.1  # relative error of a model above which a comparison means nothing
+_FAINT = 1e-6  # answers smaller than this, relative to the tokens' size, may be all rounding
 
 CHANGED = "had other answers: the target changes, or answers at random"
 Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
@@ -41,7 +41,7 @@ Same = Callable[[Tensor, Tensor, Tensor, float], bool]  # the same, with the que
 
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
-    """Do answers differ by no more than this share of the largest?"""
+    """Return whether answers differ by no more than this share of the largest."""
     return bool((given - answers).abs().max() <= allowed * answers.abs().max())
 
 
@@ -55,7 +55,7 @@ class Domain:
 
     @classmethod
     def of(cls, questions: Sequence[Tensor], answers: Sequence[Tensor] = ()) -> Domain:
-        """What sequences (b, n, d) and their answers cover."""
+        """Return the domain that sequences (b, n, d) and their answers cover."""
         norms = [torch.linalg.vector_norm(part, dim=-1) for part in questions]
         lengths = [part.shape[1] for part in questions]
         low, high = min(float(n.min()) for n in norms), max(float(n.max()) for n in norms)
@@ -75,9 +75,9 @@ class Domain:
 
 
 def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Questions and their answers; half as large, or less, where a score is infinite.
+    """Return sequences and their answers, after halving tokens whose score is infinite.
 
-    Behind a sigmoid or a tanh the scores of larger ones are beyond what its answers can say.
+    An endpoint with a sigmoid or a tanh cannot show the scores of longer ones.
     """
     for _ in range(_HALVINGS):
         try:
@@ -92,10 +92,10 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Explorer:
-    """Tries a model beyond the domain in which it is known to agree.
+    """Tests a model beyond the domain in which it is known to agree.
 
-    `error` is the model's own, relative, at tokens of ordinary size; `max_norm` is the largest norm
-    of a token that the target is known to take.
+    `error` is the model's own relative error for tokens of ordinary size; `max_norm` is the largest
+    norm of a token that the target is known to accept.
     """
 
     oracle: Oracle
@@ -109,9 +109,9 @@ class Explorer:
         self._stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
 
     def explore(self, known: Domain) -> tuple[Domain, bool]:
-        """The domain in which the model agrees, grown from `known`; does the target differ beyond?
+        """Return the domain in which the model agrees, and whether the target differs beyond it.
 
-        A model known at one length alone is tried at other norms alone.
+        The domain is grown from `known`; if that has one length, only other norms are tested.
         """
         several = known.lengths[1] > 1
         domain, differs = known, False
@@ -141,10 +141,10 @@ class Explorer:
     def _ask(
         self, length: int, factor: float, *, repeats: bool = False
     ) -> tuple[bool | None, Domain]:
-        """Do both agree on tokens of norm about `factor` and `factor·√d`? None: no answer.
+        """Return whether both agree on tokens of norm about `factor` and `factor·√d`, or None.
 
-        An error of W counts for more in longer tokens, since scores grow with the square: where
-        the model's own may be too large, nothing is asked.
+        None means that there is no answer. An error of W has a larger effect on longer tokens,
+        since scores grow with the square: if it may be too large, nothing is asked.
         """
         dim = self.oracle.dim
         sequences = torch.randn(2, _EACH, length, dim, generator=self._stream, dtype=torch.float64)
@@ -153,7 +153,7 @@ class Explorer:
         if repeats:
             sequences[:, 1::2] = sequences[:, 1:2]
         norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
-        # In spite of rounding, no token is longer than the target takes.
+        # In spite of rounding, no token is longer than the target accepts.
         sequences = sequences * (self.max_norm * (1 - 1e-12) / norms).clamp(max=1.0)
         domain, error = Domain.of([sequences]), self.error * max(1.0, factor**2)
         if error > _COARSE:
@@ -171,7 +171,7 @@ class Explorer:
 
 
 class Witness:
-    """Keeps a few of the attack's own questions with their answers, the early ones first."""
+    """Keeps a few of the attack's own queries with their answers."""
 
     def __init__(self, inner: Counted) -> None:
         self.inner = inner
@@ -184,14 +184,16 @@ class Witness:
         return self.inner.queries
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        answers = self.inner(finite(sequences))  # what overflowed here is not the oracle's fault
+        answers = self.inner(
+            finite(sequences)
+        )  # an overflow in the attack is not the oracle's fault
         self._batches += 1
         if self._batches & (self._batches - 1) == 0 and len(answers):  # 1, 2, 4, 8, …
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
         return answers
 
     def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
-        """How many of the kept questions have another answer now, beyond its own error."""
+        """Count the kept queries whose answer differs now by more than its own error."""
         changed = 0
         sizes = [float(answers.abs().max()) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
@@ -202,7 +204,7 @@ class Witness:
             for (sequences, answers), norm in zip(self.kept, norms, strict=True):
                 now = ask(self.inner, sequences)
                 largest = max(float(now.abs().max()), float(answers.abs().max()))
-                if largest <= _FAINT * gain * norm:  # answers that cancel are all rounding
+                if largest <= _FAINT * gain * norm:  # answers that cancel may be all rounding
                     continue
                 changed += now.shape != answers.shape or not (
                     agrees(now, answers, error)

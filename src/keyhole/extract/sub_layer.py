@@ -60,6 +60,7 @@ from keyhole.extract.sub_layer_values import (
     find_anchor,
     find_residual,
     open_surroundings,
+    out_of_range,
     read_total,
     read_vectors,
     strengthened,
@@ -159,7 +160,7 @@ def _fitting_length(
 
 
 def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
-    """Does an answer change if a key moves by one position?"""
+    """Return whether an answer changes if a key moves by one position."""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
     x = x if view.last_norm is None else x * view.last_norm / length
     near, further = view.answer(
@@ -328,8 +329,8 @@ def _read_queries(
 #     κ_m = κ·ρ_m,    ρ_m = A⁻¹ R_m A,
 #
 # so ρ_m is similar to a rotation: its eigenvalues are e^{±imθ_f} and its eigenvectors the planes.
-# What is left of A is one complex number for each plane, which commutes with all positions and goes
-# into the queries. A step of one place separates fast planes, a long step those that hardly turn.
+# A remains free up to one complex number for each plane, which commutes with all positions and goes
+# into the queries. A step of one place separates fast planes, a long step slow ones.
 
 _WEIGHT = 0.7  # of the long step relative to the short one, so that all eigenvalues differ
 _TURN = 1e-3  # how far the modulus of a rotation's computed eigenvalue may be from 1
@@ -359,7 +360,7 @@ def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -
     fits = torch.stack([(turn.abs() - 1).abs() for turn in turns]).amax()
     if vectors.shape[1] < keys.shape[1] or not bool(fits < _TURN):
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, "places change the scores otherwise than rotary positions do"
+            Status.NOT_APPLICABLE, "positions change the scores otherwise than rotary positions do"
         )
     # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate pair.
     once = -turns[0].angle() / steps[0]
@@ -412,7 +413,7 @@ class Reader:
 
     @property
     def added(self) -> bool:
-        """Are keys sent as x + w? Without a norm and positions that works for any x."""
+        """Whether keys are sent as x + w: without a norm and positions that works for any x."""
         return self.view.epsilon is None and not self.positions
 
     @property
@@ -492,16 +493,12 @@ class Reader:
         z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
         weights = torch.stack([z, s], -1)
         if not bool(((weights > 0) & (weights < 1)).all()):
-            raise Unsuccessful(
-                Status.MISMATCH, "the answers leave the range that attention weights allow"
-            )
+            raise out_of_range()
         return torch.logit(weights).sum(-1, keepdim=True)
 
 
 def _logarithms(weights: Tensor, rest: Tensor) -> Tensor:
     """Scores, as logarithms of weights over `rest`, the weight of a token with score 0."""
     if not bool((weights > 0).all() & (rest > 0).all()):
-        raise Unsuccessful(
-            Status.MISMATCH, "the answers leave the range that attention weights allow"
-        )
+        raise out_of_range()
     return torch.log(weights / rest)

@@ -1,20 +1,19 @@
-"""What the heads of a sub-layer write, and what stands around them: norm, bias, residual.
+"""The values of a sub-layer's heads, and its surroundings: norm, bias, residual connection.
 
-**Around.** An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is any vector
-shorter than √d: it is undone by asking `x = t·√(ε / (1 − mean(t²)))`. With three lengths λ of one
-token,
+**Surroundings.** An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`. Any t shorter
+than √d can be reached, by asking `x = t·√(ε / (1 − mean(t²)))`. With three lengths λ of one token,
 
     y([λx]) = λ·x·(residual) + b + t(λx)·M,
 
-`y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade.
-Without a norm y([x]) is affine, and single tokens cannot tell a residual from values: that waits
-until the values of the heads are known (`find_residual`).
+`y([0]) = b`, the growth with λ shows the residual connection, and tokens so short that they fade
+show ε. Without a norm y([x]) is affine, and single tokens cannot tell a residual connection from
+values: this is decided once the values of the heads are known (`find_residual`).
 
 **Values.** A head writes into the k-dimensional row space of `M_h = V_h O_h`. One difference δ
 shows one vector `δM_h` of every head, once their gates are found among all (`find_gates`). For
-others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay recognisable, and
-`(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and more show that
-they do. In queries: N = H + p + spare for each of them.
+others near by, `δ' = δ + η·ω`, the gates are found starting from these, the heads stay
+recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
+a few more show that they do. Each costs N = H + p + spare queries.
 """
 
 from __future__ import annotations
@@ -38,28 +37,29 @@ _ALMOST = 1e-5
 _FAR = 2.0**30
 _FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens, to see ε
 _ATTEMPTS = 4
-_AROUND = 0.4  # how wide the x_i spread around an axis
+_AROUND = 0.4  # the spread of the x_i around an axis
 _SPARE = 5  # points beyond those that the unknowns need
-_WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
-_GROWN = 1e4  # or this much more than answers
-_PARTED = 1e8  # the worst condition of gates that are still different
-_STARTS = 3  # of the gates of every head, on the way from one difference to another
+_WIDTH = 1e-6  # relative singular values of vectors δM_h that count as 0, since gates cost digits,
+_GROWN = 1e4  # or this many times the precision of the answers
+_PARTED = 1e8  # the largest condition number of gates that count as different
+_STARTS = 3  # for the gates of every head, from one difference to another
 _BATCH = 4
 _STRIDE = 4
 _BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
-_PLACES = 2  # at which differences are asked for what is open of the values
+_PLACES = 2  # points at which differences are asked to complete the values
 
 
 class LostSum(KeyholeError):
-    """What attention adds does not follow from the answers to these questions: tokens too long."""
+    """What attention adds does not follow from these answers; shorter tokens may help."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A sub-layer to be asked with the tokens t that its attention sees; the last one answers.
+    """A sub-layer that is asked with tokens t as they are behind its norm, for the last one's
+    answer.
 
-    `last_norm` is the norm of the last token, where answers can be used for one length only.
+    `last_norm` is the norm of the last token, if answers can be used for one length only.
     """
 
     oracle: Oracle
@@ -70,8 +70,8 @@ class Surroundings:
     causal: bool = False
     last_norm: float | None = None
     precision: float = 1e-11  # of answers, relative
-    # Where answers to more than two tokens are no sums: what others add to the last one's, from
-    # tokens and the span of rows that it is in
+    # If answers to more than two tokens are not sums: a function of tokens, and of rows whose span
+    # holds the result, that returns what the other tokens add to the last one.
     within: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
@@ -98,7 +98,7 @@ class Surroundings:
 
 
 def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
-    """Which tokens answer; is there a norm in front? If so its ε, and is the input added behind?"""
+    """Find out which tokens have answers, whether there is a norm, its ε, and the residual."""
     d = oracle.dim
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     x = x * math.sqrt(d) / torch.linalg.vector_norm(x)
@@ -121,7 +121,7 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
 
 
 def _seen(oracle: Oracle, x: Tensor) -> tuple[bool, bool]:
-    """Does every token answer, and does the first one see the second?"""
+    """Return whether every token has an answer, and whether the mask is causal."""
     pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
     if pairs.ndim != 3:
         return False, False
@@ -130,9 +130,9 @@ def _seen(oracle: Oracle, x: Tensor) -> tuple[bool, bool]:
 
 
 def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
-    """ε of an RMS norm, from tokens so short that it shows; x has a mean square of 1."""
+    """Return the ε of an RMS norm, from short tokens; x has a mean square of 1."""
     behind = x if residual else torch.zeros_like(near)
-    ordinary = near - plain.b - behind  # √(1 + ε) shorter than what long tokens bring
+    ordinary = near - plain.b - behind  # √(1 + ε) times shorter than for long tokens
     for short in _FADING:
         faded = _last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
@@ -143,11 +143,15 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
     raise _another_kind()
 
 
+def out_of_range() -> Unsuccessful:
+    return Unsuccessful(Status.MISMATCH, "the answers leave the range that attention weights allow")
+
+
 def _another_kind() -> Unsuccessful:
     return Unsuccessful(
         Status.NOT_APPLICABLE,
         "answers to longer and longer tokens are neither those of attention alone nor of attention "
-        "behind an RMS norm: a norm behind a sub-layer takes away the length of every answer",
+        "behind an RMS norm: a norm behind a sub-layer removes the length of every answer",
     )
 
 
@@ -160,7 +164,7 @@ def _last(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
-    """`Σ_h M_h` (d×m), plus 1 if there is a residual connection: one query for each row."""
+    """Return `Σ_h M_h` (d×m), plus 1 with a residual connection: one query for each row."""
     d = view.dim
     rows = view.answer(length * torch.eye(d, dtype=torch.float64).unsqueeze(1)) / length
     x = torch.randn(d, generator=stream, dtype=torch.float64)
@@ -173,12 +177,12 @@ def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Te
 
 @dataclass(frozen=True)
 class Probe:
-    """The points x_i, from a small subspace, and τ_i at which every difference is asked.
+    """The points x_i, from a small subspace, and the τ_i, at which every difference is asked.
 
-    Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
-    Where the x_i have the largest length that there is, they are around the subspace's first axis,
-    and differences lead inwards: only τ above 0 is asked. Else they are up to `reach` times as long
-    as differences, whose answers have lost as many digits.
+    Differences are orthogonal to the subspace, which bounds the length of tokens x + τ·δ. If the
+    x_i have the largest possible length, they are close to the subspace's first axis, differences
+    point inwards, and only τ > 0 is asked. Otherwise the x_i are up to `reach` times as long as
+    differences, which costs as many digits.
     """
 
     view: Surroundings
@@ -190,12 +194,12 @@ class Probe:
 
     @property
     def arrived(self) -> float:
-        """How far outside the column space gates may end."""
+        """How far outside the column space a solution for gates may be."""
         return max(ARRIVED, 10 * self.view.precision) * self.reach
 
     @property
     def aside(self) -> float:
-        """η: without κ, by which positions mark every head, heads must stay recognisable."""
+        """η: it is small unless positions make heads recognisable by their κ."""
         return 1.0 if self.positions else 0.2
 
     def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
@@ -211,7 +215,7 @@ class Probe:
         return xi, signs * (0.4 + 0.6 * share[1])
 
     def difference(self, stream: torch.Generator, near: Tensor | None = None) -> Tensor:
-        """A random difference; of those near another one, the part that is orthogonal to it."""
+        """Draw a random difference, orthogonal to `near` if that is given."""
         delta = torch.randn(self.view.dim, generator=stream, dtype=torch.float64)
         delta = delta - self.subspace.mT @ (self.subspace @ delta)
         if near is not None:
@@ -222,7 +226,7 @@ class Probe:
         return self.length * delta / torch.linalg.vector_norm(delta)
 
     def rows(self, deltas: Tensor, xi: Tensor, tau: Tensor) -> Tensor:
-        """A·V (…, N, m) of differences (…, d)."""
+        """Return A·V (…, N, m) of differences (…, d)."""
         points = xi @ self.subspace[: xi.shape[1]]
         shifted = points + tau.unsqueeze(1) * deltas.unsqueeze(-2)
         pairs = torch.stack([shifted, points.expand_as(shifted)], -2)
@@ -231,12 +235,12 @@ class Probe:
 
 
 def linear_features(xi: Tensor, tau: Tensor) -> Tensor:
-    """Of the score of a difference: a bias of the queries, and the query's coordinates."""
+    """Return the features of a difference's score: 1 and the coordinates of x, times τ."""
     return tau.unsqueeze(1) * torch.cat([torch.ones_like(xi[:, :1]), xi], 1)
 
 
 def all_features(xi: Tensor, tau: Tensor, positions: bool) -> Tensor:
-    """With positions also what is quadratic in x: the two tokens stand at different places."""
+    """Return all features: with positions also quadratic ones, as the two tokens' places differ."""
     linear = linear_features(xi, tau)
     if not positions:
         return linear
@@ -261,12 +265,12 @@ class Anchor:
 
     @property
     def scores(self) -> Tensor:
-        """Of the difference alone, (H, N)."""
+        """The scores of the difference alone, (H, N)."""
         return self.theta @ self.features.mT
 
 
 def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = None) -> Anchor:
-    """The heads at one difference, from random starts; at another one, if not all are found."""
+    """Find the heads at one difference, from random starts; try others if not all are found."""
     axes = 3 if probe.positions else len(probe.subspace)
     heads = 0
     for _ in range(_ATTEMPTS):
@@ -287,7 +291,7 @@ def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = No
 def _enough_points(
     probe: Probe, delta: Tensor, stream: torch.Generator, axes: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Points, factors and rows of one difference, more than its heads and features; the heads."""
+    """Return points, factors and rows, more than heads and features, and the number of heads."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
         fresh = probe.points(_STRIDE, stream, axes)
@@ -313,25 +317,25 @@ def _anchored(
         count = heads + theta.shape[1] + _SPARE
         xi, tau = xi[:count], tau[:count]
         return Anchor(delta, values, xi, tau, torch.zeros(heads, count, dtype=torch.float64), theta)
-    # κ of points in more dimensions, which part the gates better: from τ and −τ, or τ/2.
+    # κ at points in more dimensions, which separate the gates better: from τ and −τ, or τ/2.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
     other = -1 if probe.view.last_norm is None else 0.5
     both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, other * tau)])
     z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
     if not bool(torch.isfinite(z).all()):
-        raise Unsuccessful(Status.MISMATCH, "the answers leave the range that attention allows")
+        raise out_of_range()
     linear, rest = z[:, 0] - z[:, 1], z[:, 1] - other * z[:, 0]
     slopes = least_squares(linear_features(xi, tau), (linear / (1 - other)).mT).mT
     return Anchor(delta, values, xi, tau, rest / (1 - other), slopes)
 
 
 def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
-    """With points along which scores are large, where a norm forbids long ones: d − 1 queries.
+    """Return a probe whose points have large scores although a norm bounds them: d − 1 queries.
 
-    Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. Those show
-    in the gates at many points, which follow from the values at δ; κ is noise here. Where points
-    have one length, they stay around the subspace's first axis.
+    In random directions scores are √d times smaller than in the heads' own, `Q_h(δK_h)ᵀ`. These
+    show in the gates at many points, which follow from the values at δ; κ is noise here. If points
+    have one length, they stay close to the subspace's first axis.
     """
     d, kept = probe.view.dim, probe.subspace[: int(probe.view.last_norm is not None)]
     basis = random_orthogonal(d, stream)
@@ -351,7 +355,7 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
 
 
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
-    """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
+    """Return `ωM_h` (some ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
     deltas = (anchor.delta + probe.aside * omega) / math.hypot(1, probe.aside)
     rows = probe.rows(deltas, anchor.xi, anchor.tau)
@@ -369,7 +373,7 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
 
 
 def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
-    """θ of the anchor and others around it, (ω, starts, H, p)."""
+    """Return θ of the anchor and others around it, (ω, starts, H, p)."""
     shape = (_BATCH, _STARTS, *anchor.theta.shape)
     around = torch.randn(shape, generator=stream, dtype=torch.float64)
     around[:, 0] = 0
@@ -377,7 +381,7 @@ def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
 
 
 def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
-    """Values where every head is known by its κ: the best of each head's own solutions."""
+    """Return values if κ identifies heads: the best of each head's own solutions."""
     best = outside.argmin(0)
     heads = torch.arange(len(best))
     if float(outside[best, heads].max()) > ARRIVED:
@@ -386,7 +390,7 @@ def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Te
 
 
 def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
-    """Values where κ does not identify heads: all solutions, in the order of the anchor's."""
+    """Return values if κ does not identify heads: all solutions, in the order of the anchor's."""
     solutions = distinct(theta[outside < ARRIVED])
     if len(solutions) != len(anchor.values):
         return None
@@ -404,9 +408,9 @@ def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple[Tensor, int]:
-    """`ωM_h` (n, H, m) of enough ω, and the dimension k of the space that each head writes into."""
+    """Return `ωM_h` (n, H, m) of enough ω, and the dimension k of each head's row space."""
     heads, m = anchor.values.shape
-    vectors = anchor.values[None]  # others are orthogonal to it: in narrow layers it counts
+    vectors = anchor.values[None]  # the others are orthogonal to it: narrow layers need it
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
@@ -424,7 +428,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
 
 
 def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
-    """Is the input added to the answers? The heads' values alone do not add up to them then."""
+    """Find out whether the input is added: the heads' values then do not add up to the answers."""
     rest = anchor.delta @ total - anchor.values.sum(0)
     size = float(anchor.delta.abs().max())
     if float(rest.abs().max()) <= 1e-6 * float((anchor.delta @ total).abs().max()):
@@ -433,8 +437,8 @@ def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Su
         identity = torch.eye(view.dim, dtype=torch.float64)
         return replace(view, residual=True), total - identity
     raise Unsuccessful(
-        Status.NOT_APPLICABLE, "what single tokens answer is neither the heads' values nor those "
-        "and the input",
+        Status.NOT_APPLICABLE, "answers to single tokens are neither the heads' values nor these "
+        "plus the input",
     )  # fmt: skip
 
 
@@ -463,14 +467,14 @@ _SAME = 1e-3  # two solutions nearer than this, relative, are one
 
 
 def column_space(rows: Tensor, heads: int) -> Tensor:
-    """An orthonormal basis U (…, N, H) of the columns of A·V."""
+    """Return an orthonormal basis U (…, N, H) of the columns of A·V."""
     return torch.linalg.svd(rows, full_matrices=False)[0][..., :heads]
 
 
 def follow_gates(
     U: Tensor, features: Tensor, shift: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Solutions θ (…, S, p) near the starts, and how far outside the column space they end.
+    """Return θ (…, S, p) near the starts, and how far outside the column space their gates are.
 
     `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
     """
@@ -490,7 +494,7 @@ def follow_gates(
         slopes = (unit * (1 - gates)).unsqueeze(-1) * features  # of the gate, over its length
         along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
         jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
-        # Normal equations: what they lose is made up by the next step, and they are small.
+        # Normal equations are small, and the next step makes up for the digits that they lose.
         normal = jacobian.mT @ jacobian
         damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
         wanted = jacobian.mT @ rest.unsqueeze(-1)
@@ -509,7 +513,7 @@ def follow_gates(
 def find_gates(
     rows: Tensor, features: Tensor, heads: int, stream: torch.Generator, arrived: float = ARRIVED
 ) -> Tensor | None:
-    """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
+    """Return θ (H, p) of all heads, with κ among the features, or None if not all are found."""
     U = column_space(rows, heads)
     sizes = features.square().mean(0).sqrt()
     none = torch.zeros(1, len(features), dtype=torch.float64)
@@ -553,10 +557,10 @@ class Values:
 
     @classmethod
     def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
-        """All values from `ωM_h` of some ω and `Σ_h M_h`.
+        """Return all values, given `ωM_h` of some ω and `Σ_h M_h`.
 
-        In a group `ωM_h = (ωV)·O_h` for all its heads with one ωV, so that the O_h of a group are
-        one factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
+        In a group `ωM_h = (ωV)·O_h` with the same ωV for all heads, so the O_h of a group are one
+        factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
         """
         spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
         apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
@@ -571,18 +575,18 @@ class Values:
         return cls(V.transpose(0, 1).contiguous(), O, groups)
 
     def completed(self, probe: Probe, stream: torch.Generator) -> Values:
-        """Where the spaces have one dimension too many together, as behind a norm: all values.
+        """Return all values if the row spaces have one dimension too many, as behind a norm.
 
-        With Σ_h κ_h O_h = 0, `V_h + f κ_h` answer single tokens alike, whatever the vector f. One
-        pair for each of d differences δ shows f·δ: `Σ_h a_h·δV_h O_h + b_h·κ_h O_h`, where b_h is
-        (f·δ)·a_h and a number that is the same for all heads.
+        With Σ_h κ_h O_h = 0, `V_h + f κ_h` give the same answers to single tokens, for any vector
+        f. One pair for each of d differences δ shows f·δ: `Σ_h a_h·δV_h O_h + b_h·κ_h O_h`, where
+        b_h is (f·δ)·a_h plus a number that is the same for all heads.
         """
         heads, k, m = self.O.shape
         if heads * k <= m:
             return self
         if len(self.groups) < heads:
             raise Unsuccessful(
-                Status.NOT_APPLICABLE, "heads that share values fill more than an answer shows"
+                Status.NOT_APPLICABLE, "heads that share values have more numbers than an answer"
             )
         kappa = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
         kept = torch.einsum("hk,hkm->hm", kappa, self.O)
@@ -611,7 +615,7 @@ class Values:
 
 
 def _sharing(values: Tensor) -> list[list[int]]:
-    """Which heads read the same values; none do if their groups have different sizes."""
+    """Group the heads that share values; none do if groups would have different sizes."""
     bases = torch.linalg.qr(values)[0]
     groups: list[list[int]] = []
     for head in range(len(values)):

@@ -74,9 +74,7 @@ _SPARE = 16
 _ATTEMPTS = 3
 _AROUND = 16  # points for each dimension that show the origin of answers
 _SAME = 1e-9  # relative difference of lengths that count as equal
-_FADING = tuple(
-    2.0**-n for n in range(1, 15)
-)  # lengths of sums, relative to √d, that show the first ε
+_FADING = tuple(2.0**-n for n in range(1, 15))  # lengths of sums that show the first ε
 _FADED = 0.9  # the relative length of n at which ε is read
 _PRECISE = 1e-8  # of what attention adds
 _NEWTON = 16
