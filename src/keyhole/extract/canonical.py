@@ -218,7 +218,10 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     parts |= {
         name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")
     }
-    sizes = {name: _size(*both) for name, both in parts.items() if both[1].numel()}
+    sizes = {
+        name: max(float(part.abs().max()) for part in both) or 1.0
+        for name, both in parts.items() if both[1].numel()
+    }  # fmt: skip
     # A bias may be 0: its errors are relative to the matrix it belongs to.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
     return {
@@ -267,7 +270,3 @@ def _keys_at(block: Block, keys: Tensor, place: int) -> Tensor:
         return keys
     each = len(block.Q) // len(block.K)
     return rotated(keys, place * block.frequencies.repeat_interleave(each, 0)[:, None])
-
-
-def _size(*parts: Tensor) -> float:
-    return max(float(part.abs().max()) for part in parts) or 1.0
