@@ -43,6 +43,7 @@ class TokenCount:
     def set(self, number: int, tokens: int, note: str = "") -> None:
         """Report that `tokens` tokens of leak `number` fit."""
         self._fitting[number] = tokens
+        note = ", ".join(filter(None, ("tokens", note)))
         self._progress(sum(self._fitting.values()), self._total, note)
 
 

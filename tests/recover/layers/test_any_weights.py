@@ -72,7 +72,7 @@ def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatc
         notes.add(note)
 
     wide = recover_text(model, WORDS, leak, method=FEW, progress=progress)
-    assert any("of 2,000 tokens tried at position" in note for note in notes)
+    assert any("of 2,000 tried at position" in note for note in notes)
     monkeypatch.setattr(machine, "available", lambda device: 0)
     narrow = recover_text(model, WORDS, leak, method=FEW)
     assert narrow.ids == wide.ids == ids[0].tolist()

@@ -421,7 +421,7 @@ class Search:
             if nearest.misfits[0] <= 1:
                 text.force(int(nearest.tokens[0]))
                 return
-            note = f"{done:,} of {self._most:,} tokens tried at position {text.start + position}"
+            note = f"{done:,} of {self._most:,} tried at position {text.start + position}"
             self.target.count.set(text.number, position, note)
         if text.rounded is not None:
             if self._fits_alone(text, nearest.tokens):
