@@ -1,7 +1,7 @@
-"""Every attack that applies to a target, judged, collected as findings.
+"""Run every attack that applies to a target, and collect the results as findings.
 
-`keyhole.audit("demo")` runs one: the package itself can be called, and is `audit` of run.py then.
-`keyhole.audit.fleet("fleet.toml")` audits many targets.
+`keyhole.audit("demo")` audits one target: the package can be called, and calls `audit` in run.py.
+`keyhole.audit.fleet("fleet.toml")` audits many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "audit", "fleet", "open_target", "read_fleet",
 ]  # fmt: skip
 
-# Where each name is: all of these load torch, and the options alone should not wait for it.
+# The module of each name. It is imported on demand: all of these load torch, AuditOptions does not.
 _MODULES = {
     "Audit": "core", "Member": "audit.fleets", "NamedTarget": "audit.target",
     "StoreTarget": "audit.stores", "Target": "audit.target", "TextTarget": "audit.texts",
@@ -36,8 +36,9 @@ _MODULES = {
 
 
 class _Audit(ModuleType):
-    """A module that can be called (the language reference, "Customizing module attribute access"):
-    `keyhole.audit` is the name of the package and of what it does.
+    """A module that can be called, so that `keyhole.audit` is both the package and the function.
+
+    See "Customizing module attribute access" in Python's language reference.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What an audit consists of: checks that are made one by one, and what each of them gives.
+"""A check: one attack on one exposure of one part of a target, and what it finds.
 
-A check is one attack on one exposure of one part of the target. It needs nothing from the others,
-so an audit that was stopped goes on with those that are not done (core/journal.py).
+An audit is a list of checks. No check needs the result of another, so an audit that was stopped
+resumes with the checks that are left (core/journal.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from keyhole.core.result import restored
 
 @dataclass(frozen=True)
 class Checked:
-    """The findings of a check, and what it could not try."""
+    """The findings of a check, and what it skipped."""
 
     findings: tuple[Finding, ...] = ()
     skips: tuple[Skip, ...] = ()
 
     @property
     def answered(self) -> bool:
-        """Did the target answer? Where it did not, the check is worth another try."""
+        """Whether the target answered; if it did not, the check is worth another try."""
         failed = any(finding.status is Status.ORACLE_FAILED for finding in self.findings)
         return not failed and not any(skip.unchecked for skip in self.skips)
 
@@ -45,11 +45,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Check:
-    """One attack on one exposure, not made yet.
+    """One attack on one exposure, still to be run.
 
-    `attack` is its name, where an exposure is tried with several. `weight` is about how many
-    seconds it takes: the time that is left is estimated by it, and corrected by what others took.
-    `queries` is the most questions that it asks a server, where those are many.
+    `attack` is its name if several attacks are tried on the exposure. `weight` is about how many
+    seconds the check takes; the time left is estimated from it, and from how long other checks
+    took. `queries` is the largest number of queries to a server, if that is large.
     """
 
     exposure: Exposure
@@ -60,41 +60,46 @@ class Check:
 
     @property
     def name(self) -> str:
-        """What tells it from the other checks of its target, in a journal for example."""
+        """What distinguishes it from the other checks of its target, in a journal for example."""
         return f"{self.exposure}, {self.attack}" if self.attack else str(self.exposure)
 
 
 class Part(ABC):
-    """One part of a target; `name` is empty where it is alone, `loaded` are its known weights."""
+    """A part of a target, which makes its own checks.
+
+    `name` is empty if it is the only part. `loaded` is the model, if its weights are known.
+    `observed` says whether the target itself gives away what is checked, as a server does, or the
+    auditor runs the model to see what it would give.
+    """
 
     name: str
     loaded: Any
-    observed: bool = False  # does it give by itself what is checked, or is its model run for that?
+    observed: bool = False
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What two parts share only if they are the same."""
+        """A string that two parts share only if they are the same."""
 
     @property
     def size(self) -> int:
-        """How many numbers its largest matrix has: threads follow from it."""
+        """The number of entries of its largest matrix, which decides how many threads are used."""
         return 0 if self.loaded is None else largest_matrix(self.loaded.model)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its findings follow from besides its identity."""
+        """What its findings depend on besides its identity."""
         return {}
 
     @abstractmethod
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]: ...
 
 
-def found(
+def one_finding(
     exposure: Exposure, attack: str, status: Status, reason: str, remedy: str, started: float, *,
     queries: int = 1, **more: Any,
 ) -> Checked:  # fmt: skip
-    """One finding, which took from `started` until now."""
+    """Return a single finding of an attack that ran from `started` until now."""
     finding = Finding(
         exposure=exposure, attack=attack, status=status, reason=reason, remedy=remedy,
         queries=queries, seconds=time.perf_counter() - started, **more,
@@ -102,16 +107,21 @@ def found(
     return Checked((finding,))
 
 
-def nothing_to_try(skip: Skip, exposure: Exposure | None = None) -> Check:
-    """A check whose outcome is known before it is made: there is nothing to try.
+def one_skip(exposure: Exposure, attack: str, reason: str, **more: Any) -> Checked:
+    """Return a single skip: the attack was not tried on the exposure, for this reason."""
+    return Checked(skips=(Skip(exposure, attack, reason, **more),))
 
-    `exposure` is that of the check, where the skip is about more than that.
+
+def skipped_check(skip: Skip, exposure: Exposure | None = None) -> Check:
+    """Return a check that does nothing but report `skip`.
+
+    `exposure` is the check's own, if that of the skip is wider.
     """
     return Check(exposure or skip.exposure, lambda _: Checked(skips=(skip,)), weight=0.0)
 
 
 def joined(parts: Iterable[Checked]) -> Checked:
-    """What several checks gave; what two of them found alike is there once."""
+    """Return the findings and skips of several checks, each once."""
     parts = list(parts)
     findings = dict.fromkeys(finding for part in parts for finding in part.findings)
     skips = dict.fromkeys(skip for part in parts for skip in part.skips)

@@ -1,7 +1,7 @@
-"""What a defence would change: each in front of the target, attacked by an attacker who knows it.
+"""The checks of --against-defences: each defence put in front of the target, and attacked.
 
-Asked for by --against-defences. Of an endpoint that scores with one head, every defence that a
-server can put up (extract/defences.py); of a model, secrets in front of what leaks (recover).
+The attacker knows the defence. For an endpoint that scores with one head, these are the defences of
+servers (extract/defences.py); for a model, secret transforms of what leaks (recover/defences.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from keyhole.audit.check import Check, Checked
+from keyhole.audit.check import Check, Checked, one_skip
 from keyhole.audit.texts import TextTarget, exposure_of
-from keyhole.core import Finding, Outcome, Skip
+from keyhole.core import Finding, Outcome
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.core.status import OUTCOMES
@@ -26,14 +26,17 @@ from keyhole.recover.registry import caches
 from keyhole.recover.secrets import SECRETS
 from keyhole.report import words
 
-_BROKEN = "Do not rely on it: count queries per client, and treat what they bring as given away."
-_HELD = "It held against what was tried, at the cost to honest clients that is stated."
-_GIVEN = "Keep what leaks inside: a secret that texts of one's own give away is none."
-_CLOSED = "It held against what was tried; memory, keys and the server's own answers stay open."
+# Advice on a defence of an endpoint, and on one of a model, that was broken or that held.
+_ENDPOINT_BROKEN = (
+    "Do not rely on it: count queries per client, and treat what they bring as given away."
+)
+_ENDPOINT_HELD = "It held against what was tried, at the cost to honest clients that is stated."
+_MODEL_BROKEN = "Keep what leaks inside: a secret that texts of one's own give away is none."
+_MODEL_HELD = "It held against what was tried; memory, keys and the server's own answers stay open."
 
 
 def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
-    """Every defence in front of an endpoint that scores with one head."""
+    """Return a check for each defence of an endpoint that scores with one head."""
     choice = cache(partial(choose, oracle, seed))
     client = cache(partial(HonestClient.of, oracle, seed))
     return [
@@ -41,24 +44,24 @@ def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
             exposure := Exposure(
                 "KH-WEIGHTS-ROUNDED-SCORES", "defended", name=trial.name, part=part
             ),
-            partial(_endpoint, trial, exposure, oracle, lambda: choice().kind, client, seed),
+            partial(_check_endpoint, trial, exposure, oracle, lambda: choice().kind, client, seed),
         )
         for trial in trials(oracle.dim, seed=seed)
     ]
 
 
-def _endpoint(
+def _check_endpoint(
     trial: Trial, exposure: Exposure, oracle: Oracle, kind: Callable[[], Kind],
     client: Callable[[], HonestClient], seed: int, track: Track,
 ) -> Checked:  # fmt: skip
-    anywhere = replace(exposure, part="")
+    of_any_part = replace(exposure, part="")
     try:
         if kind() is not Kind.HEAD:
             reason = f"it is for one head's scores; this target gives {kind()}"
-            return Checked(skips=(Skip(anywhere, "none", reason),))
+            return one_skip(of_any_part, "none", reason)
         tried = try_defence(trial, oracle, client(), seed, track(words.exposure(exposure)))
     except OracleError as error:
-        return Checked(skips=(Skip(anywhere, "none", str(error), unchecked=True),))
+        return one_skip(of_any_part, "none", str(error), unchecked=True)
     had = "nothing" if tried.attacker_error is None else f"a copy off by {tried.attacker_error:.1e}"
     refused = f", {tried.refused:.0%} of its questions refused" if tried.refused else ""
     reason = (
@@ -66,37 +69,39 @@ def _endpoint(
         f"{tried.honest_error:.1e}{refused}; {tried.reason}"
     )
     finding = Finding(
-        exposure, tried.attack, tried.status, reason, _BROKEN if _broken(tried) else _HELD,
+        exposure, tried.attack, tried.status, reason,
+        _ENDPOINT_BROKEN if _is_broken(tried) else _ENDPOINT_HELD,
         error=tried.attacker_error, queries=tried.queries, seconds=tried.seconds,
     )  # fmt: skip
     return Checked((finding,))
 
 
-def _broken(tried: Tried | LeakTried) -> bool:
+def _is_broken(tried: Tried | LeakTried) -> bool:
     return OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
 
 
 def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
-    """Secrets in front of a model's keys and values and its hidden states."""
+    """Return a check for each secret transform of a model's cache and hidden states."""
     return [
         Check(
             exposure := replace(
                 exposure_of(leak.kind), layer=leak.layer, defences=(defence,), part=part
             ),
-            partial(_model, exposure, target, leak, defence, seed),
+            partial(_check_model, exposure, target, leak, defence, seed),
         )
-        for leak, defence in _leaks(anatomy(target.loaded.model))
+        for leak, defence in _leaks_and_defences(anatomy(target.loaded.model))
     ]
 
 
-def _leaks(parts: Anatomy) -> list[tuple[Captured, str]]:
+def _leaks_and_defences(parts: Anatomy) -> list[tuple[Captured, str]]:
+    """Return what leaks of a model, each time with the defence in front of it."""
     first, middle = Captured("kv", caches(parts)[0]), Captured("hidden", -(-parts.layers // 2))
-    shown = not parts.lacks("kv", first.layer + parts.causal)
-    forms = [form for form in SECRETS if shown and (parts.rotary or form != "cloaked")]
+    has_cache = not parts.lacks("kv", first.layer + parts.causal)
+    forms = [form for form in SECRETS if has_cache and (parts.rotary or form != "cloaked")]
     return [*((first, form) for form in forms), (middle, "rotated")]
 
 
-def _model(
+def _check_model(
     exposure: Exposure, target: TextTarget, leak: Captured, defence: str, seed: int, track: Track
 ) -> Checked:
     track(words.exposure(exposure))(0)
@@ -104,7 +109,8 @@ def _model(
     own = f", with {tried.own} texts that the attacker sent" if tried.own else ""
     reason = f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}"
     finding = Finding(
-        exposure, tried.attack, tried.status, reason, _GIVEN if _broken(tried) else _CLOSED,
+        exposure, tried.attack, tried.status, reason,
+        _MODEL_BROKEN if _is_broken(tried) else _MODEL_HELD,
         queries=tried.texts + tried.own, seconds=tried.seconds, known=tried.tokens, sought="text",
     )  # fmt: skip
     return Checked((finding,))

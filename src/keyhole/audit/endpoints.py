@@ -1,13 +1,13 @@
-"""What an endpoint of vectors gives away: its weights, and the input of a layer.
+"""Checks of an endpoint that takes vectors: are its weights given away, or the inputs of a layer?
 
-**Weights** from answers: one check for each kind of answer, with the attack that reads it, as
-extract/registry.py lists them.
+**Weights** from answers: one check for each kind of answer, by the attack that reads it. They are
+listed in extract/registry.py.
 
-**Inputs** from a layer's output, the weights being public: what a debug endpoint gives away. The
-auditor makes up an input, asks the endpoint for its output, and hands the attacker the layer's
-weights and that output: nothing else. Because the auditor knows the input, the verdict is about
-the input itself, and not merely about one that has the same output. invert/registry.py has the
-leaks and methods.
+**Inputs** from the output of a layer whose weights are public, as a debug endpoint returns it. The
+auditor makes up an input, queries the endpoint with it, and gives the attack the layer's weights
+and the output, nothing else. Since the auditor knows the input, it can tell whether the attack
+found that input, and not merely one with the same output. invert/registry.py lists the leaks and
+their attacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.audit import defences
-from keyhole.audit.check import Check, Checked, Part, nothing_to_try
+from keyhole.audit.check import Check, Checked, Part, one_skip, skipped_check
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.exposure import Exposure
@@ -41,16 +41,16 @@ from keyhole.oracle.protocol import layers
 from keyhole.report import words
 
 LENGTH = 6  # tokens of the secret input
-_WEIGHT = 2.5  # seconds that a check takes, as measured on the demo
+_INPUT_SECONDS = 2.5  # that a check of inputs takes, as measured on the demo
 
 
 @dataclass(frozen=True, eq=False)
 class EndpointPart(Part):
-    """An oracle, whose weights and inputs are sought."""
+    """An oracle whose weights and inputs are sought; `observed` if it is a server."""
 
     name: str
     oracle: Oracle
-    observed: bool = False  # a server gives it
+    observed: bool = False
 
     @property
     def identity(self) -> str:
@@ -61,28 +61,28 @@ class EndpointPart(Part):
         return self.oracle.dim**2
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
-        made = [*self.weight_checks(seed), *self._input_checks(seed)]
+        checks = [*self.weight_checks(seed), *self._input_checks(seed)]
         if against_defences:
-            made += defences.endpoint_checks(self.name, self.oracle, seed)
-        return made
+            checks += defences.endpoint_checks(self.name, self.oracle, seed)
+        return checks
 
     def weight_checks(
         self, seed: int, *, as_given: bool = False, budget: int | None = None
     ) -> list[Check]:
-        """Every exposure of the registry; those that this endpoint does not have are skipped.
+        """Return a check of every row of the registry; it skips rows for other kinds of answers.
 
         `as_given` leaves out rows that simulate a server's defences: coarser answers, query
-        budgets. `budget` is how many queries an attacker may ask this endpoint.
+        budgets. `budget` is how many queries an attacker may make.
         """
 
-        @cache  # a few dozen questions, asked once, by the first check that runs
+        @cache  # the first check that runs makes a few dozen queries for it
         def choice() -> Choice | OracleError:
             try:
                 return choose(self.oracle, seed)
             except OracleError as error:
                 return error
 
-        made: list[Check] = []
+        checks: list[Check] = []
         for entry, row in EXTRACTIONS.rows():
             if as_given and (row.view is not None or row.budget is not None):
                 continue
@@ -91,8 +91,8 @@ class EndpointPart(Part):
             method = EXTRACTIONS.make(entry.name, seed=seed, **row.settings)
             exposure = replace(row.exposure, part=self.name)
             run = partial(self._check_weights, row, method, exposure, choice)
-            made.append(Check(exposure, run, entry.name))
-        return made
+            checks.append(Check(exposure, run, entry.name))
+        return checks
 
     def _check_weights(
         self, row: AnswerRow, method: Method, exposure: Exposure,
@@ -101,54 +101,49 @@ class EndpointPart(Part):
         """Run the attack if it reads the kind of answer that this endpoint gives."""
         chosen = choice()
         if isinstance(chosen, OracleError):
-            return Checked((_unanswered(exposure.part, str(chosen)),))
+            return _endpoint_failed(exposure.part, chosen)
         if row.reads is not chosen.kind:
             reason = f"it reads {row.reads}; this target gives {chosen.kind}"
-            return Checked(skips=(Skip(row.exposure, type(method).__name__, reason, absent=True),))
+            return one_skip(row.exposure, type(method).__name__, reason, absent=True)
         try:
-            return Checked((_extracted(row, method, exposure, chosen.view(self.oracle), track),))
+            return Checked((_extract(row, method, exposure, chosen.view(self.oracle), track),))
         except OracleError as error:  # while the result was judged
-            return Checked((_unanswered(exposure.part, str(error)),))
+            return _endpoint_failed(exposure.part, error)
 
     def _input_checks(self, seed: int) -> list[Check]:
-        """Every leak of a layer whose weights are at hand."""
-        layer = _layer(self.oracle)
-        leak = cache(partial(_leak, self.oracle, seed))
-        made: list[Check] = []
+        """Return a check of every leak of a layer; they are skipped if its weights are unknown."""
+        layer = _planted_layer(self.oracle)
+        leak = cache(partial(_input_and_output, self.oracle, seed))
+        checks: list[Check] = []
         for entry, row in INVERSIONS.rows():
             method = INVERSIONS.make(entry.name, seed=seed, **row.settings)
             if layer is None:
                 reason = "it needs the weights of an attention layer that answers for every token"
-                made.append(nothing_to_try(Skip(row.exposure, type(method).__name__, reason)))
+                checks.append(skipped_check(Skip(row.exposure, type(method).__name__, reason)))
                 continue
             variant = row.exposure.variant or ("causal" if layer.causal else "")
             exposure = replace(row.exposure, variant=variant, part=self.name)
             run = partial(_check_input, row, method, exposure, layer, partial(leak, layer))
-            made.append(Check(exposure, run, entry.name, weight=_WEIGHT))
-        return made
+            checks.append(Check(exposure, run, entry.name, weight=_INPUT_SECONDS))
+        return checks
 
 
-def _unanswered(part: str, reason: str) -> Finding:
-    """The finding that the endpoint failed, so that nothing could be checked."""
-    return Finding(
-        exposure=Exposure("KH-WEIGHTS-SCORES", part=part),
-        attack="Auto",
-        status=Status.ORACLE_FAILED,
-        reason=reason,
-        remedy=Status.ORACLE_FAILED.advice,
-    )
+def _endpoint_failed(part: str, error: OracleError) -> Checked:
+    """Return the finding that nothing could be checked because the endpoint failed."""
+    exposure, status = Exposure("KH-WEIGHTS-SCORES", part=part), Status.ORACLE_FAILED
+    return Checked((Finding(exposure, "Auto", status, str(error), status.advice),))
 
 
-def _extracted(
+def _extract(
     row: AnswerRow, method: Method, exposure: Exposure, oracle: Oracle, track: Track
 ) -> Finding:
     seen = oracle if row.view is None else row.view(oracle)
-    # 1e-6, so that rounding does not lose a query: the share was made from a whole number.
+    # The budget is a share of the unknowns. 1e-6 keeps rounding from losing a query.
     budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
     expected = budget if budget is not None else method.expected_queries(oracle.dim)
     extraction = method(Counted(seen, budget, track(words.exposure(exposure), expected)))
     if budget is not None and extraction.model is not None:
-        # The budget binds the attacker, not the auditor: how good is what the attacker has?
+        # The budget binds the attacker and not the auditor, who measures what the attacker has.
         check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
@@ -170,14 +165,19 @@ def _extracted(
 
 
 def _unknowns(oracle: Oracle) -> int:
-    """The unknowns of a head that answers with a score: W and v."""
+    """Return the number of unknowns of a head that answers with a score: W and v."""
     return oracle.dim**2 + oracle.dim
 
 
-def _leak(oracle: Oracle, seed: int, layer: Attention) -> tuple[Tensor, Tensor]:
-    """An input made up by the auditor, and what the endpoint answers to it."""
+def _input_and_output(oracle: Oracle, seed: int, layer: Attention) -> tuple[Tensor, Tensor]:
+    """Return an input made up by the auditor, and the endpoint's output for it.
+
+    The input is scaled so that scores have deviation 1, as in a working model.
+    """
     stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
-    secret = _ordinary(layer, torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64))
+    X = torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64)
+    deviation = float(attention.scores(X, X, layer.W).std())
+    secret = X / max(deviation, 1e-6) ** 0.5
     return secret, ask(oracle, secret.unsqueeze(0))[0]
 
 
@@ -189,8 +189,7 @@ def _check_input(
     try:
         secret, output = leak()
     except OracleError as error:
-        skip = Skip(row.exposure, type(method).__name__, str(error), unchecked=True)
-        return Checked(skips=(skip,))
+        return one_skip(row.exposure, type(method).__name__, str(error), unchecked=True)
     problem = _problem(row, layer, secret, output)
     inversion = method(problem, progress=track(words.exposure(exposure)))
     status, reason, error = _compared(inversion, secret, row.decimals)
@@ -214,14 +213,8 @@ def _check_input(
     return Checked((finding,))
 
 
-def _ordinary(layer: Attention, X: Tensor) -> Tensor:
-    """The input at a size where scores have deviation 1, as in a working model."""
-    deviation = float(attention.scores(X, X, layer.W).std())
-    return X / max(deviation, 1e-6) ** 0.5
-
-
 def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
-    """What can be proved of an input, in words, and the extra that is missing for a proof."""
+    """Return in words what is proved of an input, and the extra that a proof needs if missing."""
     try:
         certificate = certify(problem, X)
     except MissingExtra as missing:
@@ -231,14 +224,14 @@ def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
     return f"; proved: one exact input lies within {certificate.radius:.0e} of this one", ""
 
 
-def _layer(oracle: Oracle) -> Attention | None:
-    """The planted layer under the wrappers, if there is one that answers for every token."""
+def _planted_layer(oracle: Oracle) -> Attention | None:
+    """Return the planted layer inside the wrappers, if it answers for every token."""
     planted = (inner for inner in layers(oracle) if isinstance(inner, Attention))
     return next((inner for inner in planted if inner.every_token), None)
 
 
 def _problem(row: LeakRow, layer: Attention, secret: Tensor, output: Tensor) -> Problem:
-    """What the attacker has: the layer, its output as it leaks, and the maps where they do."""
+    """Return what the attacker has: the layer, its output, and its maps if they leak as well."""
     problem = Problem(layer.W, layer.V, output, causal=layer.causal)
     if row.decimals is not None:
         rounded = output.round(decimals=row.decimals)
@@ -249,7 +242,7 @@ def _problem(row: LeakRow, layer: Attention, secret: Tensor, output: Tensor) -> 
 def _compared(
     inversion: Inversion, secret: Tensor, decimals: int | None
 ) -> tuple[Status, str, float | None]:
-    """The inversion next to what was put in."""
+    """Compare an inversion with the input: return a status, its reason, and the relative error."""
     candidates = inversion.solutions or (() if inversion.X is None else (inversion.X,))
     if not candidates:
         return inversion.status, inversion.reason, None

@@ -11,13 +11,12 @@
     [[target]]
     target = "./others/*"
 
-The keys are the fields of `AuditOptions` and `EndpointOptions`. What a target says comes before the
-defaults, and those before the command line. Names of files begin in the folder of this file.
+The keys are the fields of `AuditOptions` and `EndpointOptions`. A target's own keys override the
+defaults, and the defaults override the command line. Paths are relative to the folder of this file.
 
-Each target is one task of a runner: the audit of it alone, with a journal of its checks. Another
-journal remembers finished targets, which are not opened again unless their files were touched. A
-target that cannot be opened, or a check that cannot be made, is written down as that, and does not
-stop the others.
+Each target is one task of a runner: an audit with its own journal of checks. The journal of the
+fleet keeps finished targets, which are not opened again unless their files have changed. A target
+that cannot be opened, or a check that fails, becomes a skip and does not stop the others.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ from keyhole.core.result import typed
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.target import TargetKind, kind_of
 
-_OWN = ("target", "name", "ledger")  # of one target alone
-_PATTERN = re.compile(r"[*?\[]")
-_STEM = 80  # letters of a file's name
+_OWN_KEYS = ("target", "name", "ledger")  # for one target, and not for [defaults]
+_WILDCARD = re.compile(r"[*?\[]")
+_MAX_STEM = 80  # letters of a file's name
 
 
 @dataclass(frozen=True)
 class Member:
-    """One target of a fleet: its name, the name of its files, and what is opened."""
+    """One target of a fleet; `stem` is the name of its files without their endings."""
 
     name: str
     stem: str
     target: NamedTarget
 
     def journal(self, fleet: str | Path | None) -> Path | None:
-        """The file for its checks, next to that of its fleet, which every process finds."""
+        """Return the path of the journal of its checks, next to the journal of the fleet."""
         return None if fleet is None else Path(fleet).absolute().with_name(f"{self.stem}.journal")
 
 
-Finished = Callable[[Member, Audit], None]  # called with every target once all of it is checked
+Finished = Callable[[Member, Audit], None]  # called when all checks of a target are done
 
 
 def fleet(
@@ -80,22 +79,24 @@ def fleet(
 ) -> Fleet:
     """Audit every target of a fleet, and report what each gives away.
 
-    `targets` is a file, or what `read_fleet` made of one. `processes` audits so many at a time
-    (0: in this process), `dask` on the cluster at that address. `journal` is the file that
-    remembers finished targets, and next to it is one for the checks of each that is not; a fleet
-    that was stopped goes on from there (`resuming` is called then). Another run's is refused, or
-    replaced with `force`. `finished` is called with every target's audit as soon as there is one.
+    - `targets` is a file, or what `read_fleet` returned for one.
+    - `processes` targets are audited at a time (0: one by one in this process), or `dask` is the
+      address of a cluster.
+    - `journal` is the file that keeps finished targets; the checks of an unfinished target are in a
+      journal of its own next to it. A fleet that was stopped resumes from them, and calls
+      `resuming`. The journal of another run is refused, or replaced with `force`.
+    - `finished` is called with the audit of each target as soon as it is done.
     """
     started = time.perf_counter()
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     members = read_fleet(targets) if isinstance(targets, str | Path) else list(targets)
-    prints = {member.name: member.target.fingerprint() for member in members}
+    fingerprints = {member.name: member.target.fingerprint() for member in members}
     audits: dict[str, Audit] = {}
     progress = track("audit", len(members))
     run = {"run": "fleet", "keyhole": environment()["keyhole"]}
-    with Journal(journal, run, force=force) as memory:
+    with Journal(journal, run, force=force) as finished_targets:
 
-        def end(member: Member, audit: Audit) -> None:
+        def add(member: Member, audit: Audit) -> None:
             audits[member.name] = replace(audit, name=member.name)
             finished(member, audits[member.name])
             progress(len(audits), None, member.name)
@@ -103,54 +104,54 @@ def fleet(
         def take(done: Done) -> None:
             member: Member = done.task.key
             if done.error is not None:
-                where, reason = Exposure(NOT_CHECKED, "target"), reason_of(done.error)
-                skip = Skip(where, "none", reason, unchecked=True)
-                end(member, Audit(target=member.name, identity="", findings=(), skips=(skip,)))
+                reason = reason_of(done.error)
+                skip = Skip(Exposure(NOT_CHECKED, "target"), "none", reason, unchecked=True)
+                add(member, Audit(target=member.name, identity="", findings=(), skips=(skip,)))
                 return
             audit: Audit = done.value
             if Checked(audit.findings, audit.skips).answered:
-                record = {"files": prints[member.name], "audit": audit.to_dict()}
-                memory.add({member.name: record})
+                record = {"files": fingerprints[member.name], "audit": audit.to_dict()}
+                finished_targets.add({member.name: record})
                 if (checks := member.journal(journal)) is not None:
                     checks.unlink(missing_ok=True)
-            end(member, audit)
+            add(member, audit)
 
         left: list[Member] = []
         for member in members:
-            record = memory.records.get(member.name, {})
-            if record.get("files") == prints[member.name]:
-                end(member, memory.recall(member.name, _recalled))
+            record = finished_targets.records.get(member.name, {})
+            if record.get("files") == fingerprints[member.name]:
+                add(member, finished_targets.recall(member.name, _read_record))
             else:
                 left.append(member)
         if audits:
             resuming(len(audits), len(members))
-        left.sort(key=lambda member: -member.target.size)  # no large one remains for the end
+        left.sort(key=lambda member: -member.target.size)  # so that no large one is left at the end
         # A ledger, and the secrets of an address, do not leave this machine.
-        here = [member for member in left if dask is not None and member.target.local_only]
-        sent = [member for member in left if member not in here]
-        for workers, some in ((dask if dask is not None else processes, sent), (0, here)):
-            with Runner(workers if some else 0) as runner:
+        local = [member for member in left if dask is not None and member.target.local_only]
+        remote = [member for member in left if member not in local]
+        for workers, group in ((dask if dask is not None else processes, remote), (0, local)):
+            with Runner(workers if group else 0) as runner:
                 more = {"track": track} if runner.in_process else {}
-                for member in some:
-                    work = partial(_audited, member.target, member.journal(journal), **more)
+                for member in group:
+                    work = partial(_audit_member, member.target, member.journal(journal), **more)
                     runner.add(Task(member, work))
                 for done in runner.run():
                     take(done)
     return Fleet({each.name: audits[each.name] for each in members}, time.perf_counter() - started)
 
 
-def _recalled(record: dict[str, Any]) -> Audit:
+def _read_record(record: dict[str, Any]) -> Audit:
     return Audit.from_dict(record["audit"])
 
 
-def _audited(target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any) -> Audit:
-    """What a worker does: all of one target; on another machine there may be no such folder."""
-    kept = journal if journal is not None and is_folder(journal.parent) else None
-    return audit(target.on(worker), journal=kept, force=True, complete=False, **more)
+def _audit_member(target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any) -> Audit:
+    """Audit one target in a worker, with a journal unless its folder is not on this machine."""
+    path = journal if journal is not None and is_folder(journal.parent) else None
+    return audit(target.on(worker), journal=path, force=True, complete=False, **more)
 
 
 def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:
-    """The targets of a file; `base` holds the options that hold where the file says nothing."""
+    """Read the targets of a fleet file; `base` are the options that the file overrides."""
     base = AuditOptions() if base is None else absolute(base, Path.cwd())
     data = read_toml(path, "a fleet file")
     expect_keys(data, ("defaults", "target"), str(path))
@@ -161,47 +162,45 @@ def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Membe
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{path} has no [[target]]: it needs one or more")
     folder = Path(path).absolute().parent
-    shared = tuple(key for key in _KEYS if key not in _OWN)
-    base = _with(base, cast("dict[str, Any]", defaults), folder, f"{path}, [defaults]", shared)
-    made: list[tuple[str, NamedTarget]] = []
+    shared = tuple(key for key in _KEYS if key not in _OWN_KEYS)
+    where = f"{path}, [defaults]"
+    base = _overridden(base, cast("dict[str, Any]", defaults), folder, where, shared)
+    targets: list[tuple[str, NamedTarget]] = []
     for number, entry in enumerate(cast("list[Any]", entries), 1):
-        made += _entry(base, entry, folder, f"{path}, [[target]] {number}")
-    return _members(made, path)
+        targets += _targets_of_entry(base, entry, folder, f"{path}, [[target]] {number}")
+    return _members(targets, path)
 
 
 def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
-    """Targets by their names alone, as a policy lists them."""
-    made = [(without_password(name), NamedTarget(name, base).anywhere()) for name in targets]
-    return _members(made, "the policy")
+    """Return the members of a fleet that a policy lists by name."""
+    named = [(without_password(name), NamedTarget(name, base).anywhere()) for name in targets]
+    return _members(named, "the policy")
 
 
-def _entry(
+def _targets_of_entry(
     base: AuditOptions, entry: Any, folder: Path, where: str
 ) -> list[tuple[str, NamedTarget]]:
-    """One [[target]], or as many as its pattern matches."""
+    """Return the target of a [[target]] with its name, or all targets that its pattern matches."""
     if not isinstance(entry, dict):
         raise InputError(f"expected a table in {where}, got {entry!r:.40}")
     given = cast("dict[str, Any]", entry)
-    options = _with(base, given, folder, where, (*_OWN, *_KEYS))
+    options = _overridden(base, given, folder, where, (*_OWN_KEYS, *_KEYS))
     target = _typed(str, given.get("target", ""), "target", where)
     name = _typed(str, given.get("name", ""), "name", where)
     if not target.strip():
         raise InputError(f"{where} has no target")
-    names = _matching(target, folder, where)
-    return [
-        (_name(name, each, several=len(names) > 1), NamedTarget(each, options, str(folder)))
-        for each in names
-    ]
+    found = _matches(target, folder, where)
+    targets: list[tuple[str, NamedTarget]] = []
+    for each in found:
+        public = without_password(each).removeprefix("./")
+        own_name = f"{name}/{Path(public).name}" if name and len(found) > 1 else name or public
+        targets.append((own_name, NamedTarget(each, options, str(folder))))
+    return targets
 
 
-def _name(name: str, target: str, *, several: bool) -> str:
-    shown = without_password(target).removeprefix("./")
-    return f"{name}/{Path(shown).name}" if name and several else name or shown
-
-
-def _matching(target: str, folder: Path, where: str) -> list[str]:
-    """A name as it is, or the targets in a folder that a pattern matches."""
-    literal = "://" in target or not _PATTERN.search(target)
+def _matches(target: str, folder: Path, where: str) -> list[str]:
+    """Return the targets in a folder that a pattern matches; any other name stays as it is."""
+    literal = "://" in target or not _WILDCARD.search(target)
     if literal or exists(folder / target):
         return [target]
     pattern = Path(target)
@@ -221,27 +220,31 @@ def _matching(target: str, folder: Path, where: str) -> list[str]:
 
 
 def _is_target(path: Path) -> bool:
-    """What can be audited without being told what it is: no leak, no folder of anything."""
+    """Whether a match of a pattern is a target: a model, a store or an endpoint.
+
+    Leaks are left out because they need --model, and folders unless they hold a model.
+    """
     kind = kind_of(str(path))
     if kind is TargetKind.MODEL:
         return path.suffix == ".gguf" or exists(path / "config.json")
     return kind is TargetKind.STORE or path.suffix == ".safetensors"
 
 
-# What the keys of a fleet file mean: the fields of both classes, by their names and types.
-_AUDIT, _ENDPOINT = get_type_hints(AuditOptions), get_type_hints(EndpointOptions)
-_ABOUT: dict[str, Option | None] = {
+# The keys of a fleet file are the fields of both classes.
+_AUDIT_TYPES, _ENDPOINT_TYPES = get_type_hints(AuditOptions), get_type_hints(EndpointOptions)
+_TYPES = _AUDIT_TYPES | _ENDPOINT_TYPES
+_DECLARED: dict[str, Option | None] = {
     each.name: each.metadata.get("option")
     for options in (AuditOptions, EndpointOptions)
     for each in fields(options)
 }
-_KEYS = (*(key for key in (*_AUDIT, *_ENDPOINT) if key not in ("endpoint", "headers")), "header")
+_KEYS = (*(key for key in _TYPES if key not in ("endpoint", "headers")), "header")
 
 
-def _with(
+def _overridden(
     base: AuditOptions, given: Mapping[str, Any], folder: Path, where: str, keys: Sequence[str]
 ) -> AuditOptions:
-    """The options of a table, written over those of `base`."""
+    """Return `base` with the options of a table of a fleet file."""
     given = {key.replace("-", "_"): value for key, value in given.items()}
     expect_keys(given, keys, where)
     audit: dict[str, Any] = {}
@@ -249,26 +252,28 @@ def _with(
     for key, value in given.items():
         if key == "header":
             endpoint["headers"] = headers_of(_typed(tuple[str, ...], value, key, where))
-        elif key in _ENDPOINT:
-            endpoint[key] = _option(_ENDPOINT[key], value, key, folder, where)
-        elif key in _AUDIT and key != "name":  # that of a row is not its targets'
-            audit[key] = _option(_AUDIT[key], value, key, folder, where)
+        elif key in _ENDPOINT_TYPES:
+            endpoint[key] = _option(value, key, folder, where)
+        elif key in _AUDIT_TYPES and key != "name":  # the name of an entry, not an option
+            audit[key] = _option(value, key, folder, where)
     audit["endpoint"] = replace(base.endpoint, **endpoint)
     options = replace(base, **audit)
     return replace(options, model=absolute(options, folder).model)
 
 
-def _option(kind: Any, value: Any, key: str, folder: Path, where: str) -> Any:
-    about = _ABOUT[key]
-    if about is not None and about.parse is not None:  # a word, or what it stands for
+def _option(value: Any, key: str, folder: Path, where: str) -> Any:
+    """Return the value of an option, checked; a path is taken from the folder of the file."""
+    declared, kind = _DECLARED[key], _TYPES[key]
+    if declared is not None and declared.parse is not None:  # "all", or numbers
         if isinstance(value, str):
-            return about.parse(value)
+            return declared.parse(value)
         kind = tuple[int, ...] if key == "layers" else kind
     value = _typed(kind, value, key, where)
-    return str(folder / value) if about is not None and about.file else value
+    return str(folder / value) if declared is not None and declared.file else value
 
 
 def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
+    """Return `value`, or raise if it is not of this kind; one value may stand for a list."""
     several = getattr(kind, "__origin__", None) is tuple
     if several and not isinstance(value, list):
         value = [value]
@@ -278,14 +283,14 @@ def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
     return given
 
 
-def _members(made: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:
-    """Every target with a name of its own, and a plain one for its files, whatever it is called."""
+def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:
+    """Return the members of a fleet, and give the files of each a plain name of their own."""
     members: dict[str, Member] = {}
-    stems = {"index", "fleet"}  # its page and its journal
-    for name, target in made:
+    stems = {"index", "fleet"}  # the page and the journal of the fleet
+    for name, target in targets:
         if name in members:
             raise InputError(f"{path} has two targets called {name[:80]}: give each a name")
-        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_STEM].strip("-").lower() or "target"
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_MAX_STEM].strip("-").lower() or "target"
         stem, number = plain, 1
         while stem in stems:
             number += 1

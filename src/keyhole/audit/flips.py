@@ -1,9 +1,9 @@
-"""Predictions flipped by cutting a little attention, with the text unchanged: a row per attacker.
+"""Checks of predictions: how many are flipped by cutting about 1% of the attention?
 
-An attacker who can change a model's attention (through a mask that a client may send, a pruned
-cache, a fault in memory) cuts one attention entry in a hundred: how many right answers become
-wrong? disrupt/registry.py lists the attackers. One of them cuts at random, as a control. Where an
-example has no label, the model's own answer counts as right.
+The text stays unchanged. The attacker can change the model's attention: through a mask that clients
+may send, a pruned cache, or a fault in memory. There is a check for each attacker in
+disrupt/registry.py; one of them cuts at random, as a control. If an example has no label, the
+model's own answer counts as right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from keyhole.audit.check import Check, Checked, found, nothing_to_try
+from keyhole.audit.check import Check, Checked, one_finding, one_skip, skipped_check
 from keyhole.core import Cut, Remedied, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch
 _MAX_LENGTH = 128  # tokens of a text
-_WEIGHT = 130  # how long a check takes, in passes of 512 tokens, as measured on the demo
+_PASSES = 130  # of 512 tokens in the time that a check takes, as measured on the demo
 
-_CUT = Exposure("KH-PREDICTIONS-CUTS")
+_EXPOSURE = Exposure("KH-PREDICTIONS-CUTS")
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CONTROL_REMEDY = "Nothing: this is the control, what random cuts would do."
 
 
 def checks(part: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
-    """One check per attacker on a classifier or generator; models with other heads are skipped.
+    """Return a check for each attacker; models that neither classify nor generate are skipped.
 
     `share` is how much of the attention may be cut; None for each attacker's default.
     """
@@ -53,7 +53,7 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"{name} has no head for classes or text: try keyhole disrupt"
-        return [nothing_to_try(Skip(_CUT, "HackAttend", reason))]
+        return [skipped_check(Skip(_EXPOSURE, "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
     if task == "classification":
@@ -63,19 +63,19 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     def examples() -> Sequence[Example]:
         return _labelled(loaded, given) if task == "classification" else given
 
-    made: list[Check] = []
-    for name, cut, attacker in attackers(seed, share):
-        exposure = replace(cut, part=part)
+    checks: list[Check] = []
+    for name, exposure, attacker in attackers(seed, share):
+        exposure = replace(exposure, part=part)
         run = partial(_check, exposure, target, attacker, examples)
-        made.append(Check(exposure, run, name, weight=_WEIGHT * target.seconds))
-    return made
+        checks.append(Check(exposure, run, name, weight=_PASSES * target.seconds))
+    return checks
 
 
 def _check(
     exposure: Exposure, target: TextTarget, attacker: Attacker,
     examples: Callable[[], Sequence[Example]], track: Track,
 ) -> Checked:  # fmt: skip
-    """One attacker on the model, and on its hardened version where it has one."""
+    """Run one attacker on the model, and on its hardened version if there is one."""
     loaded, hardened, labelled = target.loaded, target.hardened, examples()
     started = time.perf_counter()
 
@@ -92,12 +92,12 @@ def _check(
             reason += f"; of {hardened.name}: {flipped} ({percent(other.success)})"
             left = f"{flipped} right answers flipped"
             remedied = (Remedied(f"keyhole harden: {hardened.name}", other.success, left),)
-    except InputError as error:  # the model computes attention where it cannot be cut
-        return Checked(skips=(Skip(_CUT, type(attacker).__name__, str(error)),))
+    except InputError as error:  # the model's attention cannot be cut
+        return one_skip(_EXPOSURE, type(attacker).__name__, str(error))
     if target.about:
         reason += f"; {target.about}"
     control = bool(disruption.method["control"])
-    return found(
+    return one_finding(
         exposure, disruption.method["attack"], status, reason,
         _CONTROL_REMEDY if control else _REMEDY, started,
         queries=sum(outcome.queries for outcome in disruption.attacked), known=disruption.success,
@@ -108,15 +108,15 @@ def _check(
 
 
 def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
-    """Every attacker of the registry, in its order: name, what it cuts, attacker."""
-    made: list[tuple[str, Exposure, Attacker]] = []
+    """Return the attackers of the registry with their names and exposures."""
+    named: list[tuple[str, Exposure, Attacker]] = []
     for entry, row in ATTACKERS.rows():
         # An attacker that draws nothing at random need not take a seed.
         seeded = {"seed": seed} if "seed" in entry.options else {}
         attacker = ATTACKERS.make(entry.name, **row.settings, share=share, **seeded)
         cut = f"{100 * attacker.share:g}%" if isinstance(attacker, HackAttend) else ""
-        made.append((entry.name, replace(row.exposure, name=cut), attacker))
-    return made
+        named.append((entry.name, replace(row.exposure, name=cut), attacker))
+    return named
 
 
 def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
@@ -130,7 +130,7 @@ def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = s
 
 
 def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
-    """Refuse labels that the model does not have, before the first check."""
+    """Raise if an example has a label that the model does not have."""
     classes = int(loaded.model.config.num_labels)
     largest = max((example.label for example in examples), default=NO_LABEL)
     if largest >= classes:
@@ -138,7 +138,7 @@ def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
-    """The examples, with the model's own answer as the label where they have none."""
+    """Return the examples, with the model's own answer as the label of those without one."""
     return [
         replace(example, label=int(label))
         for part, batch, labels in _batches(loaded, examples)
@@ -147,7 +147,7 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
 
 
 def _verdict(disruption: Disruption) -> tuple[Status, str]:
-    """All, some or none of the right answers flipped, or why nothing could be tried."""
+    """Return the status and the reason: how many right answers flipped, or why none was tried."""
     if disruption.obstacle:
         return disruption.status, disruption.obstacle
     answers = "of the model's own answers" if disruption.own_answers else "right answers"
@@ -158,7 +158,7 @@ def _verdict(disruption: Disruption) -> tuple[Status, str]:
 
 
 def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...]:
-    """The flipped inputs to show: those that the model was most confident of before."""
+    """Return the flipped inputs to show: those that the model was most confident of."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [
         outcome for outcome in disruption.attacked if outcome.flipped and outcome.id in by_id
@@ -191,7 +191,7 @@ def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome,
 def _tokens(
     tokenizer: Any, example: Example, continued: tuple[int, ...], least: int
 ) -> tuple[str, ...]:
-    """The tokens at `least` positions: the text's, then those that the model continued with."""
+    """Return at least `least` tokens: the text's, then those that the model generated."""
     batch, _ = encode(tokenizer, [example])
     kept = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
     missing = max(0, least - len(kept))
@@ -201,7 +201,7 @@ def _tokens(
 
 
 def _answer(tokenizer: Any, config: Any, answer: tuple[int, ...], task: str) -> str:
-    """A class by its name, tokens as they are written."""
+    """Return the name of a class, or generated tokens as text."""
     if task == "classification":
         names: Mapping[int, str] = getattr(config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))

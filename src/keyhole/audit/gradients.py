@@ -1,7 +1,8 @@
-"""The texts of a batch from the gradient that a client would hand over for it.
+"""Checks of gradients: can a batch of texts be read from the gradient that a client would share?
 
-The auditor makes the gradient of its texts with the model's own loss, in float32 and as it is often
-sent, and hands the attacker the model and the update: nothing else.
+The auditor computes the gradient of its texts with the model's own loss, in float32 and in the
+precision in which gradients are often sent. The attack gets the model and the gradient, nothing
+else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from operator import eq
 
 import torch
 
-from keyhole.audit.check import Check, Checked, found, nothing_to_try
+from keyhole.audit.check import Check, Checked, one_finding, skipped_check
 from keyhole.audit.texts import PARTLY, TextTarget, explained, readings_of, share_by_chance
 from keyhole.core import Skip, Status
 from keyhole.core.exposure import Exposure
@@ -37,13 +38,13 @@ REMEDY = (
     "anybody sees them; clipping and hiding the embeddings do not help, rounding only in part."
 )
 _PRECISIONS = ("float32", "bfloat16")
-_LARGEST = 1 << 28  # weights whose gradient an audit makes
-_WEIGHT = 55  # how long a check takes, in passes of 512 tokens, as measured on the demo
+_MAX_WEIGHTS = 1 << 28  # of a model whose gradient an audit computes
+_PASSES = 55  # of 512 tokens in the time that a check takes, as measured on the demo
 
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
-    """One check of a model that has a loss; `seed` is every family's, nothing is random."""
-    del seed
+    """Return the check of a model, or the reason why its gradients are not read."""
+    del seed  # nothing here is random
     model = target.loaded.model
     reason = ""
     if head_of(model) not in TASKS:
@@ -54,12 +55,12 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
         reason = "queries, keys and values of the first blocks are not one linear map each"
     elif next(model.parameters()).dtype != torch.float32:
         reason = "a gradient in half precision is not read: on a CPU it is made in float32"
-    elif sum(each.numel() for each in model.parameters()) > _LARGEST:
+    elif sum(each.numel() for each in model.parameters()) > _MAX_WEIGHTS:
         reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
-        return [nothing_to_try(Skip(EXPOSURE, "none", reason))]
+        return [skipped_check(Skip(EXPOSURE, "none", reason))]
     exposure = replace(EXPOSURE, part=part)
-    return [Check(exposure, partial(_check, exposure, target), weight=_WEIGHT * target.seconds)]
+    return [Check(exposure, partial(_check, exposure, target), weight=_PASSES * target.seconds)]
 
 
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
@@ -73,46 +74,46 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
     notes: list[str] = []
-    occurring: list[float] = []
+    tokens_known: list[float] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
-        nearest = [_nearest(original, recovery) for original in originals]
+        nearest = [_most_similar(original, recovery) for original in originals]
         readings = readings_of(loaded.tokenizer, originals, nearest)
         chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
-        # The nearest of all that was read is taken for each text.
+        # Each text is compared with the most similar recovered one, so chance has more tries.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")
-        occurring.append(0.0 if recovery.texts else _occurring(originals, recovery))
+        tokens_known.append(0.0 if recovery.texts else _tokens_known(originals, recovery))
         progress(number)
     status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
-    if occurring and occurring[0] >= PARTLY:
+    if tokens_known and tokens_known[0] >= PARTLY:
         status = Status.INEXACT
-        notes[-1] += f"; {percent(occurring[0])} of the batch's tokens known, in no order"
-    return found(
+        notes[-1] += f"; {percent(tokens_known[0])} of the batch's tokens known, in no order"
+    return one_finding(
         exposure, "GradientSpans" if results else "", status,
         f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried", REMEDY,
         started, known=results[0].known if results else 0.0, sought="text", texts=tuple(results),
     )  # fmt: skip
 
 
-def _nearest(original: Original, recovery: BatchRecovery) -> TextRecovery:
-    """The recovered text that has most of an original: a batch has no order."""
+def _most_similar(original: Original, recovery: BatchRecovery) -> TextRecovery:
+    """Return the recovered text that has most tokens of the original: a batch has no order."""
     none = TextRecovery(Status.UNSOLVED, "", recovery.method, [], "", False, 0, 0.0)
-    return max([none, *recovery.texts], key=lambda text: _shared(original.ids, text.ids))
+
+    def similarity(text: TextRecovery) -> float:
+        same = sum(map(eq, original.ids, text.ids))
+        return 2 * same / max(1, len(original.ids) + len(text.ids))
+
+    return max([none, *recovery.texts], key=similarity)
 
 
-def _occurring(originals: Sequence[Original], recovery: BatchRecovery) -> float:
-    """How much the tokens that the update shows by itself have in common with the batch's."""
-    truth = {id_ for original in originals for id_ in original.ids}
-    return len(truth & set(recovery.tokens)) / max(1, len(truth | set(recovery.tokens)))
-
-
-def _shared(truth: Sequence[int], ids: Sequence[int]) -> float:
-    same = sum(map(eq, truth, ids))
-    return 2 * same / max(1, len(truth) + len(ids))
+def _tokens_known(originals: Sequence[Original], recovery: BatchRecovery) -> float:
+    """Return the overlap of the tokens that the gradient shows with those of the batch."""
+    truth, shown = {id_ for each in originals for id_ in each.ids}, set(recovery.tokens)
+    return len(truth & shown) / max(1, len(truth | shown))
 
 
 def _status(results: Sequence[Readings]) -> Status:

@@ -1,12 +1,12 @@
-"""One exposure of a target by its name, attacked by the checks that a whole audit makes of it.
+"""Audits one exposure of a target, given by name, with the checks that a whole audit runs on it.
 
-| name | what is attacked | what is sought |
+| name | target | what is sought |
 |---|---|---|
 | `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` | models | text |
 | `pooled` | vector stores | text |
 | `gradient` | models with a loss | the texts of a batch |
 | `flips` | classifiers and models that write text | the prediction |
-| `scores` | endpoints: whatever they answer | weights |
+| `scores` | endpoints, whatever they answer | weights |
 
 The names of leaks are those of `keyhole lab capture --expose`.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 from keyhole.audit import flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined
@@ -43,8 +44,8 @@ def audit_exposure(
 ) -> Audit:
     """Attack one exposure of an opened target.
 
-    `precision` is how a leak is rounded, `share` how much attention a flip may cut, `budget` how
-    many queries of an endpoint an attacker may ask.
+    `precision` is how a leak is rounded, `share` how much attention may be cut for a flip, `budget`
+    how many queries an attacker of an endpoint may make.
     """
     expect_seed(seed)
     expect_number("share", share, above=0)
@@ -57,12 +58,12 @@ def audit_exposure(
     started = time.perf_counter()
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
-        made = joined(check.run(untracked) for check in checks)
+        checked = joined(check.run(untracked) for check in checks)
     return Audit(
         target=target.name or target.identity,
         identity=target.identity,
-        findings=stores.whole(target.store, made.findings),
-        skips=(*target.skips, *made.skips),
+        findings=stores.merged(target.store, checked.findings),
+        skips=(*target.skips, *checked.skips),
         seed=seed,
         seconds=time.perf_counter() - started,
     )
@@ -73,30 +74,30 @@ def _checks(
     seed: int,
 ) -> Sequence[Check]:  # fmt: skip
     kind = exposure.partition(":")[0]
-    # Of an encoder and a decoder the encoder is meant.
+    # Of an encoder-decoder model, the encoder is attacked.
     models = {name: model for name, model in target.models.items() if model.encoder is None}
     if kind not in NAMES:
         raise InputError(
             f"there is no exposure {exposure}: give one such as hidden:3, {', '.join(NAMES[1:])}"
         )
     if exposure == SCORES:
-        made = [
+        per_part = [
             part.weight_checks(seed, as_given=True, budget=budget)
             for part in target.parts
             if isinstance(part, EndpointPart)
         ]
     elif exposure == "pooled" and target.store:
-        made = [target.store.checks(seed)]
+        per_part = [target.store.checks(seed)]
     elif exposure == FLIPS:
-        made = [flips.checks(name, model, seed, share) for name, model in models.items()]
+        per_part = [flips.checks(name, model, seed, share) for name, model in models.items()]
     elif exposure == GRADIENT:
-        made = [gradients.checks(name, model, seed) for name, model in models.items()]
+        per_part = [gradients.checks(name, model, seed) for name, model in models.items()]
     else:
         leak = Exposure.parse(exposure)
-        made = [
+        per_part = [
             texts.checks_of(name, model, leak, precision, seed) for name, model in models.items()
         ]
-    if not made:
+    if not per_part:
         what = "an endpoint" if exposure == SCORES else "a model"
         raise InputError(f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none")
-    return [check for checks in made for check in checks]
+    return list(chain.from_iterable(per_part))

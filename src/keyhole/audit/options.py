@@ -1,8 +1,8 @@
-"""The options of an audit, declared once.
+"""The options of an audit, declared once as the fields of `AuditOptions`.
 
-`keyhole.audit(target, **options)`, the flags of `keyhole audit`, the keys of a fleet file and what
-the journal calls the same run are the fields of this class. How much of the machine is used
-(processes, a cluster) and where results go is no part of it: it changes no finding.
+The keywords of `keyhole.audit`, the flags of `keyhole audit` and the keys of a fleet file are all
+derived from them. How many processes an audit uses, and where its results go, are not options here,
+because they change no finding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from keyhole.target import TargetKind, kind_of
 Layers = tuple[int, ...] | Literal["all"]
 
 
-def _count(word: str) -> int:
-    """A number, or all that there are."""
+def _parse_count(word: str) -> int:
     if word == "all":
         return MOST
     try:
@@ -32,8 +31,7 @@ def _count(word: str) -> int:
         raise InputError(f"--texts takes a number or all, not {word[:40]!r}") from None
 
 
-def _layers(word: str) -> Layers:
-    """Numbers of layers, or all that there are."""
+def _parse_layers(word: str) -> Layers:
     if word == "all":
         return "all"
     try:
@@ -44,7 +42,7 @@ def _layers(word: str) -> Layers:
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What is tried with a target, and how; None is what suits the target."""
+    """What an audit tries, and how; None leaves the choice to the kind of target."""
 
     model: str | None = option(
         None,
@@ -101,7 +99,7 @@ class AuditOptions:
         "chosen at random.",
         CHECKS,
         metavar="[NUMBER|all]",
-        parse=_count,
+        parse=_parse_count,
     )
     flips: int = option(12, "How many of a classifier's answers to try to flip.", CHECKS)
     layers: Layers | None = option(
@@ -110,7 +108,7 @@ class AuditOptions:
         "first, middle, last.",
         CHECKS,
         metavar="[NUMBER,…|all]",
-        parse=_layers,
+        parse=_parse_layers,
     )
     only: tuple[str, ...] = option(
         (),
@@ -153,15 +151,15 @@ class AuditOptions:
     device: str = option("cpu", "The device to compute on: cpu or cuda.", SCALE)
 
     def __post_init__(self) -> None:
-        """Python may give a path, or one name instead of several."""
+        """Accept what callers in Python give: paths, lists, one name for several, None."""
         for each in fields(self):
             value: Any = getattr(self, each.name)
             if isinstance(value, PathLike):
                 value = fspath(value)
-            if each.name in ("only", "returns") and isinstance(value, str):
-                value = (value,)
-            elif value is None and each.name in ("only", "returns", "endpoint"):
-                value = EndpointOptions() if each.name == "endpoint" else ()
+            if each.name in ("only", "returns"):
+                value = (value,) if isinstance(value, str) else tuple(value or ())
+            elif each.name == "endpoint":
+                value = value or EndpointOptions()
             elif isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
             object.__setattr__(self, each.name, value)
@@ -176,8 +174,9 @@ class AuditOptions:
         object.__setattr__(self, "returns", expect_returns(names, "--returns"))
 
 
-# Options that say nothing about a kind of target; of an endpoint that is known once it answers.
-_UNFIT: dict[TargetKind, tuple[str, ...]] = {
+# Options that do not apply to a kind of target. For an endpoint this depends on what it takes, so
+# it is checked once the endpoint has answered.
+_INAPPLICABLE: dict[TargetKind, tuple[str, ...]] = {
     TargetKind.STORE: ("data", "layers"),
     TargetKind.MODEL: ("model", "known"),
     TargetKind.DEMO: ("model", "known"),
@@ -185,19 +184,19 @@ _UNFIT: dict[TargetKind, tuple[str, ...]] = {
     TargetKind.SERVER: ("known", "corpus"),
     TargetKind.FILE: ("model", "known", "corpus", "data"),
 }
-_MODEL_OF = {
+_NEEDS_MODEL = {
     TargetKind.STORE: "name the encoder that made its vectors (a folder, owner/name on the hub, or "
     "demo)",
     TargetKind.LEAK: "name the model whose states or cache it holds",
 }
-_ASKED = (TargetKind.SERVER, TargetKind.ENDPOINT, TargetKind.ROUTE)
+_REMOTE = (TargetKind.SERVER, TargetKind.ENDPOINT, TargetKind.ROUTE)
 _WORDS = {TargetKind.FILE: "endpoint", TargetKind.ROUTE: "endpoint"}
 
 
-def fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
-    """What kind of target is at `place`, refused with options that do not fit it.
+def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
+    """Return the kind of the target at `place`, or raise if options do not fit it.
 
-    Nothing is opened, so that a mistake is known at once.
+    Nothing is opened and torch is not loaded, so a mistake shows at once.
     """
     kind, public = kind_of(place), without_password(name)
     if kind in (TargetKind.ATTENTION, TargetKind.BLOCK, TargetKind.UNKNOWN):
@@ -209,34 +208,35 @@ def fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
     if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
         raise no_endpoint(kind, public)
     what = public if kind is TargetKind.DEMO else f"the {_WORDS.get(kind, kind)} {public}"
-    refuse(options, what, *_UNFIT.get(kind, ()))
-    if kind in _ASKED:
+    refuse(options, what, *_INAPPLICABLE.get(kind, ()))
+    if kind in _REMOTE:
         expect_authorized(place, options.authorized)
     else:
         options.endpoint.expect_none(public)
-    if kind in _MODEL_OF and not options.model:
-        raise InputError(f"{what} needs --model: {_MODEL_OF[kind]}")
+    if kind in _NEEDS_MODEL and not options.model:
+        raise InputError(f"{what} needs --model: {_NEEDS_MODEL[kind]}")
     model = place if kind is TargetKind.MODEL else options.model or ""
-    named = (
+    files = (
         (model if model.endswith(".gguf") else None, "a GGUF file"),
         (options.data, "a file of texts"),
         (options.known, "texts"),
         (options.corpus, "a corpus"),
     )
-    for file, called in named:
+    for file, content in files:
         if file is not None:
-            expect_file(file, called)
+            expect_file(file, content)
     return kind
 
 
 def refuse(options: AuditOptions, what: str, *names: str) -> None:
-    """Options that say nothing about such a target."""
+    """Raise if one of these options is set: they do not apply to the target `what`."""
     for name in names:
         if getattr(options, name) not in (None, ()):
             raise InputError(f"--{name} does not apply to {what}: leave it out")
 
 
 def no_endpoint(kind: TargetKind, name: str) -> InputError:
+    """Return the error that --ledger does not apply to a target that is no endpoint."""
     return InputError(
         f"--ledger keeps the answers of an endpoint, and {name} is a {kind}: leave --ledger out"
     )

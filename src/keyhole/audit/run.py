@@ -1,9 +1,9 @@
-"""`keyhole audit` as a function: every attack that applies to a target, judged, as findings.
+"""`keyhole audit` as a function: run every check of a target, and collect findings and skips.
 
-A target's parts say what is to be checked (target.py); the checks are tasks of one runner
-(core/tasks.py), in this process or on workers, which open the target themselves: neither weights
-nor texts are sent to them. A journal (core/journal.py) holds finished checks, without those that
-the target did not answer: they run again.
+The parts of a target make its checks (target.py). The checks are tasks of a runner (core/tasks.py),
+in this process or on workers. A worker opens the target itself, so that neither weights nor texts
+are sent. Finished checks are kept in a journal (core/journal.py), except those that the target did
+not answer, which an audit that resumes repeats.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.audit.check import Check, Checked, joined, nothing_to_try
+from keyhole.audit.check import Check, Checked, joined, one_skip, skipped_check
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.stores import StoreTarget, texts_read, whole
+from keyhole.audit.stores import StoreTarget, merged, readings_in
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
@@ -35,8 +35,8 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
-_PRIOR = 0.15  # how much the expected pace counts, as a share of the weight of all checks
-Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
+_PRIOR = 0.15  # the share of all weights that the expected pace counts for
+Resuming = Callable[[int, int], None]  # called with the numbers of finished checks and of all
 
 
 def audit(
@@ -57,15 +57,17 @@ def audit(
     """Try every attack that applies to a target, and report what it gives away.
 
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
-    vector store), or an oracle, several by name, or a model with its texts. The fields of
-    `AuditOptions` are keywords. Checks run in `processes` worker processes (0: in this one), or on
-    the `dask` cluster at that address; an endpoint over the network, or with a ledger, is asked
-    by this process alone. `journal` is the file that remembers finished checks: an audit that was
-    stopped goes on from it (and calls `resuming`); remove it once the findings are saved.
-    Another audit's journal is refused, or replaced with `force`. `answers` is the file that keeps
-    a server's answers if the options name no ledger. With `complete`, a check that fails ends the
-    audit; otherwise it becomes a skip with the reason. `notice` is called with what a person
-    should know at once.
+    vector store), or an oracle, several oracles by name, or a model with its texts. Options are
+    given as `options` or as keywords, the fields of `AuditOptions`.
+
+    - Checks run in `processes` worker processes (0: in this one), or on the `dask` cluster at that
+      address. An endpoint on the network or with a ledger is queried by this process alone.
+    - `journal` is the file that keeps finished checks. An audit that was stopped resumes from it,
+      and calls `resuming`. Remove it once the findings are saved. The journal of another audit is
+      refused, or replaced with `force`.
+    - `answers` is the file that keeps a server's answers if the options name no ledger.
+    - With `complete`, a check that fails ends the audit; otherwise it becomes a skip.
+    - `notice` is called with messages for the user.
     """
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     workers = dask if dask is not None else processes
@@ -80,7 +82,7 @@ def audit(
     opened = target_of(cast("Oracle", target)) if named is None else named.open()
     opening = time.perf_counter() - started
     store = opened.store
-    ledger = options.ledger or (answers if opened.is_asked else None)
+    ledger = options.ledger or (answers if opened.has_server else None)
     with opened.ready(ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
         for check in checks.values():
@@ -92,10 +94,10 @@ def audit(
             notice("the checks run in this process, which holds the target's ledger and secrets")
             workers = 0
         run = _identity_of_run(opened, options)
-        memory = stack.enter_context(Journal(journal, run, force=force))
+        finished = stack.enter_context(Journal(journal, run, force=force))
         runner = stack.enter_context(Runner(workers))
         stack.enter_context(threads_for(opened.size))
-        checking = Checking(checks, runner, memory, track, notice, store)
+        checking = Checking(checks, runner, finished, track, notice, store)
 
         def work(key: str) -> Work:
             if not workers:
@@ -114,30 +116,30 @@ def audit(
             if done.error is not None and complete:
                 raise done.error
             checking.take(done)
-        # Inside `threads_for`: an audit records how many threads computed it.
+        # Inside `threads_for`, because the audit records the number of threads.
         return _audit_of(opened, options, checking.checked, opening + checking.seconds)
 
 
 def _audit_of(opened: Target, options: AuditOptions, checked: Checked, seconds: float) -> Audit:
-    untried = [
+    layers = [
         skip
         for name, model in opened.models.items()
         for skip in layers_left_out(name, model.loaded.model, model.layers)
     ]
     skips = checked.skips
-    # If a target has several parts, it is no news that one lacks an exposure that another has. A
+    # Of several parts, each lacks exposures that another has: those skips would tell nothing. A
     # decoder does not count as a part next to its encoder.
     if len([part for part in opened.parts if part.name != DECODER]) > 1:
-        left = left_out(options.only)
-        skips = tuple(skip for skip in skips if skip.unchecked or skip == left)
+        by_choice = left_out(options.only)
+        skips = tuple(skip for skip in skips if skip.unchecked or skip == by_choice)
     observed = bool(opened.parts) and all(part.observed for part in opened.parts)
     return Audit(
         target=opened.name or opened.identity,
         identity=opened.identity,
         findings=tuple(
-            replace(finding, observed=observed) for finding in whole(opened.store, checked.findings)
+            replace(each, observed=observed) for each in merged(opened.store, checked.findings)
         ),
-        skips=(*opened.skips, *untried, *skips),
+        skips=(*opened.skips, *layers, *skips),
         seed=options.seed,
         seconds=seconds,
         name=options.name or "",
@@ -151,28 +153,31 @@ def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: 
 
 
 def checks_of(target: Target, options: AuditOptions) -> list[Check]:
-    """All checks in the order of the findings; one that `only` leaves out keeps its number."""
-    only = options.only
+    """Return all checks in the order of the findings.
+
+    A check that `only` leaves out is replaced by one that skips it, so that numbers stay the same.
+    """
+    only, skip = options.only, left_out(options.only)
     return [
-        check if is_chosen(check.exposure, only) else nothing_to_try(left_out(only), check.exposure)
+        check if is_chosen(check.exposure, only) else skipped_check(skip, check.exposure)
         for part in target.parts
         for check in part.checks(options.seed, against_defences=options.against_defences)
     ]
 
 
 def left_out(only: Sequence[str]) -> Skip:
-    """The skip that stands for all exposures that `only` leaves out."""
+    """Return the one skip for all exposures that `only` leaves out."""
     exposure = Exposure(NOT_CHECKED, "others", name=", ".join(only))
     return Skip(exposure, "none", "left out, as --only or the policy says")
 
 
 def numbered(checks: Sequence[Check]) -> dict[str, Check]:
-    """Every check under a key of its own, in the order of the findings."""
+    """Return the checks in their order, each under its own key."""
     return {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
 
 
 def _identity_of_run(target: Target, options: AuditOptions) -> Run:
-    """What the findings depend on: a journal in which it differs is refused."""
+    """Return what the findings depend on: a journal in which it differs is refused."""
     return {
         "run": "audit",
         "keyhole": environment()["keyhole"],
@@ -185,7 +190,7 @@ def _identity_of_run(target: Target, options: AuditOptions) -> Run:
 
 
 class Checking:
-    """The checks of a target: which are done, what they found, how long the rest will take."""
+    """The progress of an audit: its finished checks, their results, and the time left."""
 
     def __init__(
         self, checks: Mapping[str, Check], runner: Runner, journal: Journal, track: Track,
@@ -193,50 +198,52 @@ class Checking:
     ) -> None:  # fmt: skip
         self.checks, self.runner, self.journal = checks, runner, journal
         self._store, self._notice, self._progress = store, notice, track("audit")
-        self._made: dict[str, tuple[Checked, float]] = {}
+        self._finished: dict[str, tuple[Checked, float]] = {}  # with the seconds that each took
 
     def begin(self, work: Callable[[str], Work]) -> None:
-        """Recall checks that are in the journal; the others become tasks."""
+        """Read finished checks from the journal, and make tasks of the others."""
         for key in self.checks:
             if key in self.journal:
-                self._made[key] = self.journal.recall(key, _recalled)
+                self._finished[key] = self.journal.recall(key, _read_record)
             else:
                 self.runner.add(Task(key, work(key)))
 
     def take(self, done: Done) -> None:
-        """Keep what a check found, or a skip with the reason if it failed."""
+        """Keep the result of a check, or a skip with the reason if it failed."""
         key, exposure = done.task.key, self.checks[done.task.key].exposure
         if done.error is not None:
-            skip = Skip(exposure, "none", reason_of(done.error), unchecked=True)
-            self._made[key] = Checked(skips=(skip,)), 0.0
+            reason = reason_of(done.error)
+            self._finished[key] = one_skip(exposure, "none", reason, unchecked=True), 0.0
         else:
             checked: Checked = done.value
             if checked.answered:
                 self.journal.add({key: {**checked.to_dict(), "seconds": done.seconds}})
-            self._made[key] = checked, done.seconds
-            self._stream(checked)
+            self._finished[key] = checked, done.seconds
+            self._notify_of_texts(checked)
         self.report(words.in_full(exposure))
 
-    def _stream(self, checked: Checked) -> None:
-        """Report what was read from a store as soon as a check ends."""
-        last = texts_read(checked.findings)
-        if self._store is not None and last:
-            tried = texts_read(each for made, _ in self._made.values() for each in made.findings)
+    def _notify_of_texts(self, checked: Checked) -> None:
+        """Report the texts of a store that a check has read."""
+        latest = readings_in(checked.findings)
+        if self._store is not None and latest:
+            tried = readings_in(
+                finding for each, _ in self._finished.values() for finding in each.findings
+            )
             rows, count = self._store.rows, self._store.count
-            self._notice(words.so_far(last, tried, len(rows), count))
+            self._notice(words.so_far(latest, tried, len(rows), count))
 
     @property
     def checked(self) -> Checked:
-        return joined(self._made[key][0] for key in self.checks)
+        return joined(self._finished[key][0] for key in self.checks)
 
     @property
     def done(self) -> int:
-        return len(self._made)
+        return len(self._finished)
 
     @property
     def seconds(self) -> float:
         """The time that all finished checks took."""
-        return sum(seconds for _, seconds in self._made.values())
+        return sum(seconds for _, seconds in self._finished.values())
 
     def report(self, note: str = "") -> None:
         if isinstance(self._progress, Expecting):
@@ -245,30 +252,35 @@ class Checking:
         self._progress(self.done, len(self.checks) or None, note)
 
     def cost(self, key: str) -> float:
-        """Seconds that a check will take: its weight, times how slow finished checks were.
+        """Estimate the seconds of a check: its weight times the pace of the finished checks.
 
-        That factor starts at 1, as if `_PRIOR` of all weights had taken the expected seconds.
+        The pace is their seconds per weight. It starts at 1, as if checks with `_PRIOR` of all
+        weights had taken the expected time.
         """
         prior = _PRIOR * sum(check.weight for check in self.checks.values())
-        weight = sum(self.checks[done].weight for done in self._made)
+        weight = sum(self.checks[done].weight for done in self._finished)
         pace = (self.seconds + prior) / (weight + prior) if prior else 1.0
         return self.checks[key].weight * pace
 
 
-def _recalled(record: dict[str, Any]) -> tuple[Checked, float]:
+def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
     return Checked.from_dict(record), float(record["seconds"])
 
 
 def reason_of(error: Exception) -> str:
+    """Return an error in one line, as the reason of a skip."""
     text = " ".join(str(error).split())
     return text if isinstance(error, KeyholeError) else f"{type(error).__name__}: {text}"[:500]
 
 
-# What a worker does: open the target itself, and run one check.
+# Workers open the target themselves.
 
 
 def run_in_worker(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
-    """Run one check of a target that has this `identity`; the target stays open for the next."""
+    """Open the target, which must have this `identity`, and run one check.
+
+    The target stays open for the worker's next check.
+    """
     named = named.on(worker)
     with kept_open(named, partial(_open, named)) as (own, checks):
         if own != identity:

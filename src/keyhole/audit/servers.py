@@ -1,10 +1,13 @@
-"""A server of a language model: which routes are open, and what can be read of what they return.
+"""Checks of servers: which routes are open, and what can be read from their answers?
 
-Every route that answers without a key and returns states, vectors, log-probabilities or cache files
-is exposed: a finding by itself, though nothing was read by it. Log-probabilities of the whole
-vocabulary also give away the last layer. With the model's weights the audit goes on: it sends texts
-and reads them back from the states alone, computes the last state from log-probabilities, and sends
-a text as vectors, where a server may take those.
+A server of a language model (`ServerTarget`): every route that returns states, vectors,
+log-probabilities or cache files without a key is a finding, even if nothing was read. Log-
+probabilities of the whole vocabulary also give away the last layer. With the model's weights, the
+audit sends texts and reads them back from the states, computes the last state from
+log-probabilities, and tries whether the server takes vectors as a prompt.
+
+An endpoint of the Open Inference Protocol that takes texts (`AnswersTarget`): each output is
+classified by what is known to be read from such answers.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, Part, found, joined, nothing_to_try
+from keyhole.audit.check import Check, Checked, Part, joined, one_finding, one_skip, skipped_check
 from keyhole.audit.texts import readings_of, seconds_of
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY, EndpointOptions, without_password
@@ -56,19 +59,25 @@ _RULES = {
     STATES: "KH-TEXT-HIDDEN-STATES", VECTOR: "KH-TEXT-EMBEDDING", CACHE: "KH-TEXT-KEYS-AND-VALUES",
     LOGPROBS: "KH-TEXT-LOG-PROBABILITIES",
 }  # fmt: skip
-# What routes are asked about before anything is known of them. After some texts comes half a
-# character, of which llama.cpp gives no log-probabilities: then the next text is tried.
+# Texts to try a route with. If the next token would be half a character, llama.cpp gives no
+# log-probabilities, and the next text is tried.
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
-_ANSWER, _READ, _SOLVED = 1.0, 65, 6  # how long: seconds, and passes of 512 tokens besides
-_CLOSE = 1e-3  # of the state's length: what float32 and printing leave
-_SPREAD = 2  # times as many chosen tokens as a state needs: rounding averages out
+_ANSWER_SECONDS = 1.0  # of a check that asks for log-probabilities
+_TEXT_PASSES, _STATE_PASSES = 65, 6  # of 512 tokens, in the time that a check takes besides
+_TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
+_SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
 _NO_HEAD = "the weights have no head for next tokens"
-_MANY = 384  # log-probabilities that a state needs at least, where its width is not known
+_MIN_LOGPROBS = 384  # that a state needs, if its width is unknown
 
 
 @dataclass(frozen=True, eq=False)
 class ServerTarget(Part):
-    """A server, the weights of its model where they are known, and texts to send."""
+    """A server of a language model, texts to send, and the model's weights if they are known.
+
+    - `budget`: how many queries an expensive attack may make.
+    - `only`: the exposures to check, by which an expensive attack may be chosen as well.
+    - `ledger`: the file that keeps answers to the attack on the last layer.
+    """
 
     name: str
     server: Server
@@ -91,18 +100,19 @@ class ServerTarget(Part):
         return f"{self.server.url} {self.server.kind} {model}{weights}"
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
-        """One for each route, and one for each thing that is read of what a route returns."""
-        made: list[Check] = []
+        """Return a check of each route, and one for each attack on what a route returns."""
+        checks: list[Check] = []
         server, loaded = self.server, self.loaded
-        pace = 0.0 if loaded is None else seconds_of(loaded.model)
+        seconds_per_pass = 0.0 if loaded is None else seconds_of(loaded.model)
 
         def add(
-            rule: str, variant: str, name: str, check: Callable[..., Checked], *about: Any,
+            rule: str, variant: str, name: str, check: Callable[..., Checked], *arguments: Any,
             passes: float = 0.0,
         ) -> None:  # fmt: skip
             exposure = Exposure(rule, variant, name=name)
-            seconds = (_ANSWER if rule == _RULES[LOGPROBS] else 0.0) + passes * pace
-            made.append(Check(exposure, partial(check, *about, exposure), weight=seconds))
+            seconds = passes * seconds_per_pass
+            seconds += _ANSWER_SECONDS if rule == _RULES[LOGPROBS] else 0.0
+            checks.append(Check(exposure, partial(check, *arguments, exposure), weight=seconds))
 
         for route in server.routes:
             rule = _RULES[route.gives]
@@ -110,25 +120,26 @@ class ServerTarget(Part):
             if self.probe_only:
                 continue
             if route.numbered and route.path in COMPLETIONS:
-                made.append(self._last_layer(route))
+                checks.append(self._last_layer_check(route))
             if loaded is None:
                 continue
             if route.gives == STATES:
-                add(rule, "served", route.name, self._texts, loaded, route, passes=_READ)
+                add(rule, "served", route.name, self._texts, loaded, route, passes=_TEXT_PASSES)
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
-                add(rule, "last-state", route.name, self._state, loaded, route, passes=_SOLVED)
+                passes = _STATE_PASSES
+                add(rule, "last-state", route.name, self._state, loaded, route, passes=passes)
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, server, loaded)
-        return made
+        return checks
 
     def _allowed(self) -> int | None:
-        """How many questions an expensive attack may ask; None where nobody asked for one."""
+        """Return how many queries an expensive attack may make; None if none is chosen."""
         return self.budget or (QUERIES if self.only else None)
 
-    def _last_layer(self, route: Route) -> Check:
-        """The attack where somebody asked for it, by its name or by a budget; else how to ask."""
+    def _last_layer_check(self, route: Route) -> Check:
+        """Return the attack on the last layer; a skip unless it is chosen by a rule or a budget."""
         exposure = Exposure("KH-WEIGHTS-LAST-LAYER", name=route.name)
         allowed = self._allowed() if is_chosen(exposure, self.only) else None
         if allowed is None:
@@ -136,26 +147,26 @@ class ServerTarget(Part):
                 f"it takes about {QUERIES:,} questions to the server: --budget {QUERIES} or "
                 "--only KH-WEIGHTS-LAST-LAYER runs it"
             )
-            return nothing_to_try(Skip(exposure, "OutputLayer", reason))
+            return skipped_check(Skip(exposure, "OutputLayer", reason))
         run = partial(last_layer, self.server, route, allowed, self.ledger, exposure)
         return Check(exposure, run, queries=allowed)
 
     def _probe(self, route: Route, exposure: Exposure, track: Track) -> Checked:
-        """Does the route answer without a key?"""
+        """Try whether the route answers without a key."""
         del track
         started = time.perf_counter()
-        answered, _ = self._enough(route, _PROBES)
+        answered, _ = self._ask(route, _PROBES)
         status, reason = _verdict(route, answered, self.loaded)
         if status is None:
             return _not_given(exposure, "probe", answered, reason)
         command = self._command(route) if status is Status.EXPOSED else ""
-        return found(
+        return one_finding(
             exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
             command=command, queries=answered.requests,
         )  # fmt: skip
 
     def _command(self, route: Route) -> str:
-        """What reads texts or weights through an open route; nothing where this audit does."""
+        """Return the command that reads from an open route; none if this audit does so itself."""
         url, loaded = self.server.url, self.loaded
         model = "MODEL" if loaded is None else shlex.quote(loaded.name)
         if loaded is not None and (route.gives == STATES or route.numbered):
@@ -168,22 +179,25 @@ class ServerTarget(Part):
             return f"keyhole extract {url}/v1/completions --method output-layer"
         return f"keyhole audit {url} --model {model}"
 
-    def _enough(
+    def _ask(
         self, route: Route, texts: Sequence[str], *, key: bool = False
     ) -> tuple[Answered, str]:
-        """The first answer, and its text; log-probabilities too few for a state are asked for."""
+        """Return the first answer and its text.
+
+        If it has fewer log-probabilities than a state needs, ask for those of chosen tokens.
+        """
         answered, text = _first_answer(self.server, route, texts, key=key)
         needed = _needed(self.loaded)
         if not route.chosen or not answered.open or len(answered.content) >= needed:
             return answered, text
-        count = _SPREAD * needed
+        count = _SURPLUS * needed
         size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
         tokens = range(0, size, max(1, size // count))
         chosen = self.server.ask_tokens(route, text, tokens, key=key)
         return (chosen if chosen.open else answered), text
 
     def _texts(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
-        """Texts sent, and read back from the states that came."""
+        """Send texts, and read them back from the states that the server returns."""
         started = time.perf_counter()
         parts = anatomy(loaded.model)
         max_length = min(MAX_LENGTH, parts.max_length)
@@ -198,7 +212,7 @@ class ServerTarget(Part):
             if route.arithmetic:
                 target = Attacked.of(loaded.model, loaded.tokenizer)
                 (leak,) = with_served_noise(target, [leak], route.arithmetic)
-                if route.arithmetic == EIGHT_BITS:  # of bfloat16 it was not measured
+                if route.arithmetic == EIGHT_BITS:  # for bfloat16 its effect was not measured
                     arithmetic = as_served(target, leak.exposure, route.arithmetic)
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
@@ -211,22 +225,22 @@ class ServerTarget(Part):
         if status is Status.RECOVERED and result.exact < len(readings):
             status = Status.INEXACT
         reason = f"{result.exact} of {len(readings)} texts exact and verified; {first.reason}"
-        return found(
+        return one_finding(
             exposure, first.method, status, reason, route.remedy, started, queries=len(readings),
             known=result.known, sought="text", texts=(result,),
         )  # fmt: skip
 
     def _state(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
-        """The last state behind log-probabilities, next to the model's own for the same text."""
+        """Compute the last state from log-probabilities, and compare it with the model's own."""
         del track
         started = time.perf_counter()
         if head_of(loaded.model) != "causal":
-            return _skipped(exposure, "none", _NO_HEAD)
-        answered, text = self._enough(route, self.texts, key=True)
+            return one_skip(exposure, "none", _NO_HEAD)
+        answered, text = self._ask(route, self.texts, key=True)
         if not answered.open:
             return _not_given(exposure, "none", answered)
-        status, reason, error = _compared(loaded, text, answered.content, route)
-        return found(
+        status, reason, error = _compare_state(loaded, text, answered.content, route)
+        return one_finding(
             exposure, "final_states", status, reason, route.remedy, started, error=error,
             sought="last state", queries=answered.requests,
         )  # fmt: skip
@@ -235,7 +249,7 @@ class ServerTarget(Part):
 def _first_answer(
     server: Server, route: Route, texts: Sequence[str], *, key: bool = False
 ) -> tuple[Answered, str]:
-    """The answer to the first text of which the route gives something, and that text."""
+    """Return the answer to the first text for which the route returns something, and the text."""
     answered, text = Answered(), ""
     for text in texts:
         answered = server.try_route(route, text, key=key)
@@ -245,23 +259,21 @@ def _first_answer(
 
 
 def _needed(loaded: Loaded | None) -> int:
-    """Log-probabilities that a state takes."""
-    return _MANY if loaded is None else anatomy(loaded.model).width + 1
+    """Return how many log-probabilities a state needs."""
+    return _MIN_LOGPROBS if loaded is None else anatomy(loaded.model).width + 1
 
 
 def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
-    """A route that does not give it: it is not there, or nobody answered."""
-    skip = Skip(exposure, attack, f"not given: {reason or answered.reason}")
-    asked = answered.status != 0
-    return Checked(skips=(replace(skip, unchecked=not asked, absent=asked and not answered.shut),))
-
-
-def _skipped(exposure: Exposure, attack: str, reason: str, *, unchecked: bool = False) -> Checked:
-    return Checked(skips=(Skip(exposure, attack, reason, unchecked=unchecked),))
+    """Return the skip of a route that is absent or did not answer."""
+    replied = answered.status != 0
+    return one_skip(
+        exposure, attack, f"not given: {reason or answered.reason}", unchecked=not replied,
+        absent=replied and not answered.shut,
+    )  # fmt: skip
 
 
 def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[Status | None, str]:
-    """What an answer without a key means; no status where the server has no such route."""
+    """Return the status of a route tried without a key, and the reason; None if it is absent."""
     content = answered.content
     if answered.shut:
         return Status.UNSOLVED, f"asks for a key ({answered.status})"
@@ -271,7 +283,7 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     if route.gives == STATES:
         given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBES[0]!r}"
     elif route.gives == VECTOR:
-        # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
+        # Whether texts can be read from vectors is checked with the encoder (stores.py).
         given += f"one vector of {len(content)} numbers for a text"
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
@@ -285,10 +297,13 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     return Status.EXPOSED, given
 
 
-def _compared(
+def _compare_state(
     loaded: Loaded, text: str, logprobs: dict[int, float], route: Route
 ) -> tuple[Status, str, float | None]:
-    """How far the state by least squares is from the model's own, relative to its length."""
+    """Solve for the last state by least squares, and compare it with the model's own.
+
+    Return a status, the reason, and the error relative to the state's length.
+    """
     model: Any = loaded.model
     values = torch.full((1, len(anatomy(model).table)), torch.nan)
     for token, value in logprobs.items():
@@ -308,7 +323,7 @@ def _compared(
     leak = HiddenStates(own.float()[None], target.parts.layers)
     spread = float(own.square().mean().sqrt())
     noise = served_noise(target, leak, route.arithmetic) if route.arithmetic else 0.0
-    allowed = _CLOSE + noise / spread
+    allowed = _TOLERANCE + noise / spread
     reason = (
         f"the last state from {len(logprobs):,} log-probabilities, {error:.1e} of its length from "
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
@@ -316,15 +331,16 @@ def _compared(
     return (Status.RECOVERED if error <= allowed else Status.MISMATCH), reason, error
 
 
-# The last layer behind a server's log-probabilities: its width, and how much of its matrix.
+# The last layer, from a server's log-probabilities: its width, and its matrix.
 #
-# Every answer of the whole vocabulary gives away one direction of what the output matrix spans,
-# until there are no more (extract/output_layer.py). That takes hundreds of answers, so it is done
-# where it is asked for by name, with `QUERIES` of them at most, or by a budget of one's own.
-# Where the server states a larger width, it takes a sample, and says how to go on.
+# Every answer with the whole vocabulary gives one vector in the span of the output matrix, until
+# they span all of it (extract/output_layer.py). That takes hundreds of answers, so the attack runs
+# only if its rule is chosen, with up to `QUERIES` of them, or with a budget. If the server states a
+# larger width, the attack takes a sample, and the reason says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
-_WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
+# The largest width as a share of the queries: the attack makes a twelfth more, and a few to check.
+_MAX_WIDTH = 0.9
 REMEDY = (
     "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
     "which a client chooses the tokens; fewer digits cost an attacker digits of the matrix; "
@@ -336,78 +352,78 @@ def last_layer(
     server: Server, route: Route, queries: int, ledger: str | Path | None, exposure: Exposure,
     track: Track,
 ) -> Checked:  # fmt: skip
-    """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
+    """Attack the last layer with at most `queries` answers; skip it if they are not complete."""
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
     if not answered.open:
         return _not_given(exposure, "OutputLayer", answered)
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
-        given = len(answered.content)
-        if given < (oracle.vocabulary or given):
+        count = len(answered.content)
+        if count < (oracle.vocabulary or count):
             reason = (
-                f"{given} log-probabilities at a time: keyhole extract {server.url} --method "
-                f"output-layer -o top={route.chosen or given} finds out whether tokens are chosen"
+                f"{count} log-probabilities at a time: keyhole extract {server.url} --method "
+                f"output-layer -o top={route.chosen or count} finds out whether tokens are chosen"
             )
-            return _skipped(exposure, "OutputLayer", reason)
-        budget = queries if (oracle.width or 0) < _WIDEST * queries else min(SAMPLE, queries)
+            return one_skip(exposure, "OutputLayer", reason)
+        budget = queries if (oracle.width or 0) < _MAX_WIDTH * queries else min(SAMPLE, queries)
         counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
         with ExitStack() as stack:
-            kept = counted if ledger is None else stack.enter_context(Ledger(counted, ledger))
-            result = OutputLayer()(kept)
+            remembered = counted if ledger is None else stack.enter_context(Ledger(counted, ledger))
+            result = OutputLayer()(remembered)
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
-    return found(
+    return one_finding(
         exposure, "OutputLayer", result.status, reason, REMEDY, started,
         error=None if result.check is None else result.check.worst, queries=counted.queries,
         lower_bound=result.lower_bound, known=result.known, sought="last layer",
     )  # fmt: skip
 
 
-# Does a server take vectors in place of a prompt? With the model's weights the audit finds out.
+# Vectors as a prompt.
 #
-# It sends a text as the embeddings of its tokens. If the answer has the model's log-probabilities
-# for that text, the server computes on any vectors that it is sent: what attacks on weights need,
-# and a way past every filter that reads prompts.
+# The audit sends a text as the embeddings of its tokens. If the answer has the model's
+# log-probabilities for that text, the server computes on any vectors that it is sent: attacks on
+# weights need that, and it is a way past every filter that reads prompts.
 
 
-def _following(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text's ids (1, n), and the model's own log-probabilities of the next token."""
+def _own_logprobs(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of a text (1, n), and the model's own log-probabilities of the next token."""
     ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=anatomy(loaded.model).device)
     with torch.no_grad():
         return ids, loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
 
 
-def _rounded_off(loaded: Loaded, count: int) -> float:
-    """The most that bfloat16 moves the best log-probabilities after texts that are not sent."""
-    moved = 0.0
+def _rounding_error(loaded: Loaded, count: int) -> float:
+    """Return the most that bfloat16 changes the `count` best log-probabilities, on other texts."""
+    error = 0.0
     for text in _PROBES[1:]:
-        best = _following(loaded, text)[1].topk(count)
+        best = _own_logprobs(loaded, text)[1].topk(count)
         with ARITHMETICS["bfloat16"](loaded.model):
-            rounded = _following(loaded, text)[1][best.indices]
-        moved = max(moved, float((rounded - best.values).abs().max()))
-    return moved
+            rounded = _own_logprobs(loaded, text)[1][best.indices]
+        error = max(error, float((rounded - best.values).abs().max()))
+    return error
 
 
 def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Track) -> Checked:
-    """Whether it does, without a key."""
+    """Try whether the server takes vectors as a prompt without a key."""
     del track
     form, started = FORMS[server.kind], time.perf_counter()
     if head_of(loaded.model) != "causal":
-        return _skipped(exposure, "none", _NO_HEAD)
+        return one_skip(exposure, "none", _NO_HEAD)
     parts = anatomy(loaded.model)
-    ids, own = _following(loaded, _PROBES[0])
+    ids, own = _own_logprobs(loaded, _PROBES[0])
     try:
         with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
-            given = oracle(parts.table[ids].double().cpu())[0]
+            answer = oracle(parts.table[ids].double().cpu())[0]
     except Refused as error:
-        return _skipped(exposure, "probe", f"not taken: {error.status}")
+        return one_skip(exposure, "probe", f"not taken: {error.status}")
     except OracleError as error:
-        return _skipped(exposure, "probe", str(error), unchecked=True)
-    off = float((own.topk(len(given)).values - given).abs().max())
-    allowed = _CLOSE + _rounded_off(loaded, len(given))
-    same = off <= allowed
+        return one_skip(exposure, "probe", str(error), unchecked=True)
+    error = float((own.topk(len(answer)).values - answer).abs().max())
+    allowed = _TOLERANCE + _rounding_error(loaded, len(answer))
+    same = error <= allowed
     meaning = (
         "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
         if same
@@ -415,24 +431,23 @@ def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Tra
     )
     reason = (
         "vectors are taken as a prompt without a key; the best log-probabilities are "
-        f"{off:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
+        f"{error:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
     )
     status = Status.EXPOSED if same else Status.MISMATCH
-    return found(
-        exposure, "probe", status, reason, form.remedy, started, error=off,
+    return one_finding(
+        exposure, "probe", status, reason, form.remedy, started, error=error,
         sought="vectors as prompts",
     )  # fmt: skip
 
 
 # An endpoint of the Open Inference Protocol that takes texts.
 #
-# Its weights cannot be asked for with questions of one's own choice, so every kind of answer is
-# named and judged by what is known to be read of it: a vector for each token is as good as the
-# text, a vector for a whole text is read as a store's is, and a few numbers or a label are read by
-# no attack, which the reason states and is no proof of safety.
+# Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is judged by what
+# is known: a vector for each token is as good as the text, and a vector for a whole text is read
+# like those of a store. No attack reads a few numbers or a label, which proves nothing.
 
-_SUM = 1e-3  # how far rounded probabilities may add up to other than 1
-_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # where no vocabulary is known
+_SUM_TOLERANCE = 1e-3  # of probabilities, which are rounded and should add up to 1
+_ANY_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # if no model is given
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
     "token-vectors", "labels", "classes", "vector", "score",
 )  # fmt: skip
@@ -452,9 +467,9 @@ _COMMANDS = {  # what reads texts from such answers, saved to a file
 
 @dataclass(frozen=True, eq=False)
 class AnswersTarget(Part):
-    """An endpoint of texts, how it is asked, and its model, whose tokens it takes, if known."""
+    """An endpoint that takes texts, or the tokens of a model, which is `loaded` if it is known."""
 
-    url: str = field(repr=False)  # as it was given, maybe with a password
+    url: str = field(repr=False)  # it may hold a password
     model: str
     options: EndpointOptions
     loaded: Loaded | None
@@ -470,37 +485,38 @@ class AnswersTarget(Part):
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         exposure = Exposure("KH-TEXT-ANSWERS", part=self.name)
-        return [Check(exposure, partial(self._ask, exposure))]
+        return [Check(exposure, partial(self._check, exposure))]
 
-    def _ask(self, exposure: Exposure, track: Track) -> Checked:
-        """Every output for every text; then each output by itself."""
+    def _check(self, exposure: Exposure, track: Track) -> Checked:
+        """Send all texts, then classify each output by its values for them."""
         started = time.perf_counter()
         progress = track("answers to texts", len(self.texts))
-        given: dict[str, list[Output]] = {}
+        outputs: dict[str, list[Output]] = {}
         try:
             with closing(TextEndpoint(self.url, self.model, self.options)) as endpoint:
-                for number, question in enumerate(self._questions(endpoint)):
+                for number, question in enumerate(self._inputs(endpoint), 1):
                     for output in endpoint.ask(question):
-                        given.setdefault(output.name, []).append(output)
-                    progress(number + 1)
+                        outputs.setdefault(output.name, []).append(output)
+                    progress(number)
         except OracleError as error:
-            return _skipped(exposure, "asked", str(error), unchecked=True)
-        return joined(_output(exposure, name, outputs, started) for name, outputs in given.items())
+            return one_skip(exposure, "asked", str(error), unchecked=True)
+        return joined(_finding(exposure, name, given, started) for name, given in outputs.items())
 
-    def _questions(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
-        """The texts, or their tokens: those of the model, or any where its words are not known."""
+    def _inputs(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
+        """Return the texts, or their token ids; any ids if the model is unknown."""
         if endpoint.takes_texts:
             return list(self.texts)
         max_length = endpoint.length or 512
         if self.loaded is None:
-            return [ids[:max_length] for ids in _IDS[: len(self.texts)]]
+            return [ids[:max_length] for ids in _ANY_IDS[: len(self.texts)]]
         return [self.loaded.tokenizer(text)["input_ids"][:max_length] for text in self.texts]
 
 
-def _output(exposure: Exposure, name: str, outputs: Sequence[Output], started: float) -> Checked:
+def _finding(exposure: Exposure, name: str, outputs: Sequence[Output], started: float) -> Checked:
+    """Return the finding about one output of an endpoint."""
     kind, what = _kind(name, outputs)
     reason, read = f"answers {len(outputs)} texts with {what}", kind in _COMMANDS
-    return found(
+    return one_finding(
         replace(exposure, variant=kind, name=name), "asked",
         Status.EXPOSED if read else Status.NOT_APPLICABLE,
         reason if read else f"{reason}; no attack reads weights or texts from that",
@@ -510,7 +526,7 @@ def _output(exposure: Exposure, name: str, outputs: Sequence[Output], started: f
 
 
 def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
-    """What an output is, by its shape and by what its numbers add up to."""
+    """Return the kind of an output, a key of `_REMEDIES`, and a description of its values."""
     first = outputs[0]
     if first.values is None:
         labels = sorted({label for output in outputs for label in output.labels})
@@ -532,10 +548,11 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
 
 
 def _numbers(name: str, rows: Tensor) -> str:
-    if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() <= _SUM).all()):
+    """Describe the rows of an output: probabilities, vectors of length one, and so on."""
+    if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() <= _SUM_TOLERANCE).all()):
         return "probabilities"
-    if bool((rows <= 0).all()) and bool((rows.logsumexp(1).abs() <= _SUM).all()):
+    if bool((rows <= 0).all()) and bool((rows.logsumexp(1).abs() <= _SUM_TOLERANCE).all()):
         return "log-probabilities"
-    if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM).all()):
+    if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM_TOLERANCE).all()):
         return "of length one"
     return "logits" if "logit" in name.lower() else "of any size"

@@ -1,7 +1,7 @@
-"""Texts from the embeddings that a vector store keeps: how many of them can be read exactly.
+"""Checks of a vector store: how many of its texts can be read exactly from their embeddings?
 
-A sample of the vectors, chosen at random, is read back with the encoder's weights and nothing else
-but counts of a corpus, which are made once. The share of the sample gives an interval for all
+A random sample of the vectors is read back. The attack has the encoder's weights, and counts of a
+corpus, which are made once. The share of texts that were read gives an interval for the whole store
 (`Estimate` in core/finding.py).
 """
 
@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, Part, found
+from keyhole.audit.check import Check, Checked, Part, one_finding
 from keyhole.audit.texts import PARTLY, aligned, reading_alone, shortest, special_ids, tokens_read
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
@@ -63,30 +64,39 @@ from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
 
-_NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # the rest is not estimated
+EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")
+_REMEDY = (
+    "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
+    "deleting a text means deleting its vector."
+)
+_NO_ESTIMATE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)
+_SAME_FOR_ALL = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)
 AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
-# Runs of the encoder for one text, at most: on a CPU what is read after more of them is little.
+# The most runs of the encoder for one text. On a CPU, few texts are read after more of them.
 _PASSES = {"cpu": 5_000, "cuda": 1_000_000}
-_TYPICAL = 0.85  # of those: what a text of usual length takes on average
-_COUNTED = 35_000  # tokens that are run to count the corpus that ships
+_TYPICAL = 0.85  # the share of these runs that a text of usual length takes on average
+_COUNTED = 35_000  # tokens that are run to count the corpus that ships with Keyhole
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
-_USUAL, _CHARACTERS = 10, 4  # tokens of a text that nobody knows, and characters of a token
-_WITNESSES = 8  # texts with known vectors that the pooling is found out by
-_MANY = 256  # vectors whose statistics stand for the store's
-_OWN = 100  # texts of the corpus that ships whose vectors' statistics stand for the encoder's
-_BEHIND = 4  # texts that are read behind each defence, the shortest
+_USUAL_TOKENS = 10  # of a text that the store does not have
+_CHARACTERS = 4  # of a token, on average
+_KNOWN_TEXTS = 8  # from which the pooling is determined
+_STORE_SAMPLE = 256  # vectors of the store for statistics
+_ENCODER_SAMPLE = 100  # texts of the corpus whose vectors give the encoder's statistics
+_BEHIND_DEFENCES = 4  # texts that are read behind each defence, the shortest
 _RETRIEVED = 1_000  # vectors that retrieval is measured on, a tenth of them as queries
-_NOISE = (0.1, 0.3, 1.0)  # of a vector's length: how long noise is
+_NOISE = (0.1, 0.3, 1.0)  # lengths of noise, relative to the vector's length
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoreTarget(Part):
-    """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
+    """A sample of a store's vectors, with the encoder to read them; the store itself is closed.
 
-    `texts` are those that the store still has of them, None where it has none; `max_length` is
-    after how many tokens the encoder cuts a text off; `rounding` is what the store says of how
-    numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that
-    counts the corpus that ships.
+    - `rows` are the row numbers of the sample in the store, which holds `count` vectors, and
+      `texts` their texts, None for a row without a text.
+    - `max_length` is the number of tokens after which the encoder cuts a text off.
+    - `rounding` is the store's quantiser, as fields of `Pooled` (recover/leaks.py).
+    - `method` is the attack; the default counts the corpus that ships with Keyhole.
+    - `others` are vectors of the store that retrieval is measured on.
     """
 
     name: str
@@ -101,31 +111,32 @@ class StoreTarget(Part):
     rounding: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: CountedReader = field(default_factory=CountedReader)
     note: str = ""
-    others: Tensor | None = None  # some vectors of the store, which retrieval is measured on
+    others: Tensor | None = None
     observed = True
 
     @classmethod
     def of(
         cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
     ) -> StoreTarget:
-        """Sample an open store, and find out how its vectors were made."""
+        """Sample an open store, and determine how its vectors were made."""
         if store.packed is not None and store.packed.dim == anatomy(loaded.model).width:
             store = store.packed
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
-        if store.texts is not None:  # the shortest first: they are read soonest
-            lengths = dict(zip(rows, (len(text or "") for text in store.texts(rows)), strict=True))
-            rows = sorted(rows, key=lambda row: lengths[row])
         vectors = store.read(rows)
-        kept = [None] * len(rows) if store.texts is None else store.texts(rows)
+        own_texts = [None] * len(rows) if store.texts is None else store.texts(rows)
+        # The shortest texts first, which are read soonest.
+        order = sorted(range(len(rows)), key=lambda number: len(own_texts[number] or ""))
+        rows, vectors = [rows[number] for number in order], vectors[order]
+        own_texts = [own_texts[number] for number in order]
         max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
-        pooling = _pooling(store, loaded, vectors, kept, known, max_length)
+        pooling = _pooling(store, loaded, vectors, own_texts, known, max_length)
         if pooling.exposure.width is not None:
-            pooling = _truncated(store, loaded, pooling)
+            pooling = _expect_truncated(store, loaded, pooling)
         return cls(
             name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
-            rows=tuple(rows), vectors=vectors, texts=tuple(kept), pooling=pooling,
+            rows=tuple(rows), vectors=vectors, texts=tuple(own_texts), pooling=pooling,
             max_length=max_length, rounding=store.rounding, note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
         )  # fmt: skip
@@ -148,78 +159,80 @@ class StoreTarget(Part):
         }
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
-        """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
+        """Return a check for every few vectors, so that a stopped audit keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
             reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
             mismatch = Finding(EXPOSURE, "", Status.MISMATCH, reason, _REMEDY, sought="text")
             return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
-        count, pace = len(self.rows), self._pace()
+        count, seconds = len(self.rows), self._seconds_per_token()
         step = AT_ONCE[anatomy(self.loaded.model).device.type]
+        pooled = self.pooling.exposure
         ready: list[CountedReader] = []
-        made: list[Check] = []
+        checks: list[Check] = []
 
-        def attack(track: Track) -> CountedReader:  # counts the corpus in the first check
+        def attack(track: Track) -> CountedReader:  # the first check counts the corpus
             if not ready:
                 attacked = replace(self._attacked, track=track)
-                way = self.pooling
-                ready.append(self.method.ready(attacked, way.exposure, way.prefix))
+                ready.append(self.method.ready(attacked, pooled, self.pooling.prefix))
             return ready[0]
-
-        def read_some(few: StoreTarget, track: Track) -> Checked:
-            return read(replace(few, method=attack(track)), track)
 
         for start in range(0, count, step):
             end = min(start + step, count)
-            few = self.some(slice(start, end))
-            run = partial(read_some, few)
+            run = partial(_check, self.part(start, end), attack)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            made.append(Check(EXPOSURE, run, name, weight=pace * self._work(start, end)))
-        way = self.pooling.exposure
-        if against_defences and way.normalised and way.width is None and not self.rounding:
-            for defence in _defences(self.vectors.shape[1], seed):
+            checks.append(Check(EXPOSURE, run, name, weight=seconds * self._tokens(start, end)))
+        if against_defences and pooled.normalised and pooled.width is None and not self.rounding:
+            d = self.vectors.shape[1]
+            for defence in (*(gaussian_noise(s, d, seed) for s in _NOISE), rounding("binary")):
                 name = f"{defence.name}, {defence.strength}"
                 exposure = replace(EXPOSURE, variant="defended", name=name)
-                run = partial(_behind, self, exposure, defence, attack)
-                made.append(Check(exposure, run, weight=pace * self._work(0, _BEHIND)))
-        return made
+                run = partial(_read_behind, self, exposure, defence, attack)
+                weight = seconds * self._tokens(0, _BEHIND_DEFENCES)
+                checks.append(Check(exposure, run, weight=weight))
+        return checks
 
     @property
     def _attacked(self) -> Attacked:
         return Attacked.of(self.loaded.model, self.loaded.tokenizer)
 
-    def _work(self, start: int, end: int) -> float:
-        """About how many tokens are run to read these texts, the first with the counting."""
+    def _tokens(self, start: int, end: int) -> float:
+        """Estimate how many tokens are run to read these texts; the first come with counting."""
         attacked = self._attacked
         passes = self.method.search.passes or _PASSES[attacked.parts.device.type]
-        lengths = [_USUAL if text is None else len(text) // _CHARACTERS for text in self.texts]
-        # A short text is read early, and all runs are spent on one that is not; 3 special tokens.
-        tokens = sum(min(1.0, length / _USUAL) * (length + 3) for length in lengths[start:end])
+        lengths = [
+            _USUAL_TOKENS if text is None else len(text) // _CHARACTERS
+            for text in self.texts[start:end]
+        ]
+        # A short text is read early; on a longer one all runs are spent. 3 tokens are special.
+        tokens = sum(min(1.0, length / _USUAL_TOKENS) * (length + 3) for length in lengths)
         return _TYPICAL * passes * tokens + (0 if start else _COUNTED * effort(attacked))
 
-    def _pace(self) -> float:
-        """Seconds for a token of a run of the encoder, measured now."""
+    def _seconds_per_token(self) -> float:
+        """Measure how long the encoder takes for a token."""
         encoder = Encoder(self._attacked, self.pooling.exposure, matrix_half())
         texts = Texts.filled(torch.full((128, 8), len(encoder.table) // 2, device=encoder.device))
         seconds = shortest(lambda: encoder.vectors(texts, fast=True))
         return seconds / encoder.framed(texts)[0].numel()
 
-    def some(self, few: slice) -> StoreTarget:
+    def part(self, start: int, end: int) -> StoreTarget:
+        """Return the target with a part of its sample."""
+        few = slice(start, end)
         return replace(self, rows=self.rows[few], vectors=self.vectors[few], texts=self.texts[few])
 
 
-def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
-    """Refuse vectors of fewer numbers than the encoder gives, unless they are its first.
+def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
+    """Raise unless vectors that are too short hold the first numbers of the encoder's.
 
-    Known texts show it, or else how the numbers vary together.
+    Known texts show whether they do, or else the correlations between the numbers.
     """
     if pooling.error is not None:
         if not pooling.sure:
             raise _another_width(store, loaded, ", which are not its first ones")
         return pooling
     lines = corpus_texts(SHIPPED)
-    some = lines[:: len(lines) // _OWN]
+    some = lines[:: len(lines) // _ENCODER_SAMPLE]
     own = embeddings(loaded.model, loaded.tokenizer, some, pooling.exposure)
-    if not same_numbers(own, store.read(sample(store.count, _MANY, 0))):
+    if not same_numbers(own, store.read(sample(store.count, _STORE_SAMPLE, 0))):
         raise _another_width(
             store, loaded, ", which do not look like its first ones", " (or texts of the "
             "store with --known, which show it)"
@@ -238,7 +251,7 @@ def _another_width(store: Store, loaded: Loaded, but: str = "", fix: str = "") -
 
 
 def sample(count: int, texts: int, seed: int) -> list[int]:
-    """So many of the rows, each as likely as any other, in ascending order."""
+    """Return the numbers of `texts` random rows out of `count`, in ascending order."""
     return sorted(random.Random(seed).sample(range(count), min(texts, count)))  # noqa: S311
 
 
@@ -250,24 +263,25 @@ def _pooling(
     known: Sequence[str],
     max_length: int,
 ) -> Pooling:
-    """By texts whose vectors are known, by what the encoder says of itself, or by statistics."""
+    """Determine the pooling from known texts, else the encoder's own settings, else statistics."""
     width = store.dim if store.dim < anatomy(loaded.model).width else None
     encoder = (loaded.model, loaded.tokenizer)
     agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
-    pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
-    rows, witnesses = [row for row, _ in pairs], [text for _, text in pairs]
+    own_texts = {row: text for row, text in enumerate(texts) if text and text.strip()}
+    own_texts = dict(islice(own_texts.items(), _KNOWN_TEXTS))
 
     def by_texts(prefixes: Sequence[str]) -> Pooling:
         rest = (max_length, agrees, width, prefixes)
-        if pairs:
-            return from_texts(*encoder, witnesses, vectors[rows], *rest)
-        return from_known(*encoder, known[:_WITNESSES], store.batches(), *rest)
+        if own_texts:
+            own_vectors = vectors[list(own_texts)]
+            return from_texts(*encoder, list(own_texts.values()), own_vectors, *rest)
+        return from_known(*encoder, known[:_KNOWN_TEXTS], store.batches(), *rest)
 
-    if pairs or known:
+    if own_texts or known:
         plain = by_texts(("",))
-        begun = plain if plain.sure else by_texts(PREFIXES)
-        return begun if begun.sure else plain
-    many = store.read(sample(store.count, _MANY, 0))
+        prefixed = plain if plain.sure else by_texts(PREFIXES)
+        return prefixed if prefixed.sure else plain
+    many = store.read(sample(store.count, _STORE_SAMPLE, 0))
     guess = from_settings(loaded.name, many, width)
     guess = guess or from_statistics(*encoder, ORDINARY, many, width)
     prefix = likely_prefix(*encoder, ORDINARY, many, guess.exposure)
@@ -278,82 +292,89 @@ def _pooling(
 
 
 def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
-    """The same with as many runs of the encoder as an audit takes for a text."""
+    """Return the method with the number of runs of the encoder that an audit takes for a text."""
     attacked = Attacked.of(loaded.model, loaded.tokenizer)
     passes = round(_PASSES[attacked.parts.device.type] * effort(attacked))
     return replace(method, search=replace(method.search, passes=passes))
 
 
-_Ready = Callable[[Track], CountedReader]
-
-
-def texts_read(findings: Iterable[Finding]) -> list[Reading]:
-    """The texts that were read, each finding's in its first precision."""
+def readings_in(findings: Iterable[Finding]) -> list[Reading]:
+    """Return the texts that were read, in the first precision of each finding."""
     return [reading for each in findings for cell in each.texts[:1] for reading in cell.readings]
 
 
-def whole(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings, with those about a few vectors of a store each put together."""
-    if store is None:
+def merged(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings, with those about parts of a store's sample merged into one."""
+
+    def is_part(finding: Finding) -> bool:
+        return bool(finding.texts) and finding.exposure == EXPOSURE
+
+    parts = list(filter(is_part, findings))
+    if store is None or not parts:
         return tuple(findings)
-    few = [each for each in findings if each.texts and each.exposure == EXPOSURE]
-    others = [each for each in findings if not (each.texts and each.exposure == EXPOSURE)]
-    return (*others, *([_joined(store, few)] if few else []))
+    return (*filterfalse(is_part, findings), _merged(store, parts))
 
 
-def _joined(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
-    result = replace(parts[0].texts[0], readings=tuple(texts_read(parts)))
-    status = status_of(result, [part.status for part in parts])
+def _merged(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
+    result = replace(parts[0].texts[0], readings=tuple(readings_in(parts)))
+    status = _status(result, [part.status for part in parts])
     count = len(result.readings)
-    estimate, about = None, parts[0].reason
+    estimate, summary = None, parts[0].reason
     if status is Status.BUDGET:
-        about = f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
-    if status not in _NO_SHARE:
+        summary = f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
+    if status not in _NO_ESTIMATE:
         estimate = Estimate.of(result.exact, count, store.count)
-        about = str(estimate) if result.exact == count else f"{estimate}; {LEARN_MORE}"
-    notes = (about, store.pooling.reason, store.note, store.method.note)
-    reason = "; ".join(part for part in notes if part)
-    seconds = sum(part.seconds for part in parts)
-    return Finding(
-        EXPOSURE, parts[0].attack, status, reason, _REMEDY, seconds=seconds, estimate=estimate,
-        **_about(result),
+        summary = str(estimate) if result.exact == count else f"{estimate}; {LEARN_MORE}"
+    notes = (summary, store.pooling.reason, store.note, store.method.note)
+    return replace(
+        parts[0], status=status, reason="; ".join(filter(None, notes)), estimate=estimate,
+        seconds=sum(part.seconds for part in parts), queries=count, known=result.known,
+        texts=(result,),
     )  # fmt: skip
 
 
-# A few of a store's vectors read back: one check of an audit.
+# One check: a part of the sample is read.
 #
-# Where the store still has the texts, what was read is compared with them; where it does not, a
-# text counts as read if running the encoder on it gives the vector again (recover/layers/judge.py).
+# If the store still has the texts, what was read is compared with them. If not, a text counts as
+# read if the encoder gives the same vector for it (recover/embeddings/judge.py).
 
-EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")
-_REMEDY = (
-    "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
-    "deleting a text means deleting its vector."
-)
-_SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
+
+def _check(part: StoreTarget, attack: Callable[[Track], CountedReader], track: Track) -> Checked:
+    return read(replace(part, method=attack(track)), track)
 
 
 def read(part: StoreTarget, track: Track) -> Checked:
-    """Read all vectors of a part, and say what became of each."""
+    """Read all vectors of a part of the sample."""
     started = time.perf_counter()
-    recoveries = _recover(part, track)
+    pooled = part.pooling.exposure
+    leaks = [
+        Pooled(
+            vector, pooled.pooling, pooled.normalised, width=pooled.width, unit=pooled.unit,
+            **part.rounding,
+        )
+        for vector in part.vectors
+    ]  # fmt: skip
+    progress = track(words.exposure(EXPOSURE), total=len(leaks))
+    found: dict[int, TextRecovery] = {}
+    for number, recovery in recovering(
+        part.loaded.model, part.loaded.tokenizer, leaks, method=part.method, track=track
+    ):
+        found[number] = recovery
+        progress(len(found))
+    recoveries = [found[number] for number in range(len(leaks))]
     readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
     result = Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
-    status = status_of(result, [recovery.status for recovery in recoveries])
+    status = _status(result, [recovery.status for recovery in recoveries])
     first = recoveries[0]
-    return found(EXPOSURE, first.method, status, first.reason, _REMEDY, started, **_about(result))
+    return one_finding(
+        EXPOSURE, first.method, status, first.reason, _REMEDY, started, queries=len(readings),
+        known=result.known, sought="text", texts=(result,),
+    )  # fmt: skip
 
 
-def _about(result: Readings) -> dict[str, Any]:
-    return {
-        "queries": len(result.readings), "known": result.known, "sought": "text",
-        "texts": (result,),
-    }  # fmt: skip
-
-
-def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
-    """What became of all texts; `statuses` are those of each, or of some of them together."""
-    if len(set(statuses)) == 1 and statuses[0] in _SAME:
+def _status(result: Readings, statuses: Sequence[Status]) -> Status:
+    """Return the status of several texts; `statuses` are those of each, or of groups of them."""
+    if len(set(statuses)) == 1 and statuses[0] in _SAME_FOR_ALL:
         return statuses[0]
     if result.exact == len(result.readings):
         return Status.RECOVERED
@@ -361,32 +382,17 @@ def status_of(result: Readings, statuses: Sequence[Status]) -> Status:
     return Status.INEXACT if partly else Status.BUDGET
 
 
-def _recover(part: StoreTarget, track: Track) -> list[TextRecovery]:
-    way = part.pooling.exposure
-    leaks = [
-        Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.rounding)
-        for vector in part.vectors
-    ]
-    progress = track(words.exposure(EXPOSURE), total=len(leaks))
-    recoveries: dict[int, TextRecovery] = {}
-    for number, recovery in recovering(
-        part.loaded.model, part.loaded.tokenizer, leaks, method=part.method, track=track
-    ):
-        recoveries[number] = recovery
-        progress(len(recoveries))
-    return [recoveries[number] for number in range(len(leaks))]
-
-
 def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
-    """What was read of one vector, next to the store's own text where it has one."""
+    """Return what was read from one vector, compared with the store's own text if it has one."""
     tokenizer, text = part.loaded.tokenizer, part.texts[place]
-    near = _similarity(part, place, recovery)
+    similarity = _similarity(part, place, recovery)
     if text is None or not text.strip():
         note = f"vector {part.rows[place]}: the store has no text of it"
-        return reading_alone(tokenizer, recovery, note, near)
+        return reading_alone(tokenizer, recovery, note, similarity)
     original = Original.of(tokenizer, part.pooling.prefix + text, part.max_length)
     tokens, special = tokens_read(tokenizer, recovery), special_ids(tokenizer)
     truth = [id_ for id_ in original.ids if id_ not in special]
+    common = (Counter(id_ for _, _, id_ in tokens) & Counter(truth)).total()
     return Reading(
         original=original.text,
         pieces=tuple(aligned(tokens, truth)),
@@ -394,42 +400,31 @@ def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
         verified=recovery.verified,
         note="; ".join(original.notes),
         tokens=len(truth),
-        overlap=_overlap([id_ for _, _, id_ in tokens], truth),
-        similarity=near,
+        overlap=2 * common / max(1, len(tokens) + len(truth)),  # F1 of the tokens as multisets
+        similarity=similarity,
     )
 
 
 def _similarity(part: StoreTarget, place: int, recovery: TextRecovery) -> float | None:
-    """The cosine of a vector with that of the text that was read; None where none was."""
+    """Return the cosine of a vector and that of the text that was read; None if none was."""
     if not recovery.ids:
         return None
     model = part.loaded.model
     ids = torch.tensor([recovery.ids], device=anatomy(model).device)
     with torch.no_grad():
-        made = capture(model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
-    return float(torch.cosine_similarity(made, part.vectors[place].cpu().double(), dim=0))
+        vector = capture(model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+    return float(torch.cosine_similarity(vector, part.vectors[place].cpu().double(), dim=0))
 
 
-def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
-    """F1 of the tokens as multisets: twice those in common, over all of both."""
-    common = (Counter(ids) & Counter(truth)).total()
-    return 2 * common / max(1, len(ids) + len(truth))
-
-
-# What a defence would change: some of the store's own vectors behind it, and what retrieval loses.
-
-
-def _defences(d: int, seed: int) -> list[Defence]:
-    return [*(gaussian_noise(share, d, seed) for share in _NOISE), rounding("binary")]
-
-
-def _behind(
-    target: StoreTarget, exposure: Exposure, defence: Defence, attack: _Ready, track: Track
-) -> Checked:
-    method, part = attack(track), target.some(slice(0, _BEHIND))
+def _read_behind(
+    target: StoreTarget, exposure: Exposure, defence: Defence,
+    attack: Callable[[Track], CountedReader], track: Track,
+) -> Checked:  # fmt: skip
+    """Read some vectors behind a defence, and measure what it costs retrieval."""
+    method, part = attack(track), target.part(0, _BEHIND_DEFENCES)
     started = time.perf_counter()
-    way, vectors = part.pooling.exposure, part.vectors.float()
-    ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, way)
+    pooled, vectors = part.pooling.exposure, part.vectors.float()
+    ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, pooled)
     read = [_reading(part, place, recovery).exact for place, recovery in enumerate(recoveries)]
     others = vectors if target.others is None else target.others.float()
     queries, docs = others.tensor_split([-(-len(others) // 10)])
@@ -440,7 +435,7 @@ def _behind(
         f"{count} of {len(read)} texts were read, and recall@{NEAREST} falls by {lost:.1%} (of "
         f"{len(queries)} queries among {len(docs)} vectors of the store)"
     )
-    return found(
+    return one_finding(
         exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=len(read),
         known=count / len(read), sought="text",
     )  # fmt: skip

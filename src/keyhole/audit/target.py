@@ -1,9 +1,10 @@
-"""A target opened for an audit: its parts, each of which says what is to be checked of it.
+"""Targets of an audit: a `Target` is open and consists of parts, which make its checks.
 
-`NamedTarget` is a target not opened yet, small enough to be sent to another process. Its `open` is
-the one place where a name becomes parts (keyhole/target.py says of which kind): endpoints, whose
-weights and inputs are sought; models, whose texts are read back and whose predictions are flipped;
-stores, leaks, servers and endpoints that take texts.
+The parts are endpoints (endpoints.py), models with texts (`ModelPart`), vector stores (stores.py),
+leaks (texts.py), servers of language models and endpoints that take texts (servers.py).
+
+A `NamedTarget` is a name with options, small enough to be sent to another process. Its `open` is
+the one place where a name becomes a target; keyhole/target.py tells the kind of a name.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, cast
 import torch
 
 from keyhole.audit import defences, flips, gradients, texts
-from keyhole.audit.check import Check, Part, nothing_to_try
+from keyhole.audit.check import Check, Part, skipped_check
 from keyhole.audit.endpoints import EndpointPart
-from keyhole.audit.options import AuditOptions, fitting, no_endpoint, refuse
+from keyhole.audit.options import AuditOptions, expect_fitting, no_endpoint, refuse
 from keyhole.audit.servers import AnswersTarget, ServerTarget
 from keyhole.audit.stores import StoreTarget, quick
 from keyhole.audit.texts import LeakTarget, TextTarget
@@ -48,13 +49,13 @@ from keyhole.target import TargetKind
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
-DECODER = "decoder"  # the name of that part of an encoder and a decoder
-_DRAWN = 16  # states that stand for an encoder's of sounds or images
+DECODER = "decoder"  # the name of the second part of an encoder-decoder model
+_RANDOM_STATES = 16  # that stand for those of an encoder of sounds or images
 
 
 @dataclass(frozen=True, eq=False)
 class ModelPart(Part):
-    """A model with texts, which are read back, and whose predictions are flipped."""
+    """A model with texts: the texts are read back, and its predictions are flipped."""
 
     name: str
     target: TextTarget
@@ -85,46 +86,48 @@ class ModelPart(Part):
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         model, states = self.target.loaded.model, self.target.encoder
-        alone = states is None
+        is_decoder = states is not None
         try:
             with nullcontext() if states is None else behind(model, states):
                 anatomy(model)
-        except InputError as error:  # a model that does not read text alone
+        except InputError as error:  # the model reads more than text
             skip = Skip(Exposure("KH-TEXT-OTHER", part=self.name), "none", str(error))
-            others = flips.checks(self.name, self.target, seed) if alone else []
-            return [nothing_to_try(skip), *others]
-        families = [texts.checks, *([gradients.checks, flips.checks] if alone else [])]
-        families += [defences.model_checks] if against_defences and alone else []
+            others = [] if is_decoder else flips.checks(self.name, self.target, seed)
+            return [skipped_check(skip), *others]
+        families = [texts.checks]
+        if not is_decoder:
+            families += [gradients.checks, flips.checks]
+            families += [defences.model_checks] if against_defences else []
         return [check for family in families for check in family(self.name, self.target, seed)]
 
 
-def _models(subject: TextTarget) -> tuple[ModelPart, ...]:
-    """The model; of an encoder and a decoder the decoder besides, behind states of the encoder.
+def _model_parts(subject: TextTarget) -> tuple[ModelPart, ...]:
+    """Return a part for the model, and for an encoder-decoder model one for the decoder.
 
-    These are its states of the first text, or drawn ones where it reads something else than text:
-    whatever they are, an attacker who has them reads the decoder's text.
+    The decoder is run with the encoder's states of the first text, or with random states if the
+    encoder does not read text: the attacker has them, whatever they are.
     """
-    whole, model = ModelPart("", subject), subject.loaded.model
+    part, model = ModelPart("", subject), subject.loaded.model
     if not is_pair(model):
-        return (whole,)
+        return (part,)
     encoder = encoder_of(model)
     try:
         parts = anatomy(model)
         ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"][: parts.max_length]
         with torch.no_grad():
-            given = encoder(input_ids=torch.tensor([ids], device=parts.device))
-        states = given.last_hidden_state[0]
+            output = encoder(input_ids=torch.tensor([ids], device=parts.device))
+        states = output.last_hidden_state[0]
     except InputError:
         width = int(cast("Any", encoder).config.hidden_size)
-        states = torch.randn(_DRAWN, width, generator=torch.Generator().manual_seed(0))
+        states = torch.randn(_RANDOM_STATES, width, generator=torch.Generator().manual_seed(0))
     loaded = replace(subject.loaded, model=decoder_of(model))
-    behind_it = replace(subject, loaded=loaded, encoder=states, examples=(), hardened=None)
-    return whole, ModelPart(DECODER, behind_it)
+    decoder = replace(subject, loaded=loaded, encoder=states, examples=(), hardened=None)
+    return part, ModelPart(DECODER, decoder)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a target consists of; `skips` are parts that could not be opened."""
+    """An open target: its parts, and as `skips` those that could not be opened."""
 
     name: str
     parts: tuple[Part, ...] = ()
@@ -136,7 +139,7 @@ class Target:
 
     @property
     def identity(self) -> str:
-        """What two targets share only if they are the same."""
+        """A string that two targets share only if they are the same."""
         return "; ".join(part.identity for part in self.parts)
 
     @property
@@ -152,8 +155,8 @@ class Target:
         return next((part for part in self.parts if isinstance(part, StoreTarget)), None)
 
     @property
-    def is_asked(self) -> bool:
-        """Is it a server, whose answers are worth keeping?"""
+    def has_server(self) -> bool:
+        """Whether a part is a server, whose answers are worth keeping."""
         return any(
             isinstance(part, ServerTarget)
             or (isinstance(part, EndpointPart) and getattr(part.oracle, "may_change", False))
@@ -164,18 +167,18 @@ class Target:
     def ready(
         self, ledger: str | Path | None = None, notice: Notice = ignored
     ) -> Generator[Target]:
-        """The same with its endpoints counted, and remembered where there is a ledger."""
+        """Yield the target with its queries counted, and kept in the ledger if there is one."""
         servers = [part for part in self.parts if isinstance(part, ServerTarget)]
         if ledger is not None and not self.endpoints and not servers:
             kind = TargetKind.STORE if self.store else TargetKind.MODEL
             raise no_endpoint(kind, self.name)
-        with session(self.endpoints, ledger=ledger, notice=notice) as asked:
+        with session(self.endpoints, ledger=ledger, notice=notice) as wrapped:
 
             def ready(part: Part) -> Part:
                 if isinstance(part, ServerTarget):
                     return replace(part, ledger=ledger)
                 if isinstance(part, EndpointPart):
-                    return replace(part, oracle=asked[part.name])
+                    return replace(part, oracle=wrapped[part.name])
                 return part
 
             yield replace(self, parts=tuple(map(ready, self.parts)))
@@ -184,13 +187,13 @@ class Target:
 def target_of(
     target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target, name: str = ""
 ) -> Target:
-    """An oracle, several by name, or a model with its texts, as a target without a file."""
+    """Return as a target what has no name to open: an oracle, several, or a model with texts."""
     if isinstance(target, Target):
         return target
     if isinstance(target, StoreTarget):
         return Target(name or target.name, (target,))
     if isinstance(target, TextTarget):
-        return Target(name or target.loaded.name, _models(target))
+        return Target(name or target.loaded.name, _model_parts(target))
     endpoints = target if isinstance(target, Mapping) else {"": target}
     for each in endpoints.values():
         if not callable(each) or not hasattr(each, "dim"):
@@ -203,9 +206,9 @@ def target_of(
 
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target by its name and options: any process can open it.
+    """A target by its name and options, which any process can open.
 
-    `folder` is where a relative name begins; findings name the target as it was given.
+    A relative name starts at `folder`; findings show the name as it was given.
     """
 
     name: str = field(repr=False)  # an address may hold a password
@@ -214,17 +217,17 @@ class NamedTarget:
 
     @property
     def local_only(self) -> bool:
-        """Its ledger of paid answers, and the secrets of an address, do not leave this machine."""
+        """Whether it has a ledger, or an address with secrets, which stay on this machine."""
         return self.options.ledger is not None or "://" in self.name
 
     def anywhere(self) -> NamedTarget:
-        """The same for a process that runs in another folder."""
+        """Return the same target for a process that runs in another folder."""
         folder = self.folder or str(Path.cwd())
         return replace(self, folder=folder, options=absolute(self.options, folder))
 
     @property
     def place(self) -> str:
-        """The target as any process of this machine finds it."""
+        """The name as any process of this machine can open it."""
         if "://" in self.name or self.folder is None:
             return self.name
         for kind, mark, path in (("", "", self.name), self.name.partition(":")):
@@ -233,21 +236,20 @@ class NamedTarget:
         return self.name
 
     def on(self, worker: int) -> NamedTarget:
-        """The same on the device of the worker of that number."""
+        """Return the same target on the device of a worker, given by its number."""
         device = device_of(self.options.device, worker)
         return replace(self, options=replace(self.options, device=device))
 
     def fingerprint(self) -> str:
-        """What tells that a target's files were not touched, without reading all of them."""
-        options = self.options
-        named = (options.model, options.data, options.known, options.corpus)
+        """Return a digest that changes with the target's files, from their sizes and times."""
+        named = (getattr(self.options, name) for name in _FILE_OPTIONS)
         files = [*self._own_files(), *(file for name in named if name for file in _files(name))]
         times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return digest(self.name, repr(self), times)
 
     @property
     def size(self) -> int:
-        """The bytes of its files: the best guess at what it costs before anything is known."""
+        """The bytes of its files: an estimate of how long its audit takes."""
         return sum(file.stat().st_size for file in self._own_files())
 
     def _own_files(self) -> list[Path]:
@@ -258,29 +260,29 @@ class NamedTarget:
     def open(self) -> Target:
         options, public = self.options, without_password(self.name)
         expect_device(options.device)
-        kind = fitting(self.name, self.place, options)
+        kind = expect_fitting(self.name, self.place, options)
         if kind is TargetKind.SERVER:
-            return self._server(f"the server {public}")
+            return self._open_server(f"the server {public}")
         if kind in (TargetKind.ENDPOINT, TargetKind.ROUTE):
-            return self._endpoint(f"the endpoint {public}")
+            return self._open_remote_endpoint(public)
         if kind is TargetKind.LEAK:
-            return self._leak()
+            return self._open_leak()
         if kind is TargetKind.STORE:
-            return self._store()
+            return self._open_store()
         if kind is TargetKind.MODEL:
-            return self._model()
+            return self._open_model()
         if kind is TargetKind.DEMO:
-            return self._demo()
+            return self._open_demo()
         oracle = open_endpoint(self.place)
         return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
 
-    def _subject(
+    def _with_texts(
         self, loaded: Loaded, examples: Sequence[Example] = (), about: str = "",
         hardened: Loaded | None = None,
     ) -> TextTarget:  # fmt: skip
-        """A model with the texts of --data, which a classifier's examples come from, too.
+        """Return a model with the texts of --data, also as examples if it is a classifier.
 
-        Without --data: with the texts that ship, and the given examples.
+        Without --data: with the texts that ship with Keyhole, and the given examples.
         """
         options, texts, notes = self.options, self._texts(), demo.NOTES
         if options.data is not None:
@@ -304,17 +306,17 @@ class NamedTarget:
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """How every model is opened."""
+        """The options for loading any model."""
         return {"device": self.options.device, "allow_pickle": self.options.allow_pickle}
 
-    def _model(self) -> Target:
+    def _open_model(self) -> Target:
         task = task_of(self.place)
         head = "base" if task == "choice" else task
-        loaded = load_model(self.place, task=head, **self._loading)
-        return Target(self.name, _models(self._subject(replace(loaded, name=self.name))))
+        loaded = replace(load_model(self.place, task=head, **self._loading), name=self.name)
+        return Target(self.name, _model_parts(self._with_texts(loaded)))
 
-    def _demo(self) -> Target:
-        """The planted endpoints, and the classifier that ships with its hardened version."""
+    def _open_demo(self) -> Target:
+        """Open the planted endpoints, and the classifier that ships with a hardened version."""
         name = "the planted endpoints and the classifier that ship with Keyhole"
         endpoints = tuple(EndpointPart(*each) for each in demo_endpoints().items())
         device = self.options.device
@@ -325,12 +327,12 @@ class NamedTarget:
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
         hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
-        subject = self._subject(loaded, demo.EXAMPLES, demo.ABOUT, hardened or None)
+        subject = self._with_texts(loaded, demo.EXAMPLES, demo.ABOUT, hardened or None)
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
 
-    def _server(self, what: str) -> Target:
-        """A server of a language model; with the weights of --model its answers are read."""
-        loaded = self._weights()
+    def _open_server(self, what: str) -> Target:
+        """Open a server of a language model; its answers are read with the weights of --model."""
+        loaded = self._given_model()
         server = Server.at(self.place, self.options.endpoint.only_connecting(what))
         reason = "give --model to read it back"
         skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
@@ -341,9 +343,9 @@ class NamedTarget:
         )
         return Target(name, (part,), skips)
 
-    def _endpoint(self, what: str) -> Target:
-        """An endpoint that takes vectors, or one that takes texts."""
-        options, public = self.options, without_password(self.name)
+    def _open_remote_endpoint(self, public: str) -> Target:
+        """Open an endpoint that takes vectors, or one that takes texts."""
+        options, what = self.options, f"the endpoint {public}"
         try:
             oracle = open_endpoint(
                 self.place, options=options.endpoint, authorized=options.authorized
@@ -351,21 +353,20 @@ class NamedTarget:
         except TakesTexts as end:
             base, model = server_and_model(self.place)
             refuse(options, what, "known", "corpus")
-            part = AnswersTarget(base, model, options.endpoint, self._weights(), self._texts())
+            part = AnswersTarget(base, model, options.endpoint, self._given_model(), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
         refuse(options, what, "model", "known", "corpus", "data")
         return Target(describe(self.name, oracle), (EndpointPart("", oracle, observed=True),))
 
-    def _weights(self) -> Loaded | None:
-        """The model of --model, with its head; None where none is given."""
+    def _given_model(self) -> Loaded | None:
+        """Load the model of --model with its head; None if none is given."""
         name = self.options.model
         if name is None:
             return None
-        task = task_of(demo.folder_of(name))
-        return demo.open_model(name, task=task, **self._loading)
+        return demo.open_model(name, task=task_of(demo.folder_of(name)), **self._loading)
 
-    def _leak(self) -> Target:
-        """A saved slot or leak, read with the weights of --model."""
+    def _open_leak(self) -> Target:
+        """Open a saved slot or leak, to be read with the weights of --model."""
         model = cast("str", self.options.model)
         loaded, opened = open_leaks(model, self.place, **self._loading)
         leaks = [
@@ -374,7 +375,8 @@ class NamedTarget:
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
 
-    def _store(self) -> Target:
+    def _open_store(self) -> Target:
+        """Open a vector store, to be read with the encoder of --model."""
         options = self.options
         if address := address_of(self.place):
             expect_authorized(address, options.authorized)
@@ -392,21 +394,25 @@ class NamedTarget:
 
 
 def open_target(name: str, options: AuditOptions | None = None, **more: Any) -> Target:
-    """What `name` stands for; options also as keywords."""
+    """Open the target of this name; options may also be given as keywords."""
     return NamedTarget(name, AuditOptions(**more) if options is None else options).open()
 
 
+_FILE_OPTIONS = ("model", "data", "known", "corpus")  # a model may also be a name on the hub
+
+
 def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
-    """The options with files by their whole names; a name on the hub stays as it is."""
-
-    def found(name: str) -> str:
-        return str(Path(folder, name)) if exists(Path(folder, name)) else name
-
-    named = {name: getattr(options, name) for name in ("model", "known", "corpus", "data")}
-    return replace(options, **{name: found(file) for name, file in named.items() if file})
+    """Return the options with absolute paths of the files that exist in `folder`."""
+    changed: dict[str, str] = {}
+    for option in _FILE_OPTIONS:
+        name = getattr(options, option)
+        if name and exists(path := Path(folder, name)):
+            changed[option] = str(path)
+    return replace(options, **changed)
 
 
 def _files(name: str) -> list[Path]:
+    """Return a file, or all files of a folder; none if there is nothing of this name."""
     path = Path(name)
     if not name or not exists(path):
         return []
@@ -414,7 +420,7 @@ def _files(name: str) -> list[Path]:
 
 
 def corpus_file(file: str | None) -> Path | None:
-    """The file of a corpus, as other processes find it."""
+    """Return the absolute path of a corpus, which must exist."""
     if file is None:
         return None
     expect_file(file, "a corpus")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.audit.options import AuditOptions, fitting
+from keyhole.audit.options import AuditOptions, expect_fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
@@ -135,7 +135,7 @@ def _audit_one(target: str, run: _Run) -> int:
     stem = f"keyhole-{short_name(target)}"
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
-    fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
+    expect_fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
     from keyhole.audit.run import audit as audit_target
 
     findings = wanted.file("json")
