@@ -1,12 +1,12 @@
 """A callback for transformers' Trainer that audits the model at the end of training.
 
-    Trainer(…, callbacks=[AuditCallback(texts)])         the page and the findings in output_dir
-    AuditCallback(texts).attach_to(trainer)              and its figures in the trainer's log
+    Trainer(…, callbacks=[AuditCallback(texts)])      writes a page and the findings to output_dir
+    AuditCallback(texts).attach_to(trainer)           also writes figures to the trainer's log
 
-The audit is the first thing at the end of training, when the best model is loaded again and before
-trackers close their runs. It leaves the training as it was, also between epochs: the model's mode,
-its gradients and the random numbers. An audit that fails is a report that says "could not check",
-and no reason to lose a trained model, unless `strict` says so.
+The audit runs first at the end of training: after the best model is loaded again, and before
+trackers close their runs. It does not change the model's mode, its gradients or the state of random
+generators. An audit that fails is reported as "could not check", so that a trained model is not
+lost, unless `strict` is set.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from keyhole.models.pieces import decoded
 from keyhole.report import words
 
 _log = logging.getLogger("keyhole")
-_TEXTS = 3  # of a dataset, where none are given
-_FLIPS = 12
+_TEXTS, _FLIPS = 3, 12  # texts and examples that are taken from the data, if none are given
 _COLUMNS = ("text", "sentence")
 NAME = "keyhole-report"
 
-_Base: Any = transformers().TrainerCallback  # the library is an extra: one line where it is missing
+_Base: Any = transformers().TrainerCallback  # raises MissingExtra if transformers is missing
 
 
 class GaveAway(KeyholeError):
@@ -48,13 +47,15 @@ class GaveAway(KeyholeError):
 
 
 class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
-    """Audit at the end of training, and every so many epochs.
+    """Audits the model at the end of training.
 
-    `texts` are read back, by default the first of the evaluation data or of the training data;
-    `examples` are flipped, by default those with their labels. `exposures` are names that
-    `assert_withstands` takes; without them every attack that applies is tried, on `layers`.
-    `fail_on` is a severity from which on training ends with `GaveAway`; `every` audits after every
-    so many epochs as well. `strict` lets an audit that fails end the training.
+    - `texts` are read back; by default the first of the evaluation data, or of the training data.
+      `examples` are flipped; by default the same texts with their labels.
+    - `exposures` are names that `assert_withstands` takes. Without them, every attack that applies
+      is tried, on `layers`.
+    - `every`: audit after this many epochs as well, each time.
+    - `fail_on`: end the training with `GaveAway` from this severity on.
+    - `strict`: let an audit that fails end the training.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
         self._trainer: Any = None
 
     def attach_to(self, trainer: Any) -> AuditCallback:
-        """Add this to a trainer whose log, and so its trackers, shall have the figures.
+        """Add the callback to a trainer, and write figures to its log and its trackers.
 
-        In front of the others: trackers may end their runs at the end of training.
+        It goes in front of the others, because trackers may end their runs with the training.
         """
         self._trainer = trainer
         trainer.add_callback(self)
@@ -93,22 +94,22 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         del control
-        more = state.global_step < state.max_steps  # else the end of training is next
-        if self.every is not None and more and round(state.epoch or 0) % self.every == 0:
+        is_last = state.global_step >= state.max_steps  # then the end of training is next
+        if self.every is not None and not is_last and round(state.epoch or 0) % self.every == 0:
             self._run(args, state, given)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         del control
         self._run(args, state, given)
         if self.audit is not None and self.fail_on is not None and state.is_world_process_zero:
-            _expect_kept(assess(self.audit), self.fail_on)
+            _expect_withheld(assess(self.audit), self.fail_on)
 
     def _run(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero:
             return
         model = given["model"]
         try:
-            self.audit = self._audited(model, given)
+            self.audit = self._audit(model, given)
         except Exception as error:
             if self.strict:
                 raise
@@ -117,15 +118,15 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
             skip = Skip(Exposure(NOT_CHECKED, "model"), "–", reason, unchecked=True)
             self.audit = Audit(type(model).__name__, "", (), (skip,), self.seed)
         self._write(self.audit, self.folder or Path(args.output_dir))
-        made = figures(assess(self.audit))
+        numbers = figures(assess(self.audit))
         if self._trainer is not None:
-            self._trainer.log(made)
-        else:  # what a callback reaches by itself: the history that is saved with the model
-            state.log_history.append({**made, "epoch": state.epoch, "step": state.global_step})
+            self._trainer.log(numbers)
+        else:  # all that a callback can reach: the history that is saved with the model
+            state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
 
-    def _audited(self, model: Any, given: Mapping[str, Any]) -> Audit:
+    def _audit(self, model: Any, given: Mapping[str, Any]) -> Audit:
         with lent(model, given.get("processing_class"), type(model).__name__) as loaded:
-            examples = list(self.examples) or self._given(loaded.tokenizer, given)
+            examples = list(self.examples) or self._first_examples(loaded.tokenizer, given)
             texts = list(self.texts) or [each.text for each in examples[:_TEXTS]]
             subject = TextTarget(
                 loaded, texts or demo.TEXTS, self.layers,
@@ -141,8 +142,8 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
                 seconds=sum(part.seconds for part in parts),
             )  # fmt: skip
 
-    def _given(self, tokenizer: Any, given: Mapping[str, Any]) -> list[Example]:
-        """The first rows of the data that there is, as texts with their labels."""
+    def _first_examples(self, tokenizer: Any, given: Mapping[str, Any]) -> list[Example]:
+        """Return the first rows of the evaluation or training data as examples."""
         loaders = [given.get("eval_dataloader"), given.get("train_dataloader")]
         sets = [getattr(self._trainer, "eval_dataset", None)]
         sets += [getattr(loader, "dataset", None) for loader in loaders]
@@ -161,7 +162,7 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def figures(assessment: Assessment) -> dict[str, float]:
-    """The numbers of an audit that are worth following from run to run."""
+    """Return the numbers of an audit to compare from run to run."""
     shares = {
         f"keyhole/{card.family}": max(
             (item.share for item in assessment.exposed if item.family is card.family), default=0.0
@@ -178,30 +179,31 @@ def figures(assessment: Assessment) -> dict[str, float]:
 
 
 def examples_in(rows: Iterable[Any], tokenizer: Any) -> list[Example]:
-    """The first rows that hold a text, or the ids of one, with their class where they have one."""
-    made: list[Example] = []
+    """Return the first rows with a text or token ids as examples, with their labels if any."""
+    examples: list[Example] = []
     for number, row in enumerate(itertools.islice(rows, _FLIPS), 1):
         if not isinstance(row, Mapping):
             continue
-        held = cast("Mapping[str, Any]", row)
-        text = next((held[name] for name in _COLUMNS if isinstance(held.get(name), str)), None)
-        if text is None and "input_ids" in held:
-            text = decoded(tokenizer, [int(token) for token in held["input_ids"]])
+        fields = cast("Mapping[str, Any]", row)
+        text = next((fields[name] for name in _COLUMNS if isinstance(fields.get(name), str)), None)
+        if text is None and "input_ids" in fields:
+            text = decoded(tokenizer, [int(token) for token in fields["input_ids"]])
         if text and text.strip():
-            label = held.get("labels", held.get("label", NO_LABEL))
-            made.append(Example(f"row {number}", _class(label), text))
-    return made
+            label = fields.get("labels", fields.get("label", NO_LABEL))
+            examples.append(Example(f"row {number}", _class(label), text))
+    return examples
 
 
 def _class(label: Any) -> int:
-    """A whole number, or a tensor of one; the tokens of a language model are no class."""
+    """Return a label as a number; the labels of a language model are tokens, not a class."""
     try:
         return int(label)
     except (TypeError, ValueError, RuntimeError):
         return NO_LABEL
 
 
-def _expect_kept(assessment: Assessment, least: Severity) -> None:
+def _expect_withheld(assessment: Assessment, least: Severity) -> None:
+    """Raise if the model gives away more than allowed, or nothing could be checked."""
     tried = assessment.items or assessment.unchecked
     if not tried or assessment.severity.rank < least.rank:
         return

@@ -1,12 +1,12 @@
-"""Tests that fail where a model gives something away: an assertion, and a plugin for pytest.
+"""Tests that fail if a model gives something away: an assertion, and a plugin for pytest.
 
     from keyhole.testing import assert_withstands
 
     def test_hidden_states_stay_inside():
         assert_withstands("./my-model", "hidden:3", ["a secret of mine"])
 
-pytest loads the plugin (plugin.py) in every run of everybody who has Keyhole installed, so nothing
-here loads torch before it is used.
+pytest loads the plugin (plugin.py) in every run wherever Keyhole is installed, so nothing here
+loads torch before it is used.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""The plugin that pytest loads: the fixture `keyhole_audit`.
+"""The pytest plugin: the fixture `keyhole_audit`.
 
-It is loaded in every run of pytest, so it imports neither torch nor anything of Keyhole that does.
+pytest loads it in every run, so it imports neither torch nor a module of Keyhole that does.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def keyhole_audit() -> Callable[..., Audit]:
-    """`keyhole_audit(target, **options)` is `keyhole.audit`, run once a session for each target."""
+    """`keyhole.audit`, run only once per session for the same target and options."""
     from keyhole.audit.run import audit
 
-    made: dict[Any, tuple[Any, Audit]] = {}  # targets are held, so that an id stays their own
+    audits: dict[Any, tuple[Any, Audit]] = {}  # with the target, so that its id stays unique
 
-    def audited(target: Any, **options: Any) -> Audit:
+    def audit_once(target: Any, **options: Any) -> Audit:
         target = str(target) if isinstance(target, Path) else target
         key = target if isinstance(target, str) else id(target), repr(sorted(options.items()))
-        if key not in made:
-            made[key] = target, audit(target, **options)
-        return made[key][1]
+        if key not in audits:
+            audits[key] = target, audit(target, **options)
+        return audits[key][1]
 
-    return audited
+    return audit_once
