@@ -1,18 +1,16 @@
-"""Examples and texts from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
-
-A file is recognised by what is in it, not by its name:
+"""Reads examples and texts from files: tables with named columns, HellaSwag, DREAM, ReClor.
 
 | kind | file | one example |
 |---|---|---|
-| table | CSV, TSV (with a header) or JSONL | the text column(s) and the label column; SST-2 is `sentence`, `label` |
-| texts | .txt, or JSONL of strings | a line, without a label |
-| hellaswag | JSONL | `ctx`, `endings`, `label` |
-| dream | JSON | `[[turns], [{question, choice, answer}], id]`, one example a question |
-| reclor | JSON | `{context, question, answers, label}` |
+| table | .csv, .tsv (with a header), .jsonl | text and label columns; SST-2: `sentence`, `label` |
+| texts | .txt, or .jsonl of strings | a line, without a label |
+| HellaSwag | .jsonl | `ctx`, `endings`, `label` |
+| DREAM | .json | a question in `[[turns], [{question, choice, answer}], id]` |
+| ReClor | .json | `{context, question, answers, label}` |
 
-Names of datasets on the hub go through the package `datasets`, where it is installed.
-A wrong file is one line: what is wrong, and in which line or entry.
-"""  # noqa: E501
+JSON is recognised by its fields. Other names are datasets on the hub, read with the package
+`datasets`. The error about a wrong file says in which line or entry it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +28,16 @@ from torch import Tensor
 from keyhole.core.errors import InputError, MissingExtra, expect_count, first_line
 from keyhole.core.files import exists, parse, read_text
 
-TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
-NO_LABEL = -1  # of an example that came without one
-_LETTERS = 1000  # of one token, at most: the longest word of a vocabulary has far fewer
-_CLASSES = 1_000_000  # more than any classifier has
+TEXT_COLUMNS = ("sentence", "text")  # tried in this order if no column is named
+NO_LABEL = -1  # the label of an example without one
+_MAX_LETTERS = 1000  # of one token: the longest word of a vocabulary has far fewer
+_MAX_CLASSES = 1_000_000  # more than any classifier has
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text (or a pair of texts) with its class, or a context with choices and the right one."""
+    """A text (or two) with its class, or a context with choices and the number of the right one."""
 
     id: str
     label: int
@@ -57,34 +55,34 @@ def read_examples(
     limit: int | None = None,
     labelled: bool = True,
 ) -> list[Example]:
-    """Examples of a file, or of a dataset on the hub.
+    """Read the examples of a file, or of the validation split of a dataset on the hub.
 
-    `text` names one or two columns of a table, `label` another; `names` are the classes' names in
-    order, where a table may hold names instead of numbers. Where `labelled` is
-    False, examples may come without a label (NO_LABEL). Of a dataset, the split validation is read.
+    `text` names one or two columns of a table, and `label` the column of classes. These are numbers
+    or, if `names` lists the names of all classes in order, names. Without `labelled`, examples may
+    lack a label (NO_LABEL).
     """
     expect_count("the number of texts", limit)
-    given = tuple(name for name in ((text,) if isinstance(text, str) else text) if name)
-    columns, path = _Columns(given, label, tuple(names), labelled), Path(source)
+    text_columns = tuple(filter(None, (text,) if isinstance(text, str) else text))
+    columns, path = _Columns(text_columns, label, tuple(names), labelled), Path(source)
     if exists(path, links=True) or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
-        rows = _from_file(path, columns)
+        found = _from_file(path, columns)
     else:
-        rows = _from_hub(str(source), columns)
-    examples = list(islice((row for row in rows if row.text.strip()), limit))
+        found = _from_hub(str(source), columns)
+    examples = list(islice((each for each in found if each.text.strip()), limit))
     if not examples:
         raise InputError(f"there are no texts in {source}")
     return examples
 
 
 def read_texts(path: str | Path, column: str | None = None, limit: int | None = None) -> list[str]:
-    """The first `limit` texts of a file, whatever labels they may have."""
+    """Read the first `limit` texts of a file, and ignore labels."""
     examples = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
     return [example.text.strip() for example in examples]
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which columns of a table are read, and how classes are named there."""
+    """The columns of a table to read, and the names of its classes."""
 
     text: tuple[str, ...] = ()
     label: str = "label"
@@ -92,19 +90,19 @@ class _Columns:
     labelled: bool = True
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        named = (name for name in TEXT_COLUMNS if isinstance(row.get(name), str))
-        text = self.text or tuple(named)[:1]
+        present = (name for name in TEXT_COLUMNS if isinstance(row.get(name), str))
+        text = self.text or tuple(present)[:1]
         if not text or len(text) > 2:
             wanted = " or ".join(TEXT_COLUMNS)
             raise InputError(f"{where} has no text in a column {wanted}, only {', '.join(row)}")
         texts = [_field(row, name, str, where) for name in text]
-        number = NO_LABEL
+        label = NO_LABEL
         if self.labelled or self.label in row:
-            number = self._class(_field(row, self.label, object, where), where)
-        return Example(where, number, texts[0], texts[1] if len(texts) > 1 else "")
+            label = self._class(_field(row, self.label, object, where), where)
+        return Example(where, label, *texts)
 
     def plain(self, text: str, where: str) -> Example:
-        """A line that is a text and nothing else."""
+        """Return the example of a line that is nothing but a text."""
         if self.labelled:
             raise InputError(f"expected an object with a label in {where}, got {text[:40]!r}")
         return Example(where, NO_LABEL, text)
@@ -119,7 +117,7 @@ class _Columns:
 
 
 def _number(value: Any, where: str, below: int | None = None) -> int:
-    shown, most = str(value)[:40], _CLASSES if below is None else below
+    shown, most = str(value)[:40], _MAX_CLASSES if below is None else below
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -131,10 +129,9 @@ def _number(value: Any, where: str, below: int | None = None) -> int:
 
 def _field(row: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
-        held = ", ".join(map(str, cast("dict[str, Any]", row))) if isinstance(row, dict) else row
-        raise InputError(
-            f"there is no field {name!r} in {where}, only {str(held)[:80] or 'nothing'}"
-        )
+        names = ", ".join(map(str, cast("dict[str, Any]", row))) if isinstance(row, dict) else row
+        shown = str(names)[:80] or "nothing"
+        raise InputError(f"there is no field {name!r} in {where}, only {shown}")
     return cast("dict[str, Any]", row)[name]
 
 
@@ -158,9 +155,9 @@ def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
 
 
 def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
-    """CSV with quotes; in a TSV a quotation mark is part of the text."""
+    """Read a table; a quotation mark has a meaning in CSV, and is part of the text in TSV."""
     if path.suffix == ".tsv":
-        # Not `splitlines`: a text may hold other characters that count as ends of lines there.
+        # Not `splitlines`, which also splits at other characters, as texts may hold.
         reader = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         reader = csv.reader(text.splitlines(keepends=True))
@@ -249,15 +246,12 @@ def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise MissingExtra(
-            f"there is no file {name}, and names on the hub need the package datasets",
-            "hub",
-        ) from error
+        reason = f"there is no file {name}, and names on the hub need the package datasets"
+        raise MissingExtra(reason, "hub") from error
     parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
     try:
         rows = library.load_dataset(*parts, split="validation")
-    except Exception as error:
-        # No network, no such name, a script that is not run: whatever it is, one line.
+    except Exception as error:  # no network, no such name, a script that is not run…
         raise InputError(
             f"there is no file {name}, and no such dataset on the hub: {first_line(error)}"
         ) from error
@@ -267,12 +261,12 @@ def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
 def from_rows(
     rows: Iterable[Any], name: str, columns: _Columns = _Columns()  # noqa: B008 - it is frozen
 ) -> Iterator[Example]:  # fmt: skip
-    """Examples from rows that are dictionaries: what `datasets` gives."""
+    """Yield the examples of rows that are dictionaries, as `datasets` returns them."""
     return (_example(row, f"{name}[{number}]", columns) for number, row in enumerate(rows, 1))
 
 
 def _example(row: dict[str, Any], where: str, columns: _Columns) -> Example:
-    """One row, recognised by its fields."""
+    """Return the example of a row, whose kind follows from its fields."""
     if "endings" in row:
         return _hellaswag(row, where)
     if "answers" in row and "context" in row:
@@ -281,16 +275,16 @@ def _example(row: dict[str, Any], where: str, columns: _Columns) -> Example:
 
 
 def opening(text: str, tokens: int | None) -> str:
-    """As much of a text as its first `tokens` can come from: a tokenizer reads all it is given."""
-    return text if tokens is None else text[: _LETTERS * tokens]
+    """Return the start of a text, which holds its first `tokens`: tokenizing all may take long."""
+    return text if tokens is None else text[: _MAX_LETTERS * tokens]
 
 
 def encode(
     tokenizer: Any, examples: Sequence[Example], *, max_length: int | None = None
 ) -> tuple[Batch, Tensor]:
-    """Padded tensors for a model with a head, and the labels; (b, choices, n) where there are any.
+    """Return padded tensors (b, n) and the labels; the tensors are (b, choices, n) with choices.
 
-    `special_tokens_mask` stays in the batch: it says which positions an attack must spare.
+    `special_tokens_mask` stays in the batch, because attacks must not cut those positions.
     """
     widths = {len(example.choices) for example in examples}
     if len(widths) != 1:
@@ -298,21 +292,19 @@ def encode(
     options: dict[str, Any] = {
         "padding": True, "truncation": max_length is not None, "max_length": max_length,
         "return_special_tokens_mask": True, "return_tensors": "pt",
-        "padding_side": "right",  # so that a unit's number is its token's, whatever its neighbours
+        "padding_side": "right",  # so that positions do not depend on the rest of the batch
     }  # fmt: skip
     width = widths.pop()
+    texts = [opening(example.text, max_length) for example in examples]
     if width:
-        firsts = [
-            opening(example.text, max_length) for example in examples for _ in example.choices
-        ]
-        seconds = [choice for example in examples for choice in example.choices]
+        contexts = [text for text in texts for _ in range(width)]
+        choices = [choice for example in examples for choice in example.choices]
         if max_length is not None:
             options["truncation"] = "longest_first"
-        encoded = tokenizer(firsts, seconds, **options)
+        encoded = tokenizer(contexts, choices, **options)
         batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
     else:
         seconds = [opening(example.second, max_length) for example in examples]
         pairs = [seconds] if any(seconds) else []
-        firsts = [opening(example.text, max_length) for example in examples]
-        batch = dict(tokenizer(firsts, *pairs, **options))
+        batch = dict(tokenizer(texts, *pairs, **options))
     return batch, torch.tensor([example.label for example in examples])

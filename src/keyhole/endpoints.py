@@ -1,6 +1,6 @@
-"""Endpoints among targets, opened: planted ones, servers, language models, a model's attention.
+"""Opens targets that are endpoints: planted ones, servers, language models, a model's attention.
 
-target.py says which kind a TARGET is.
+target.py tells the kind of a TARGET.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keyhole.target import (
 
 
 def demo_endpoints() -> dict[str, Oracle]:
-    """Those that ship with Keyhole: one planted endpoint for every kind of answer."""
+    """Return the endpoints that ship with Keyhole: a planted one for every kind of answer."""
     seed = 2601
     return {
         "the scoring head": plant("head", dim=64, rank=8, seed=seed),
@@ -58,10 +58,10 @@ def open_endpoint(
     options: EndpointOptions | None = None,
     authorized: bool = False,
 ) -> Oracle:
-    """The oracle that `name` stands for; of the demo, its scoring head.
+    """Open the endpoint of this name; of the demo, its scoring head.
 
-    `limits` bounds what a server may cost and `options` say how it is asked, for which one must be
-    `authorized` where it is another machine.
+    `limits` bounds the cost of querying a server, and `options` say how requests are sent. A server
+    on another machine is opened only if the user is `authorized`.
     """
     options = options or EndpointOptions()
     if names_address(name):
@@ -78,7 +78,7 @@ def open_endpoint(
 
 
 def open_language_model(name: str, options: EndpointOptions, *, authorized: bool) -> Oracle:
-    """The next tokens of a model, or of a server of one."""
+    """Open a language model, or a server of one, as an oracle of next-token logits."""
     kind = kind_of(name)
     if kind not in LANGUAGE_MODELS:
         raise InputError(
@@ -110,12 +110,12 @@ def _block(name: str) -> Oracle:
 
 
 def server_and_model(address: str) -> tuple[str, str]:
-    """The server and the model that http://host:port/v2/models/NAME names."""
+    """Return the server and the model in http://host:port/v2/models/NAME."""
     public = without_password(address)
     base, mark, model = address.partition(MODELS)
     model = model.strip("/")
     if "?" in public or "#" in public:
-        # Not shown: it may hold a secret, which has no place in identities and ledgers.
+        # The query is not shown: it may hold a secret, and identities and ledgers must not.
         start = public.partition("?")[0].partition("#")[0]
         raise InputError(f"{start} must be an address without ? and #: use --header")
     if not mark or not model:
@@ -124,8 +124,8 @@ def server_and_model(address: str) -> tuple[str, str]:
 
 
 def describe(name: str, oracle: Oracle) -> str:
-    """What an endpoint is, in words that a report can open with."""
-    kinds = (getattr(layer, "kind", None) for layer in layers(oracle))  # behind degraded answers
+    """Return a description of an endpoint for the head of a report."""
+    kinds = (getattr(layer, "kind", None) for layer in layers(oracle))  # inside its wrappers
     if kind := next(filter(None, kinds), None):
         return f"planted {kind}, d = {oracle.dim} ({name})"
     public, note = without_password(name), getattr(oracle, "note", "")

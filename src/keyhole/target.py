@@ -1,6 +1,6 @@
-"""Finds out what kind of TARGET a name means, for every command, without loading it or torch.
+"""Tells the kind of a TARGET from its name, for every command, without opening it or loading torch.
 
-| kind | as people write it |
+| kind | TARGET |
 |---|---|
 | demo | `demo` |
 | endpoint | `http(s)://host:port/v2/models/NAME`, of the Open Inference Protocol |
@@ -59,6 +59,7 @@ LANGUAGE_MODELS = (TargetKind.SERVER, TargetKind.ROUTE, TargetKind.MODEL)
 
 
 def kind_of(name: str) -> TargetKind:
+    """Return the kind of the target of this name; files are looked at, nothing is loaded."""
     if names_address(name) and _is_server(name):
         return TargetKind.SERVER
     if _is_leak(name):
@@ -79,7 +80,7 @@ def kind_of(name: str) -> TargetKind:
 
 
 def _is_server(name: str) -> bool:
-    """Does the address have no path, so that it means the whole server?"""
+    """Whether the address has no path, and so means a whole server."""
     try:
         parts = urlsplit(name)
     except ValueError:  # half an IPv6 address
@@ -95,7 +96,7 @@ def _is_model(name: str) -> bool:
 
 
 def _is_leak(name: str) -> bool:
-    """Is it a saved slot, a leak that Keyhole wrote, or another program's file of tensors?"""
+    """Whether this is a saved slot, a leak that Keyhole wrote, or tensors of another program."""
     if not is_file(name):
         return False
     if name.endswith((".pt", ".pth")) or ("@" in Path(name).name and name.endswith(".data")):
@@ -112,7 +113,7 @@ def _is_leak(name: str) -> bool:
 
 
 def _pattern(form: str) -> re.Pattern[str]:
-    """The pattern that a TARGET of this form matches."""
+    """Return the pattern of TARGETs of this form."""
     if form.startswith("."):
         return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
     if form == POSTGRES:
@@ -126,13 +127,13 @@ _PATTERNS = {form: _pattern(form) for form in STORES}
 
 
 def store_form(name: str) -> str | None:
-    """The form of a vector store that a name has; None where it names something else."""
+    """Return the form of store that a name has; None if it does not name a store."""
     path = parted(name)[0]
     return next((form for form, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
 
 
 def parted(target: str) -> tuple[str, str]:
-    """The parts before and after `?`, unless it is in the name of a file."""
+    """Return the parts before and after `?`, unless it is part of the name of a file."""
     if "://" not in target and exists(Path(target)):
         return target, ""
     path, _, query = target.partition("?")

@@ -1,4 +1,1 @@
-"""What researchers use: reproductions as published, planted targets, proofs, experiments.
-
-Only the command line imports it.
-"""
+"""For researchers: experiments that no other package needs, used by `keyhole lab`."""

@@ -1,10 +1,10 @@
-"""`keyhole lab defences`: every defence in one table, attacked by somebody who knows it.
+"""`keyhole lab defences`: one table of all defences, each attacked by an attacker who knows it.
 
-A row is one defence with its parameters, in front of one thing: what the attack that knows it got,
-what honest users lose, what it costs in time, and whether anything is proved. All of it is measured
-here, on the model that is given; a cache and logits need a causal model, and where the model is
-none, a Llama of random weights stands in, with the model's tokenizer. Noise and its ε: `gaussian`
-in recover/defences.py.
+A row is a defence with its parameters, in front of one exposure: what the attack got, what honest
+users lose, the cost in time, and whether anything is proved. All of it is measured on the given
+model. The rows of caches and logits need a causal model; for any other model, a Llama with random
+weights and the model's tokenizer takes its place. `gaussian` in recover/defences.py adds noise and
+states its ε.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from keyhole.recover.registry import ATTACKS
 from keyhole.recover.secrets import Secret, hidden_by, secrets_of, shown_again
 from keyhole.recover.simulate import degrade, leak_of
 
-LITTLE = 0.1  # noise, in standard deviations of what leaks
+LITTLE_NOISE = 0.1  # standard deviations of what leaks
 PUBLIC = [example.text for example in EXAMPLES]
-_REPEATS = 3  # of a time, of which the least counts
+_REPEATS = 3  # of a measurement of time; the fastest counts
 _DIM = 8  # of the head whose weights are sought
-_SENTENCES = 640  # that a defence is trained on, or that a store holds
-_KEEP = 0.05  # of the attention, by each mask that votes
+_SENTENCES = 640  # that a defence is trained on; a quarter of them are in the store
+_KEEP = 0.05  # the share of the attention that each mask keeps
 _TAG = 16  # bytes that AES-GCM appends
 _NAMES = {
     "rotated": "secret rotation", "shielded": "KV-Shield", "cloaked": "KV-Cloak",
@@ -69,7 +69,7 @@ _NAMES = {
 
 
 class Verdict(StrEnum):
-    """What is known of a defence after its attack."""
+    """The result of a defence."""
 
     BROKEN = "broken"
     PARTLY = "partly broken"
@@ -79,7 +79,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One defence. `factor` is the processor's time for honest use with it, over that without."""
+    """One defence; `factor` is the processor time of honest use with it, relative to without."""
 
     guards: str
     defence: str
@@ -94,14 +94,14 @@ class Row:
 
 
 Change = Callable[[Leak], Leak]
-Plans = Iterator[tuple[str, Callable[[], Row]]]
-Made = TypeVar("Made")
-Other = TypeVar("Other")
+Plans = Iterator[tuple[str, Callable[[], Row]]]  # the name of each row, and what measures it
+Plain = TypeVar("Plain")
+Defended = TypeVar("Defended")
 
 
 @dataclass(frozen=True, repr=False)
 class DefenceTable(Result):
-    """All rows; `left_out` names those that could not be made here, each with a reason."""
+    """All rows; `left_out` names those that could not be measured, each with a reason."""
 
     model: str
     rows: tuple[Row, ...]
@@ -114,8 +114,8 @@ class DefenceTable(Result):
 
     def summary(self) -> str:
         counts = {each: sum(row.verdict is each for row in self.rows) for each in Verdict}
-        shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        head = f"{self.model}: {len(self.rows)} rows, {shown} ({self.seconds:.0f} s)"
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        head = f"{self.model}: {len(self.rows)} rows, {counted} ({self.seconds:.0f} s)"
         return "\n".join([head, *(f"left out: {reason}" for reason in self.left_out)])
 
 
@@ -149,7 +149,7 @@ def table(
 
 
 def sections(loaded: Loaded, seed: int) -> dict[str, Plans]:
-    """What is guarded, and its rows, each a name and what measures it."""
+    """Return the rows to measure, by what the defences guard."""
     parts, task = anatomy(loaded.model), head_of(loaded.model)
     causal = loaded if task == "causal" else stand_in(loaded)
     middle, classifier = -(-parts.layers // 2), task == "classification"
@@ -165,7 +165,7 @@ def sections(loaded: Loaded, seed: int) -> dict[str, Plans]:
 
 
 def stand_in(loaded: Loaded) -> Loaded:
-    """A Llama of random weights with another model's tokenizer."""
+    """Return a Llama with random weights and the tokenizer of another model."""
     library = transformers()
     config = library.LlamaConfig(
         vocab_size=len(loaded.tokenizer), hidden_size=128, num_hidden_layers=2,
@@ -179,10 +179,10 @@ def stand_in(loaded: Loaded) -> Loaded:
     return Loaded(model, loaded.tokenizer, identity(model), "a Llama of random weights")
 
 
-def verdict_of(read: float, proof: str) -> Verdict:
-    """By the share that was read."""
-    if read:
-        return Verdict.BROKEN if read == 1 else Verdict.PARTLY
+def verdict_of(share: float, proof: str) -> Verdict:
+    """Return the verdict by the share that the attack recovered."""
+    if share:
+        return Verdict.BROKEN if share == 1 else Verdict.PARTLY
     return Verdict.PROVED if proof else Verdict.HELD
 
 
@@ -190,7 +190,7 @@ def text_row(
     guards: str, tried: LeakTried, setting: str, honest: str, factor: float, proof: str,
     attack: str = "",
 ) -> Row:  # fmt: skip
-    """A row whose attack reads texts."""
+    """Return the row of an attack that reads texts."""
     share = tried.exact / tried.texts or (0.5 if tried.status is Status.INEXACT else 0.0)
     got = f"{tried.exact} of {tried.texts} texts" + (
         f", {tried.tokens:.0%} of tokens" if share and not tried.exact else ""
@@ -203,30 +203,29 @@ def text_row(
 
 
 def strengths(row: Callable[[float | None], Row]) -> Plans:
-    """Noise of a tenth of the spread, and of an ε that says something."""
+    """Yield rows of noise: a tenth of the standard deviation, and a meaningful ε."""
     yield "noise, 10%", partial(row, None)
     yield "noise, ε = 8", partial(row, 8.0)
 
 
-# What honest users get, and how long that takes.
+# What a defence costs honest users.
 
 
 @torch.no_grad()
 def answers(loaded: Loaded, exposure: Exposure, change: Change) -> Tensor:
-    """What the model says of public texts when what it exposes goes through `change` on the way.
+    """Return the model's answers for public texts, with `change` applied to what it exposes.
 
-    Of a cache: the first half of each text is cached, in all layers, and the second half read with
-    it. Answers are classes, next tokens at each position, or of a model without a head its vectors.
+    For a cache, the first half of each text is cached in all layers, and the second half is run
+    with it. Answers are classes, next tokens at each position, or vectors if there is no head.
     """
     model, parts = loaded.model, anatomy(loaded.model)
-    given: list[Tensor] = []
+    results: list[Tensor] = []
 
-    def state(_module: Any, _args: Any, output: Any) -> Any:
+    def change_states(_module: Any, _args: Any, output: Any) -> Any:
         states = output if isinstance(output, Tensor) else output[0]
-        made = (
-            change(HiddenStates(states[0].cpu(), exposure.layer)).tensors["values"].to(states)[None]
-        )
-        return made if isinstance(output, Tensor) else (made, *output[1:])
+        leak = change(HiddenStates(states[0].cpu(), exposure.layer))
+        changed = leak.tensors["values"].to(states)[None]
+        return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
     for text in PUBLIC:
         ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].to(parts.device)
@@ -234,43 +233,54 @@ def answers(loaded: Loaded, exposure: Exposure, change: Change) -> Tensor:
             half = ids.shape[1] // 2
             past = model(input_ids=ids[:, :half], use_cache=True).past_key_values
             for number, layer in enumerate(past.layers):
-                made = change(KeyValues(layer.keys[0].cpu(), layer.values[0].cpu(), number)).tensors
-                layer.keys, layer.values = (each.to(layer.keys)[None] for each in made.values())
+                leak = change(KeyValues(layer.keys[0].cpu(), layer.values[0].cpu(), number))
+                layer.keys, layer.values = (
+                    each.to(layer.keys)[None] for each in leak.tensors.values()
+                )
             output = model(input_ids=ids[:, half:], past_key_values=past)
         else:
-            with hooks((parts.blocks[exposure.layer - 1].register_forward_hook, state)):
+            with hooks((parts.blocks[exposure.layer - 1].register_forward_hook, change_states)):
                 output = model(input_ids=ids)
         logits = getattr(output, "logits", None)
-        given.append(output[0].mean(1).flatten() if logits is None else logits.argmax(-1).flatten())
-    return torch.cat(given).cpu()
+        result = output[0].mean(1) if logits is None else logits.argmax(-1)
+        results.append(result.flatten())
+    return torch.cat(results).cpu()
 
 
 @torch.no_grad()
 def predicted(loaded: Loaded, examples: Sequence[Example]) -> Tensor:
-    """The classes that a model gives."""
-    given: list[Tensor] = []
+    """Return the classes that a model predicts."""
+    classes: list[Tensor] = []
     for start in range(0, len(examples), 32):
         batch, _ = encode(loaded.tokenizer, examples[start : start + 32], max_length=128)
         batch = {name: tensor.to(loaded.model.device) for name, tensor in batch.items()}
-        given.append(loaded.model(**batch).logits.argmax(-1).cpu())
-    return torch.cat(given)
+        classes.append(loaded.model(**batch).logits.argmax(-1).cpu())
+    return torch.cat(classes)
 
 
-def compared(plain: Callable[[], Made], defended: Callable[[], Other]) -> tuple[Made, Other, float]:
-    """What both give, and how many times as long the second takes, by turns; the least counts."""
+def with_own_labels(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
+    """Return the examples with the model's own predictions as labels."""
+    labels = predicted(loaded, examples).tolist()
+    return [replace(each, label=label) for each, label in zip(examples, labels, strict=True)]
+
+
+def compared(
+    plain: Callable[[], Plain], defended: Callable[[], Defended]
+) -> tuple[Plain, Defended, float]:
+    """Run both several times in turn; return their results, and the ratio of their best times."""
     turns = [(timed(plain), timed(defended)) for _ in range(_REPEATS)]
     without, with_it = (min(seconds for _, seconds in side) for side in zip(*turns, strict=True))
     (first, _), (second, _) = turns[-1]
     return first, second, with_it / without
 
 
-def timed(use: Callable[[], Made]) -> tuple[Made, float]:
-    started = time.process_time()  # what else runs on the machine does not count
-    return use(), time.process_time() - started
+def timed(run: Callable[[], Plain]) -> tuple[Plain, float]:
+    started = time.process_time()  # the time of this process alone
+    return run(), time.process_time() - started
 
 
 def lost(clean: Tensor, changed: Tensor) -> str:
-    """What a defence did to answers, in words."""
+    """Describe how much a defence changes answers."""
     if clean.is_floating_point():
         error = float((changed - clean).norm() / clean.norm())
         return f"off by {error:.1e}" if error else "nothing"
@@ -278,24 +288,25 @@ def lost(clean: Tensor, changed: Tensor) -> str:
     return f"{different} of {len(clean)} answers changed" if different else "nothing"
 
 
-# What is hidden, and how it comes back for those who have the key.
+# Defences as functions of a leak.
 
 
-def owner(form: str) -> Change:
-    drawn: dict[tuple[Exposure, int | None], list[Secret]] = {}
+def hidden_and_restored(form: str) -> Change:
+    """Return the round trip of an owner: hide a leak by a secret, and restore it with the key."""
+    secrets: dict[tuple[Exposure, int | None], list[Secret]] = {}
 
     def change(leak: Leak) -> Leak:
         place = (leak.exposure, leak.length)
-        if place not in drawn:  # the first of several times, which does not count
-            drawn[place] = secrets_of(leak, form, 7, torch.Generator().manual_seed(0))
-        return shown_again(hidden_by(drawn[place], leak), drawn[place], leak)
+        if place not in secrets:  # only in the first of several runs, whose time does not count
+            secrets[place] = secrets_of(leak, form, 7, torch.Generator().manual_seed(0))
+        return shown_again(hidden_by(secrets[place], leak), secrets[place], leak)
 
     return change
 
 
 def rounded(leak: Leak) -> Leak:
-    made = {name: tensor.round(decimals=1) for name, tensor in leak.tensors.items()}
-    return replace(leak, **made, precision=None)
+    tensors = {name: tensor.round(decimals=1) for name, tensor in leak.tensors.items()}
+    return replace(leak, **tensors, precision=None)
 
 
 def same(leak: Leak) -> Leak:
@@ -306,20 +317,20 @@ def _bytes(leak: Leak) -> bytes:
     return torch.stack(list(leak.tensors.values())).cpu().numpy().tobytes()
 
 
-def _numbers(leak: Leak, data: bytes) -> Leak:
-    """Bytes as the numbers of such a leak; what is none, as 0."""
+def _from_bytes(leak: Leak, data: bytes) -> Leak:
+    """Return such a leak with its numbers from these bytes; NaN and infinity become 0."""
     flat = torch.frombuffer(bytearray(data), dtype=torch.float32)
     numbers = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
     shape = (len(leak.tensors), *next(iter(leak.tensors.values())).shape)
     return replace(leak, **dict(zip(leak.tensors, numbers.reshape(shape), strict=True)))
 
 
-# The rows.
+# The rows: a class for each exposure, whose `plans` yields them.
 
 
 @dataclass(frozen=True, eq=False)
 class Leaks:
-    """Rows of one exposure of a model: texts are read behind each defence."""
+    """The rows of a cache or of states: texts are read behind each defence."""
 
     guards: str
     loaded: Loaded
@@ -338,13 +349,14 @@ class Leaks:
         forms += [("shielded", own) for own in (0, 1) if cache_]
         for form, own in forms:
             name, setting = f"{_NAMES[form]}, {own}", f"known texts: {own}"
-            yield name, partial(row, form, setting, owner(form), own=own)
+            yield name, partial(row, form, setting, hidden_and_restored(form), own=own)
         if not cache_:
             yield "permuted", partial(row, "permuted", "rows in no order", same)
             return
         for known in (0, 4):
             name, setting = f"KV-Cloak, {known}", f"known first tokens: {known}"
-            yield name, partial(row, "cloaked", setting, owner("cloaked"), known=known or None)
+            change = hidden_and_restored("cloaked")
+            yield name, partial(row, "cloaked", setting, change, known=known or None)
         for twice in (False, True):
             yield f"AES-GCM, {'one nonce' if twice else 'nonces'}", partial(self.sealed, twice)
 
@@ -352,7 +364,10 @@ class Leaks:
         self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
         proof: str = "", attack: str = "", **how: Any,
     ) -> Row:  # fmt: skip
-        """`change` is what comes back for honest users, `hide` what the attacker sees, if new."""
+        """Measure a row: honest users get `change` of a leak, the attacker `hide` of it.
+
+        Without `hide`, the attacker sees what the `defence` of that name leaves.
+        """
         tried = read_behind(self.loaded, TEXTS, self.exposure, defence, self.seed, hide=hide, **how)
         plain, changed, factor = compared(
             partial(answers, self.loaded, self.exposure, same),
@@ -361,7 +376,7 @@ class Leaks:
         return text_row(self.guards, tried, setting, lost(plain, changed), factor, proof, attack)
 
     def noise(self, epsilon: float | None) -> Row:
-        """Of all layers of a cache, of the one layer of states."""
+        """Measure Gaussian noise, in all layers of a cache or in the one layer of states."""
         parts, at = anatomy(self.loaded.model), self.exposure
         layers = range(parts.layers) if at.kind == "kv" else [at.layer]
         clips: dict[int, float] = {}
@@ -373,7 +388,7 @@ class Leaks:
             rows = torch.cat([leak.rows(leak.tensors) for leak in leaks])
             clips[layer], length = float(rows.norm(dim=-1).max()), max(k.length or 1 for k in leaks)
             apart = 2 * clips[layer] * length**0.5
-            sigmas[layer] = LITTLE * float(rows.std())
+            sigmas[layer] = LITTLE_NOISE * float(rows.std())
             if epsilon is not None:
                 sigmas[layer] = noise_for(epsilon) * apart * len(layers) ** 0.5
             mu = math.hypot(mu, apart / sigmas[layer])
@@ -387,7 +402,7 @@ class Leaks:
         return self.row("Gaussian noise", setting, change, hide=change, proof=proof)
 
     def sealed(self, twice: bool) -> Row:
-        """AES-GCM; of a nonce that is used twice, a text of one's own gives the keystream."""
+        """Measure AES-GCM; with a nonce used `twice`, an own text gives the keystream away."""
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
@@ -402,17 +417,17 @@ class Leaks:
             return first if twice else (1 + next(count)).to_bytes(12, "big")
 
         def hide(leak: Leak) -> Leak:
-            """What the attacker makes of the ciphertext, without the key."""
+            """Return what the attacker reads from the ciphertext without the key."""
             seen = box.encrypt(nonce(), _bytes(leak), None)[:-_TAG]
             if twice:
                 stream = zip(seen, box.encrypt(first, own, None), own, strict=False)
                 seen = bytes(a ^ b ^ c for a, b, c in stream)
-            return _numbers(leak, seen)
+            return _from_bytes(leak, seen)
 
         def change(leak: Leak) -> Leak:
-            with_it = nonce()
-            sealed = box.encrypt(with_it, _bytes(leak), None)
-            return _numbers(leak, box.decrypt(with_it, sealed, None))
+            own_nonce = nonce()
+            sealed = box.encrypt(own_nonce, _bytes(leak), None)
+            return _from_bytes(leak, box.decrypt(own_nonce, sealed, None))
 
         if twice:
             return self.row("AES-GCM", "one nonce for all texts", change, hide=hide,
@@ -426,7 +441,7 @@ class Leaks:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """Rows of pooled embeddings: short texts are read, and others looked up."""
+    """The rows of pooled embeddings: short texts are read, and retrieval is measured on others."""
 
     loaded: Loaded
     seed: int
@@ -439,8 +454,8 @@ class Embeddings:
             yield name, partial(row, "rounding", bits, change, hide=change)
         yield from strengths(self.noise)
         for own in (0, 1, 10, 2 * width):
-            setting = f"known texts: {own}"
-            yield f"rotated, {own}", partial(row, "rotated", setting, owner("rotated"), own=own)
+            setting, change = f"known texts: {own}", hidden_and_restored("rotated")
+            yield f"rotated, {own}", partial(row, "rotated", setting, change, own=own)
 
     def row(
         self, defence: str, setting: str, change: Change, *, hide: Change | None = None,
@@ -459,14 +474,14 @@ class Embeddings:
             return torch.stack([leak.tensors["values"] for leak in leaks])
 
         plain, changed, factor = compared(partial(stored, same), partial(stored, change))
-        asked, docs = plain.tensor_split([len(texts) // 4])
-        hits = recall(docs, changed[len(asked) :], asked, asked)
+        queries, docs = plain.tensor_split([len(texts) // 4])
+        hits = recall(docs, changed[len(queries) :], queries, queries)
         honest = f"recall@{NEAREST} {hits:.2f} of {len(docs)}" if hits < 1 else "nothing"
         return text_row("embedding", tried, setting, honest, factor, proof)
 
     def noise(self, epsilon: float | None) -> Row:
         table, stream = anatomy(self.loaded.model).table, torch.Generator().manual_seed(self.seed)
-        sigma = LITTLE * table.shape[1] ** -0.5 if epsilon is None else 2 * noise_for(epsilon)
+        sigma = LITTLE_NOISE * table.shape[1] ** -0.5 if epsilon is None else 2 * noise_for(epsilon)
         length = max(len(self.loaded.tokenizer(text)["input_ids"]) for text in NOTES)
         setting, proof = stated(sigma / 2, sigma, length, len(table))
         change = partial(gaussian, clip=1.0, sigma=sigma, stream=stream)
@@ -475,7 +490,7 @@ class Embeddings:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Rows of a classifier's gradient of two texts."""
+    """The rows of a classifier's gradient for two texts."""
 
     loaded: Loaded
     seed: int
@@ -494,8 +509,8 @@ class Gradients:
     ) -> Row:  # fmt: skip
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         batch = batch_of(model, tokenizer, [Example(t, NO_LABEL, t) for t in TEXTS[:2]], 128)
-        made = partial(update_of, model, batch, seed=self.seed)
-        plain, update, factor = compared(made, partial(made, protocol, precision=precision))
+        make = partial(update_of, model, batch, seed=self.seed)
+        plain, update, factor = compared(make, partial(make, protocol, precision=precision))
         found = recover_batch(model, tokenizer, update)
         exact = sum(text.verified and tuple(text.ids) in batch.texts for text in found.texts)
         flat = [torch.cat([tensor.float().flatten() for tensor in each.values.values()])
@@ -507,7 +522,7 @@ class Gradients:
         return text_row("gradient", tried, setting, lost(*flat), factor, proof)
 
     def noise(self, noise: float) -> Row:
-        """In units of Δ: two texts of norm 1 at most differ by 2."""
+        """Measure noise in units of Δ = 2, the largest difference of two texts of norm 1."""
         tokens = len(self.loaded.tokenizer(TEXTS[0])["input_ids"])
         vocabulary = len(anatomy(self.loaded.model).table)
         setting, proof = stated(noise, 2 * noise, tokens, vocabulary)
@@ -517,10 +532,10 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Rows of a causal model's logits: their span is that of the last layer's matrix.
+    """The rows of a causal model's logits, which span the columns of the last layer's matrix.
 
-    The attacker knows how large the errors are, and takes the directions that stand out of them
-    (extract/output_layer.py) in twice as many answers as the model is wide.
+    The attacker knows the size of the errors, and takes the directions with larger singular values
+    (extract/output_layer.py) from twice as many answers as the model is wide.
     """
 
     loaded: Loaded
@@ -533,15 +548,14 @@ class Logits:
         yield from strengths(self.noise)
 
     @torch.no_grad()
-    def asked(self, ids: Tensor) -> Tensor:
-        given = capture(self.loaded.model, Exposure("logits"), ids=ids)["values"]
-        return given[:, 0].double().cpu()
+    def logits(self, ids: Tensor) -> Tensor:
+        values = capture(self.loaded.model, Exposure("logits"), ids=ids)["values"]
+        return values[:, 0].double().cpu()
 
-    def prompts(self) -> Tensor:
-        """What the model says of public texts."""
-        encode_, device = self.loaded.tokenizer, anatomy(self.loaded.model).device
-        ids = [encode_(text, return_tensors="pt")["input_ids"].to(device) for text in PUBLIC]
-        return torch.cat([self.asked(each) for each in ids])
+    def logits_of_public_texts(self) -> Tensor:
+        tokenizer, device = self.loaded.tokenizer, anatomy(self.loaded.model).device
+        ids = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in PUBLIC]
+        return torch.cat([self.logits(each) for each in ids])
 
     def row(
         self, defence: str, setting: str, change: Callable[[Tensor], Tensor],
@@ -551,26 +565,27 @@ class Logits:
         vocabulary, width = parts.table.shape
         count = 2 * width
         ids = torch.randint(vocabulary, (count, 4), generator=stream)
-        rows = torch.cat([change(self.asked(each.to(parts.device))) for each in ids.split(64)])
+        rows = torch.cat([change(self.logits(each.to(parts.device))) for each in ids.split(64)])
         some = torch.randperm(vocabulary, generator=stream)[: 4 * count]
         found = cliff(rows[:, some], 8, step)
         true = unembedding(self.loaded.model).weight.detach().double().cpu()[some]
         basis = torch.linalg.svd(rows[:, some], full_matrices=False).Vh[: min(found.rank, width)]
         off = float((true - basis.T @ (basis @ true)).norm() / true.norm())
-        plain, changed, factor = compared(self.prompts, lambda: change(self.prompts()))
+        public = self.logits_of_public_texts
+        plain, changed, factor = compared(public, lambda: change(public()))
         known = found.seen and found.rank == width
-        read = 0.0 if not known else 1.0 if off < 0.1 else 0.5
+        share = 0.0 if not known else 1.0 if off < 0.1 else 0.5
         return Row(
             "logits", defence, setting, f"singular values above the errors, {count:,} queries",
             f"width {found.rank if found.seen else 'unknown'} of {width}, matrix off by {off:.1e}",
-            lost(plain.argmax(-1), changed.argmax(-1)), factor, verdict_of(read, ""), "",
+            lost(plain.argmax(-1), changed.argmax(-1)), factor, verdict_of(share, ""), "",
             asdict(found),
         )  # fmt: skip
 
     def noise(self, epsilon: float | None) -> Row:
-        given = self.prompts()
-        clip, stream = float(given.norm(dim=-1).max()), torch.Generator().manual_seed(self.seed)
-        sigma = LITTLE * float(given.std()) if epsilon is None else 2 * clip * noise_for(epsilon)
+        public, stream = self.logits_of_public_texts(), torch.Generator().manual_seed(self.seed)
+        clip = float(public.norm(dim=-1).max())
+        sigma = 2 * clip * noise_for(epsilon) if epsilon else LITTLE_NOISE * float(public.std())
 
         def change(answers: Tensor) -> Tensor:
             scale = (clip / answers.norm(dim=-1, keepdim=True)).clamp(max=1)
@@ -581,7 +596,7 @@ class Logits:
 
 
 def weights(trial: Trial, seed: int) -> Row:
-    """A defence of a server, in front of one head with random weights."""
+    """Measure a defence of a server, in front of a head with random weights."""
     target = oracle.plant(dim=_DIM, seed=seed)
     client = HonestClient.of(target, seed=seed)
     tried = try_defence(trial, target, client, seed)
@@ -593,18 +608,18 @@ def weights(trial: Trial, seed: int) -> Row:
     refused = f", {tried.refused:.0%} refused" if tried.refused else ""
     proof = f"{budget} numbers do not settle {unknowns} unknowns, of one client"
     proof = "" if budget is None else proof
-    read = {Status.RECOVERED: 1.0, Status.INEXACT: 0.5}.get(tried.status, 0.0)
+    share = {Status.RECOVERED: 1.0, Status.INEXACT: 0.5}.get(tried.status, 0.0)
     return Row(
         "weights", tried.defence, f"{tried.setting}, d = {_DIM}",
         f"{tried.attack}, {tried.queries:,} queries",
         "nothing" if error is None else f"copy off by {error:.1e}", honest + refused, factor,
-        verdict_of(read, proof), proof, asdict(tried),
+        verdict_of(share, proof), proof, asdict(tried),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Rows of a classifier whose attention is cut; its own answers may count."""
+    """The rows of a classifier whose attention is cut: the demo, or one with its own labels."""
 
     loaded: Loaded
     seed: int
@@ -613,8 +628,7 @@ class Predictions:
     def examples(self) -> list[Example]:
         if self.loaded.name == NAME:
             return list(EXAMPLES)
-        own = predicted(self.loaded, EXAMPLES).tolist()
-        return [replace(each, label=label) for each, label in zip(EXAMPLES, own, strict=True)]
+        return with_own_labels(self.loaded, EXAMPLES)
 
     def plans(self) -> Plans:
         yield "none", partial(self.row, "none", self.loaded.name, lambda: self.loaded)
@@ -644,26 +658,25 @@ class Predictions:
     def smoothed(self) -> Row:
         other = self.trained(SAttend(1 - _KEEP, seed=self.seed, emptied=True))
         examples = self.examples
-        way = Smoothing(keep=_KEEP, kind="partition", seed=self.seed)
+        smoothing = Smoothing(keep=_KEEP, kind="partition", seed=self.seed)
         plain, votes, factor = compared(
             partial(predicted, self.loaded, examples),
-            partial(way.certify, other.model, other.tokenizer, examples),
+            partial(smoothing.certify, other.model, other.tokenizer, examples),
         )
         held = [round(votes.certified(k) * len(examples)) for k in (1, 4)]
-        given = torch.tensor([ballot.answer for ballot in votes.ballots])
+        voted = torch.tensor([ballot.answer for ballot in votes.ballots])
         return Row(
             "predictions", "smoothing over masks",
-            f"{way.masks} masks that keep {_KEEP:.0%}, after S-Attend at {1 - _KEEP:g}",
+            f"{smoothing.masks} masks that keep {_KEEP:.0%}, after S-Attend at {1 - _KEEP:g}",
             "any cut", f"{held[0]} of {len(examples)} stand against 1 unit, {held[1]} against 4",
-            lost(plain, given), factor, Verdict.PROVED if held[0] else Verdict.HELD,
+            lost(plain, voted), factor, Verdict.PROVED if held[0] else Verdict.HELD,
             "certificate by a partition" if held[0] else "", asdict(votes),
         )  # fmt: skip
 
     def trained(self, defence: SAttend) -> Loaded:
-        """The model after one epoch with a defence, on sentences that it answered itself."""
+        """Return the model after one epoch with a defence, on sentences with its own answers."""
         examples = [Example(str(n), NO_LABEL, text) for n, text in enumerate(_sentences())]
-        own = predicted(self.loaded, examples).tolist()
-        examples = [replace(each, label=label) for each, label in zip(examples, own, strict=True)]
+        examples = with_own_labels(self.loaded, examples)
         model = copy.deepcopy(self.loaded.model).requires_grad_(True)
         train(model, self.loaded.tokenizer, examples, defence, epochs=1, rate=2e-4, seed=self.seed,
               device=model.device)  # fmt: skip

@@ -6,14 +6,14 @@
 
     S_ℓ(x_1 … x_i) = the k experts of layer ℓ with the largest logits,
 
-depend on the tokens up to i alone. So the text is read left to right: every token of the vocabulary
-is put behind every prefix that still fits, and those stay whose choices are the leaked ones at all
-layers. A text that alone stays, where nothing that fits was dropped, is the only one with these
-choices: that is the proof, and `verified`. Where several stay, the one is given that the model
-itself finds likeliest.
+depend only on the tokens up to i. So the text is read from left to right: every token of the
+vocabulary is appended to every prefix that fits so far, and those are kept whose choices are the
+leaked ones at all layers. If one text remains and none that fitted was dropped, it is the only one
+with these choices, and `verified`. If several remain, the one that the model finds most likely is
+returned.
 
-`probabilities` of the routers, where they leaked as well, have to agree within 1e-4. A choice
-counts as the same within a margin of the logits, since sums in another order are not the same.
+If the routers' `probabilities` leaked as well, they must agree within 1e-4. Choices are compared
+with a margin on the logits, because sums in another order differ by rounding.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 
-_TOKENS = 4096  # in one pass
-_ERROR = 1e-4  # of probabilities that are the same
-_MARGIN = 1e-4  # of the logits' spread: what arithmetic in another order may move
+_BATCH = 4096  # candidate tokens in one pass
+_TOLERANCE = 1e-4  # of probabilities that count as equal
+_MARGIN = 1e-4  # of the range of logits, for rounding
 
 
 @dataclass(frozen=True)
 class ExpertsRead:
-    """`ids`, the likeliest text that has the choices; `left` texts fit, `dropped` was one that did.
+    """The result: `ids` is the most likely text with these choices, one of `left` texts.
 
-    `certain` counts the first tokens in which all texts that fit agree, before any was dropped;
-    `tested` the tokens that were tried.
+    `dropped` says whether a prefix that fitted was dropped. `certain` is the number of first tokens
+    in which all texts that fit agree, before any was dropped, and `tested` that of tokens tried.
     """
 
     ids: list[int]
@@ -49,7 +49,7 @@ class ExpertsRead:
 
 @torch.no_grad()
 def router_logits(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Logits (texts, tokens, layers, experts) of every router, and the model's output."""
+    """Return the logits (texts, tokens, layers, experts) of all routers, and the model's output."""
     out = model(input_ids=ids, output_router_logits=True, **options)
     logits = getattr(out, "router_logits", None)
     if not logits:
@@ -58,7 +58,7 @@ def router_logits(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Any]
 
 
 def choices_of(logits: Tensor, experts: int) -> Tensor:
-    """The `experts` largest of each router, (…, layers, experts), in no order."""
+    """Return the experts with the largest logits of each router, (…, layers, experts)."""
     return logits.topk(experts, -1).indices
 
 
@@ -70,7 +70,7 @@ def read_choices(
     probabilities: Tensor | None = None,
     most: int = 16,
 ) -> ExpertsRead:
-    """The text of choices (tokens, layers, experts); of prefixes that fit, `most` are kept."""
+    """Read the text from choices (tokens, layers, experts); at most `most` prefixes are kept."""
     vocabulary = torch.arange(model.config.vocab_size, device=model.device)
     prefixes: list[tuple[float, list[int]]] = [(0.0, [])]
     certain, dropped, tested = 0, False, 0
@@ -78,12 +78,12 @@ def read_choices(
         known = None if probabilities is None else probabilities[at].to(model.device)
         longer: list[tuple[float, list[int]]] = []
         for likelihood, prefix in prefixes:
-            for tokens in vocabulary.split(_TOKENS):
-                logits, scores = _behind(model, prefix, tokens)
+            for tokens in vocabulary.split(_BATCH):
+                logits, scores = _appended(model, prefix, tokens)
                 tested += len(tokens)
                 fits = _fits(logits, chosen)
                 if known is not None:
-                    fits &= ((logits.softmax(-1) - known).abs() <= _ERROR).flatten(1).all(1)
+                    fits &= ((logits.softmax(-1) - known).abs() <= _TOLERANCE).flatten(1).all(1)
                 longer += [
                     (likelihood + float(scores[token]), [*prefix, token])
                     for token in tokens[fits].tolist()
@@ -103,9 +103,12 @@ def read_choices(
     return ExpertsRead(ids, verified, certain, len(prefixes) if whole else 0, dropped, tested)
 
 
-def _behind(model: Any, prefix: list[int], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Router logits (tokens, layers, experts) of each token behind a prefix, and the
-    log-probabilities (vocabulary,) that the model gives them there."""
+def _appended(model: Any, prefix: list[int], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Run each token after a prefix.
+
+    Return the router logits (tokens, layers, experts), and the log-probabilities (vocabulary,) of
+    the next token after the prefix.
+    """
     if not prefix:
         logits, _ = router_logits(model, tokens[:, None])
         return logits[:, 0], logits.new_zeros(model.config.vocab_size)
@@ -117,7 +120,7 @@ def _behind(model: Any, prefix: list[int], tokens: Tensor) -> tuple[Tensor, Tens
 
 
 def _fits(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Which candidates (candidates, layers, experts) chose those of (layers, k) at every layer."""
+    """Return which candidates (candidates, layers, experts) have the `chosen` (layers, k)."""
     inside = torch.zeros_like(logits[0], dtype=torch.bool).scatter_(-1, chosen, True)
     least = logits.masked_fill(~inside, torch.inf).amin(-1)
     most = logits.masked_fill(inside, -torch.inf).amax(-1)

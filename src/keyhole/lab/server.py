@@ -1,6 +1,6 @@
-"""A planted target behind a real inference server: MLServer, Open Inference Protocol v2, FP64.
+"""Serves a planted target with MLServer (Open Inference Protocol v2, FP64), to try attacks on.
 
-To try an audit over the network. Needs the extra `keyhole[serve]`.
+Needs the extra `keyhole[serve]`, so only the command `keyhole lab serve` imports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 class TargetRuntime(MLModel):
-    """MLServer's view of a target: load it once, answer batches of sequences."""
+    """A target as a model of MLServer: loads it once, and answers batches of sequences."""
 
     async def load(self) -> bool:
         parameters = self.settings.parameters
@@ -60,9 +60,9 @@ def serve(
     degradation: Degradation,
     begun: Callable[[], None],
 ) -> None:
-    """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong.
+    """Serve the target in `path` until interrupted; `begun` is called before the server starts.
 
-    `degradation` is done to its answers, on top of what the file says.
+    `degradation` changes its answers, in addition to the degradation in the file.
     """
     target = load(path)
     if not _NAME.fullmatch(name):
@@ -71,7 +71,7 @@ def serve(
     settings = Settings(
         host=_HOST,
         http_port=port,
-        grpc_port=_free_port(),  # MLServer insists on one; nothing here speaks to it
+        grpc_port=_free_port(),  # MLServer needs one, although nothing uses it
         metrics_endpoint=None,
         parallel_workers=0,
         debug=False,
@@ -100,7 +100,7 @@ async def _run(settings: Any, model: Any) -> None:
 
 
 def _expect_free(port: int) -> None:
-    """MLServer's own server ends the process where it cannot listen, without a message."""
+    """Raise if MLServer cannot listen at the port: it would exit without a message."""
     if not 0 < port < 2**16:
         raise InputError(f"the port must lie between 1 and {2**16 - 1}: got {port}")
     try:

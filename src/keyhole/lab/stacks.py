@@ -1,14 +1,14 @@
 """Stacks of layers of which only the last output is known: `X_{ℓ+1} = attention_ℓ(X_ℓ)`.
 
-For researchers. *Unmasking Transformers* inverts one layer and says (its Section 1) that the rest
-follows by repeating: from the top, the input of a layer is the output of the one below. A layer may
-have several inputs with one output. Peeling keeps up to `branches` of them, those of least norm
-first; a wrong one is found out when the layer below cannot have produced it. Errors multiply: a
-relative error ε in B may be one of `κ_L ⋯ κ_1 ε` in X, where κ_ℓ is the condition of layer ℓ at its
-input: the result's `condition` is their product.
+*Unmasking Transformers* inverts one layer, and says in its Section 1 that several layers are
+inverted one after the other, from the top: the input of a layer is the output of the one below. A
+layer may have several inputs with one output. Peeling keeps up to `branches` of them, those of
+least norm first; a wrong one shows when the layer below cannot have produced it. Errors multiply: a
+relative error ε in B may become `κ_L ⋯ κ_1 ε` in X, where κ_ℓ is the condition number of layer ℓ at
+its input. The result's `condition` is their product.
 
-A stack is a sequence of problems, the first layer first. Of the last one `B` is the known output;
-of the others it is not looked at.
+A stack is a sequence of problems, the first layer first. `B` of the last one is the known output;
+`B` of the others is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -32,11 +32,8 @@ from keyhole.invert.solvers.multistart import Solve, polished
 
 
 def inputs_of(stack: Sequence[Problem], X: Tensor) -> list[Tensor]:
-    """What each layer receives when the first receives X, and what the last answers."""
-    flow = [X]
-    for layer in stack:
-        flow.append(layer.output(flow[-1]))
-    return flow
+    """Return the input of each layer if the first receives X, and the output of the last."""
+    return list(accumulate(stack, lambda inputs, layer: layer.output(inputs), initial=X))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +47,7 @@ class Composed:
 
     @classmethod
     def of(cls, stack: Sequence[Problem]) -> Composed:
-        # With B = 0 the residuals of a layer are its output.
+        # With B = 0, the residuals of a layer are its output.
         B = stack[-1].B
         outputs = (replace(each, B=B.new_zeros(len(B), each.outputs)) for each in stack)
         return cls(tuple(map(Equations.of, outputs)), B.unsqueeze(0))
@@ -74,10 +71,10 @@ class Composed:
 
 @dataclass(frozen=True)
 class Peel:
-    """Layer by layer from the top with `method`, at most `branches` candidates at a time.
+    """Inverts layer by layer from the top with `method`, and keeps at most `branches` candidates.
 
-    With a residual connection a layer of moderate weights has one or two inputs, and the output is
-    a good start.
+    With a residual connection, a layer with moderate weights has one or two inputs, and its output
+    is a good start.
     """
 
     method: Solve = LevenbergMarquardt(starts=64, steps=200, solutions=4)  # noqa: RUF009 - frozen
@@ -99,7 +96,7 @@ class Peel:
         return replace(found, method=repr(self), seconds=time.perf_counter() - started)
 
     def _inputs(self, stack: Sequence[Problem]) -> tuple[list[Tensor], str]:
-        """Candidates for the input of the first layer, or the reason why there are none."""
+        """Return candidates for the input of the first layer, and the reason if none is exact."""
         outputs, tolerance = [stack[-1].B], stack[-1].tolerance
         for number, layer in reversed(list(enumerate(stack, 1))):
             found = [self.method(replace(layer, B=B, tolerance=tolerance)) for B in outputs]
@@ -113,7 +110,7 @@ class Peel:
 
 
 def _judged(stack: Sequence[Problem], inputs: list[Tensor], otherwise: str) -> Inversion:
-    """What inputs that were found are worth; `otherwise` is why nothing is exact."""
+    """Judge candidates by all layers; `otherwise` is the reason if none is exact."""
     composed = Composed.of(stack)
     pairs = [(X, _residual(stack, X)) for X in (polished(composed, each) for each in inputs)]
     exact = distinct([X for X, residual in pairs if residual <= ROUNDING])
@@ -141,7 +138,7 @@ def _judged(stack: Sequence[Problem], inputs: list[Tensor], otherwise: str) -> I
 
 
 def _residual(stack: Sequence[Problem], X: Tensor) -> float:
-    """What the judge of one layer says of the last, whose input is recomputed from X."""
+    """Return the residual of the last layer, whose input is recomputed from X."""
     *_, last, answer = inputs_of(stack, X)
     off = float((answer - stack[-1].B).abs().max())
     return 0.0 if off <= stack[-1].tolerance else residual_of(stack[-1], last)
