@@ -120,11 +120,8 @@ def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure
 
 
 def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
-    max_length = min(
-        _MAX_LENGTH, getattr(loaded.model.config, "max_position_embeddings", _MAX_LENGTH)
-    )
     return Batches(
-        loaded.model, loaded.tokenizer, examples, _BATCH_SIZE, max_length, alike=False,
+        loaded.model, loaded.tokenizer, examples, _BATCH_SIZE, _MAX_LENGTH, alike=False,
         progress=progress,
     )  # fmt: skip
 
