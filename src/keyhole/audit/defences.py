@@ -26,7 +26,7 @@ from keyhole.recover.registry import caches
 from keyhole.recover.secrets import SECRETS
 from keyhole.report import words
 
-# Advice on a defence of an endpoint, and on one of a model, that was broken or that held.
+# Remedies, by what is defended and whether the attack broke the defence.
 _ENDPOINT_BROKEN = (
     "Do not rely on it: count queries per client, and treat what they bring as given away."
 )

@@ -81,7 +81,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         nearest = [_most_similar(original, recovery) for original in originals]
         readings = readings_of(loaded.tokenizer, originals, nearest)
         chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
-        # Each text is compared with the most similar recovered one, so chance has more tries.
+        # For each text, the most similar of all recovered ones counts: chance has as many tries.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")

@@ -1,13 +1,13 @@
 """Checks of servers: which routes are open, and what can be read from their answers?
 
-A server of a language model (`ServerTarget`): every route that returns states, vectors,
-log-probabilities or cache files without a key is a finding, even if nothing was read. Log-
-probabilities of the whole vocabulary also give away the last layer. With the model's weights, the
-audit sends texts and reads them back from the states, computes the last state from
-log-probabilities, and tries whether the server takes vectors as a prompt.
+A server of a language model is a `ServerTarget`. Every route that returns states, vectors,
+log-probabilities or cache files without a key is a finding, even if nothing was read. Answers with
+the log-probabilities of the whole vocabulary also give away the last layer. With the model's
+weights, the audit sends texts and reads them back from the states, computes the last state from
+log-probabilities, and tests whether the server takes vectors as a prompt.
 
-An endpoint of the Open Inference Protocol that takes texts (`AnswersTarget`): each output is
-classified by what is known to be read from such answers.
+An endpoint of the Open Inference Protocol that takes texts is an `AnswersTarget`. Each of its
+outputs is classified, because attacks are known for some kinds of outputs and not for others.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _RULES = {
 # Texts to try a route with. If the next token would be half a character, llama.cpp gives no
 # log-probabilities, and the next text is tried.
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
-_ANSWER_SECONDS = 1.0  # of a check that asks for log-probabilities
-_TEXT_PASSES, _STATE_PASSES = 65, 6  # of 512 tokens, in the time that a check takes besides
+_ANSWER_SECONDS = 1.0  # the time of a request for log-probabilities
+_TEXT_PASSES, _STATE_PASSES = 65, 6  # the other time of checks, in passes of 512 tokens
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
 _SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
 _NO_HEAD = "the weights have no head for next tokens"
@@ -152,7 +152,7 @@ class ServerTarget(Part):
         return Check(exposure, run, queries=allowed)
 
     def _probe(self, route: Route, exposure: Exposure, track: Track) -> Checked:
-        """Try whether the route answers without a key."""
+        """Test whether the route answers without a key."""
         del track
         started = time.perf_counter()
         answered, _ = self._ask(route, _PROBES)
@@ -407,7 +407,7 @@ def _rounding_error(loaded: Loaded, count: int) -> float:
 
 
 def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Track) -> Checked:
-    """Try whether the server takes vectors as a prompt without a key."""
+    """Test whether the server takes vectors as a prompt without a key."""
     del track
     form, started = FORMS[server.kind], time.perf_counter()
     if head_of(loaded.model) != "causal":
