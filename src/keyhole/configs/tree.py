@@ -21,19 +21,23 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, eq=False)
 class Scalar(Word):
-    """A text; the line of a block text is that of its first line of content."""
+    """A text that is not a collection; a block (`|` or `>`) has the line of its first content."""
 
-    folded: bool = False  # whether line breaks of the file were lost
+    folded: bool = False  # whether YAML joined the lines of the file, so that theirs are not known
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
+    """A list."""
+
     line: int
     items: list[Node] = field(default_factory=list["Node"])
 
 
 @dataclass(frozen=True, eq=False)
 class Mapping:
+    """Nodes by their keys; a path of keys leads through mappings inside each other."""
+
     line: int
     pairs: dict[str, Node] = field(default_factory=dict[str, "Node"])
 
@@ -71,7 +75,7 @@ def documents(text: str) -> list[Node]:
     """Return the documents of a file; raise ValueError if it is not valid YAML or too deep."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        depths = accumulate(
+        depths = accumulate(  # +1 where a list or mapping starts, −1 where one ends
             isinstance(event, yaml.CollectionStartEvent)
             - isinstance(event, yaml.CollectionEndEvent)
             for event in yaml.parse(text, Loader=loader)
@@ -92,8 +96,8 @@ def _node(source: Any, known: dict[int, Node]) -> Node:
         return known[id(source)]
     line = source.start_mark.line + 1
     if isinstance(source, yaml.ScalarNode):
-        block = source.style in ("|", ">")
-        known[id(source)] = Scalar(source.value, line + block, source.style != "|")
+        first = line + 1 if source.style in ("|", ">") else line
+        known[id(source)] = Scalar(source.value, first, folded=source.style != "|")
     elif isinstance(source, yaml.SequenceNode):
         known[id(source)] = items = Items(line)
         items.items.extend(_node(item, known) for item in source.value)

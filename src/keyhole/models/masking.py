@@ -7,10 +7,10 @@ query, key) of
 
 `cut` removes units before the softmax, so that the row renormalises. `gate` and `bump` multiply and
 add to `A` after it, with gradients. `seen` receives `A` after the cuts. `rewriting(model, rewrite)`
-registers this function with transformers' `AttentionInterface`, and eager's mask with
-`AttentionMaskInterface`: without the second, causal models get no mask at all and answer wrongly.
-Layers are identified by the qualified module name and the count of calls, because `layer_idx` is
-missing in some models, repeated in others, and ALBERT calls one module many times.
+registers this function with transformers' `AttentionInterface`, and the mask of its "eager"
+implementation with `AttentionMaskInterface`: without that, causal models get no mask at all and
+answer wrongly. Layers are identified by module name and count of calls: `layer_idx` is missing in
+some models, repeated in others, and ALBERT calls one module many times.
 
 - A cut never opens what the model masks (padding, the future), and never empties a row: where it
   would remove the last key that a query may attend to, that row is left as it was. A softmax over
@@ -18,8 +18,8 @@ missing in some models, repeated in others, and ALBERT calls one module many tim
   row is zero instead.
 - The softmax is in float32 for half-precision scores and in the scores' own precision otherwise.
   Some eager functions round float64 to float32 there, or stay in half precision.
-- Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) accept the setting and
-  ignore it. Their first forward pass raises, because no call reached this function.
+- Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) accept any implementation and
+  ignore it. Their first forward pass raises InputError, because no call reached this function.
 - A model has one rewrite at a time. Several models may be rewritten inside each other or in
   threads; one model in two threads is refused. A copy of a model that is being rewritten is not
   rewritten.
@@ -137,7 +137,7 @@ def sites_of(model: nn.Module, **inputs: Any) -> list[tuple[Site, torch.Size]]:
 
 
 class _Watch:
-    """One model under one rewrite.
+    """One model under one rewrite; it numbers the attention calls of each forward pass.
 
     A pass starts and ends with whichever of the model, its base model or its encoder is called
     first: all of them have hooks.
@@ -149,9 +149,9 @@ class _Watch:
         self.sites = Sites()
         self.setting = AttentionImplementation(model, NAME)
         self.names = {module: name for name, module in model.named_modules()}
-        self._counts: dict[nn.Module, int] = {}
+        self._counts: dict[nn.Module, int] = {}  # calls of each module in this pass
         self._latest: dict[nn.Module, Site] = {}
-        self._depth = 0
+        self._depth = 0  # how many calls of hooked modules are going on, inside each other
         self._skipped = False  # the rewrite leaves this pass alone
         self._thread = 0
 
@@ -173,7 +173,7 @@ class _Watch:
         self.sites.calls = []
         self._skipped = self.rewrite.begin(_named(module, args, kwargs)) is False
         if self._skipped:
-            self.setting.__exit__()
+            self.setting.__exit__()  # back to the model's own implementation, until `_leave`
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._depth -= 1
@@ -193,8 +193,9 @@ class _Watch:
             )
 
     def site(self, module: nn.Module, shape: torch.Size) -> Site:
+        """Return the site of the attention call that is going on in `module`."""
         count = self._counts.get(module, 0)
-        if self._depth == 0:  # in the backward pass
+        if self._depth == 0:  # gradient checkpointing runs the layer again
             if count != 1:
                 raise InputError(
                     f"{self.names[module]} was called outside of the model's forward pass "
@@ -269,6 +270,7 @@ def _attend(
 def _rewritten(
     rewrite: Untouched, site: Site, scores: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
+    """Return the probabilities: softmax of the scores, changed as the rewrite says."""
     shape, empty = scores.shape, scores.new_zeros(1, dtype=torch.bool)
     cut = _expect("cut", rewrite.cut(site, shape), site, shape)
     if cut is not None:
@@ -287,7 +289,10 @@ def _rewritten(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys; a sink is one more score a head, whose share is then dropped."""
+    """Return the softmax over keys.
+
+    A sink (`s_aux` of gpt-oss) is one more score of each head, whose probability is dropped.
+    """
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
         return torch.softmax(scores, -1, dtype=dtype)

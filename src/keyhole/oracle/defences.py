@@ -22,8 +22,8 @@ from keyhole.oracle.protocol import Oracle, Wrapper, ask
 
 _UNPROCESSABLE = 422  # the HTTP status of a question that is understood and not answered
 _FACTOR = 2.0  # a usual token's norm is within this factor of the usual norm
-_PEAK = 0.9  # a larger share of a token's squared norm in one coordinate probes an axis
-_COLLINEAR = 0.9  # a larger |cosine| of two tokens of a sequence probes a direction
+_PEAK = 0.9  # the largest usual share of one coordinate in a token's squared norm
+_COLLINEAR = 0.9  # the largest usual |cosine| of two tokens of a sequence
 
 
 class LengthLimited(Wrapper):
@@ -128,14 +128,16 @@ class Noisy(Wrapper):
         if self._stream is not None:
             errors = torch.rand(answers.shape, generator=self._stream, dtype=torch.float64)
             return answers + self.tolerance * (errors * 2 - 1)
-        each = answers[0].numel()
-        errors = torch.stack([self._errors(question, each) for question in sequences])
+        size = answers[0].numel()
+        errors = torch.stack([self._errors(question, size) for question in sequences])
         return answers + self.tolerance * errors.reshape(answers.shape)
 
     def _errors(self, question: Tensor, count: int) -> Tensor:
+        """Return `count` numbers between −1 and 1, always the same for one question."""
         data = question.detach().cpu().contiguous().numpy().tobytes()
         digest = hashlib.blake2b(data, digest_size=8, salt=self.seed.to_bytes(8, "little"))
-        stream = torch.Generator().manual_seed(int.from_bytes(digest.digest()) >> 1)
+        seed = int.from_bytes(digest.digest()) >> 1  # 63 bits: a positive int64
+        stream = torch.Generator().manual_seed(seed)
         return torch.rand(count, generator=stream, dtype=torch.float64) * 2 - 1
 
 
@@ -165,7 +167,7 @@ class Clipped(Wrapper):
 
 @dataclass(frozen=True)
 class Degradation:
-    """All defences of a server, as a file or a command line states them.
+    """What a server does to questions and answers, as a file or a command line states it.
 
     The server refuses sequences of fewer than `min_tokens` or more than `max_tokens` tokens, and
     questions unlike those of clients whose tokens have about `usual_norm`. It clips tokens to

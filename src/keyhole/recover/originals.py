@@ -22,14 +22,14 @@ from keyhole.data import opening
 from keyhole.models.pieces import decoded, unknown_token
 
 _WORD = re.compile(r"\w+")
-_LISTED = 3  # words without a token that a note lists, at most
+_LISTED = 3  # the most words that a note on words without a token lists
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A text, its token `ids` up to the maximum length, and `notes` on what these lose.
+    """A text, its token `ids` up to the maximum length, and `notes` on what these lose of it.
 
-    `round_trip` is the text that all of its tokens decode to.
+    `round_trip` is what the text's tokens decode to, including those beyond the maximum length.
     """
 
     text: str
@@ -40,12 +40,12 @@ class Original:
     @classmethod
     def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
         """Return the text as the model takes it, cut off after `max_length` tokens."""
-        text, characters = opening(text, max_length), len(text)
+        whole_text, text = text, opening(text, max_length)
         ids = list(tokenizer(text, truncation=True, max_length=max_length)["input_ids"])
         whole = list(tokenizer(text, verbose=False)["input_ids"])
-        notes = [_unknown(tokenizer, text, whole)]
-        if len(whole) > len(ids) or len(text) < characters:
-            more = "more than " if len(text) < characters else ""
+        notes = [_unknown_words(tokenizer, text, whole)]
+        if len(whole) > len(ids) or len(text) < len(whole_text):
+            more = "more than " if len(text) < len(whole_text) else ""
             notes.append(f"cut off after {max_length} of {more}{len(whole)} tokens")
         round_trip = decoded(tokenizer, whole)
         if not any(notes) and _characters(tokenizer, round_trip) != _characters(tokenizer, text):
@@ -96,7 +96,7 @@ def names_and_numbers(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _unknown(tokenizer: Any, text: str, ids: list[int]) -> str:
+def _unknown_words(tokenizer: Any, text: str, ids: list[int]) -> str:
     """Return a note on the words that the tokenizer has no token for; empty if there are none."""
     unknown = unknown_token(tokenizer)
     if unknown is None or unknown not in ids:
@@ -123,6 +123,7 @@ def _characters(tokenizer: Any, text: str) -> str:
 
 
 def _normalised(tokenizer: Any, text: str) -> str:
+    """Return the text as the tokenizer's normaliser changes it, such as to lower case."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     normaliser = getattr(inner, "normalizer", None)
     if normaliser is not None:

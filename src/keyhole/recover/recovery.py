@@ -1,9 +1,9 @@
 """The result of reading a text: a mark for each token, the judge's verdict, the recovery.
 
 An attack proposes token ids. Its judge runs the model on them and compares with what leaked. There
-are four judges: for rows of positions (layers/judge.py), for a mixed cache (layers/mixed.py), for a
-vector of a whole text (embeddings/judge.py) and for gradients (gradients/update.py). All of them
-give a `Verdict`. Every recovery is judged token by token, and saved as all results are.
+are four judges: for leaks with a row for each position (layers/judge.py), for a cache behind a
+secret mix (layers/mixed.py), for the vector of a whole text (embeddings/judge.py) and for gradients
+(gradients/update.py). Each of them gives a `Verdict`, with a mark for every token.
 """
 
 from __future__ import annotations
@@ -61,12 +61,15 @@ class Verdict:
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
 
-# Runs the model of a target on proposed ids and compares with the leak.
+# Runs a target's model on proposed ids and compares with the leak: (target, leak, ids) → verdict.
 Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):
-    """The cost and advice of a recovery; `ADVICE` replaces the general advice of a status."""
+    """The cost and advice of a recovery; `ADVICE` replaces the general advice of a status.
+
+    A pass runs the model once, forward or forward and backward.
+    """
 
     ADVICE: ClassVar[Mapping[Status, str]]
     status: Status
@@ -79,7 +82,7 @@ class Recovery(Result):
 
     @property
     def cost(self) -> str:
-        """The last line of the summary."""
+        """The passes, the seconds and the advice, in words."""
         return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
 
     def contents(self) -> dict[str, Any]:
