@@ -108,7 +108,7 @@ class OutputLayer(Method):
                     reason = f"no cliff in the singular values of {len(look.rows):,} answers"
                     raise Unsuccessful(Status.UNSOLVED, reason)
         except BudgetExhausted:
-            if len(rows := answers.complete()) > 1:
+            if len(rows := answers.complete_rows()) > 1:
                 yield _Look.at(rows, answers, stream).step(width)
             raise
         step = look.step(width)

@@ -1,21 +1,22 @@
 """The answers from which a last layer is extracted: one row for each random prompt.
 
+A row holds the logit ℓ_i of every token i that is asked about, up to a constant for each row.
 `WholeVectors` takes one query a row. `ChosenTokens` is for a target that gives only the best k
-tokens: it chooses k − 1 tokens and a reference for each query, and a bias raises them above all
-others. Differences to the reference do not depend on the bias. If k = 1, the raised token is
-sampled and its log-probability is as it was (oracle/completions.py). If k = 0 there are no
-log-probabilities: which of two raised tokens is sampled, at temperature 0, is one bit, the sign of
-ℓ_i − ℓ_j + t for biases that differ by t, and bisection of t measures the difference. Without a
-bias, sampled tokens give only inequalities ℓ_i ≥ ℓ_j, which any width satisfies, so they give no
-rank.
+tokens: each query asks about a reference token, the same in all queries, and k − 1 others, which a
+bias raises above the rest of the vocabulary. Differences to the reference do not depend on the
+bias. If k = 1, the one raised token is sampled, and the server states its log-probability without
+the bias (oracle/completions.py). If k = 0 there are no log-probabilities. Then two tokens i and j
+are raised, with biases that differ by t. Which of them is sampled, at temperature 0, is the sign of
+ℓ_i − ℓ_j + t, and bisection of t measures the difference. Without a bias, sampled tokens give only
+inequalities ℓ_i ≥ ℓ_j, which any width satisfies, so they give no rank.
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit. So
 the smallest bias that raises the tokens is used, and a larger one for a token whose probability is
-still exactly zero. The reference has a larger bias, so that it is the token that is sampled:
-servers give nothing for a token that is half a character.
+still exactly zero. The reference has a larger one, so that it is the token that is sampled: if that
+were half a character, some servers would give nothing.
 
 A row with a missing number, or with one so improbable that float32 has no digits of it, is paid for
-but not used.
+but not used. `compared`, at the end, measures an extracted layer against the true one.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
-_LEAST = -85.0  # the logarithm of the smallest number that float32 holds with all digits
-_SET_ASIDE = 16  # unusable rows after which the attack gives up
-_TOGETHER = 64  # rows whose queries are sent at once: several servers may share them
-_BIASES = (16.0, 32.0, 64.0, 128.0)
-_FURTHER = 48.0  # more bias for tokens of zero probability, too little to exceed the reference
-_RANGE, _BITS = 32.0, 20  # of differences that are bisected, to 6e-5
-_FIRMLY = 60.0  # raises above all other tokens; OpenAI allows biases up to 100
-_REFERENCE = 16.0  # added to the bias of the reference
+_LEAST_LOG = -85.0  # the logarithm of the smallest number that float32 holds with all digits
+_MAX_UNUSABLE = 16  # unusable rows after which the attack gives up
+_ROWS_AT_ONCE = 64  # rows whose queries are sent at once: several servers may share them
+_BIASES = (16.0, 32.0, 64.0, 128.0)  # tried from the smallest
+_EXTRA_BIAS = 48.0  # for tokens of probability zero, too little to raise them above the reference
+_REFERENCE_BIAS = 16.0  # added to the bias of the reference
+_PAIR_BIAS = 60.0  # raises two tokens to be compared; OpenAI allows biases up to 100
+_RANGE, _BITS = 32.0, 20  # differences within ±32 are bisected 20 times, to 6e-5
+_GIVEN = ABSENT / 2  # larger numbers were returned by the target
 _NORMALISED = 0.5  # how far the logarithm of the sum of rounded probabilities may be from 0
 
 
@@ -88,33 +90,37 @@ class WholeVectors:
 
     def rows(self, count: int) -> Tensor:
         """Return the first `count` usable rows (count, tokens); missing ones are queried."""
-        # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
+        # Four matrices of float64: the rows, a centred copy, its basis, and LAPACK's workspace.
         size = self.vocabulary or 0
         expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
             self._rows.append(self.fresh(self._prompts))
         return torch.stack(self._rows[:count])
 
-    def complete(self) -> Tensor:
-        """Return the rows that are there, without queries."""
+    def complete_rows(self) -> Tensor:
+        """Return the rows that are complete already, without queries."""
         return torch.stack(self._rows) if self._rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
         """Return one more row, of another prompt, without keeping it."""
-        for _ in range(_SET_ASIDE):
+        for _ in range(_MAX_UNUSABLE):
             answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
             self.vocabulary = len(answer)
             least = float(answer.min())
-            if least > (_LEAST if is_normalised(answer[None]) else ABSENT):
+            if least > (_LEAST_LOG if is_normalised(answer[None]) else ABSENT):
                 return answer
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"{_SET_ASIDE} answers hold no numbers, or probabilities too small for float32",
+            f"{_MAX_UNUSABLE} answers hold no numbers, or probabilities too small for float32",
         )
 
 
 class ChosenTokens:
-    """Tokens in random order, `top` of them in a query; more rows use more tokens."""
+    """Answers about randomly chosen tokens, from a target that gives the best `top` tokens.
+
+    n rows hold numbers for n + `spare` tokens, and for `tokens` at least. So each time that more
+    rows are wanted, more tokens are chosen, and the earlier rows are filled up.
+    """
 
     def __init__(
         self, oracle: Oracle, prompts: Prompts, vocabulary: int, top: int, tokens: int | None,
@@ -124,17 +130,17 @@ class ChosenTokens:
         self._oracle = oracle
         self._prompts = prompts
         self._top = top
-        self._least = min(tokens or 0, vocabulary)
+        self._min_tokens = min(tokens or 0, vocabulary)
         self._spare = spare
         self._order = iter(torch.randperm(vocabulary, generator=stream).tolist())
-        self._chosen: list[int] = []
-        self._asked: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._bias = _BIASES[0]
+        self._chosen: list[int] = []  # the reference first
+        self._row_prompts: list[Tensor] = []
+        self._rows: list[Tensor] = []  # numbers of the chosen tokens, as far as they are known
+        self._bias = _BIASES[0]  # the smallest one that was enough for the latest queries
 
     @property
     def step(self) -> float | None:
-        """The step of the numbers, if they are bisected."""
+        """The distance between neighbouring values that bisection can give, if it is used."""
         return None if self._top else 2 * _RANGE / 2**_BITS
 
     @property
@@ -143,56 +149,57 @@ class ChosenTokens:
 
     def rows(self, count: int) -> Tensor:
         """Return the first `count` rows (count, tokens); missing numbers are queried."""
-        if not self._asked:
-            self._open()
-        self._choose(min(self.vocabulary, max(count + self._spare, self._least)))
-        while len(self._asked) < count:
-            self._asked.append(self._prompts.draw(self.vocabulary))
+        if not self._rows:
+            self._choose_reference()
+        self._choose(min(self.vocabulary, max(count + self._spare, self._min_tokens)))
+        while len(self._rows) < count:
+            self._row_prompts.append(self._prompts.draw(self.vocabulary))
             self._rows.append(_NONE)
-        for numbers in torch.arange(count).split(_TOGETHER):
-            self._complete(numbers.tolist())
+        for places in torch.arange(count).split(_ROWS_AT_ONCE):
+            self._fill_up(places.tolist())
         return torch.stack(self._rows[:count])
 
-    def complete(self) -> Tensor:
+    def complete_rows(self) -> Tensor:
         rows = [row for row in self._rows if len(row) == len(self._chosen)]
         return torch.stack(rows) if rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
-        return self._another(prompts)[1]
+        return self._new_row(prompts)[1]
 
-    def _another(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """Return a prompt for which the target gives all tokens, and its row."""
-        for _ in range(_SET_ASIDE):
+    def _new_row(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Return a prompt for which the target gives all chosen tokens, and its row."""
+        for _ in range(_MAX_UNUSABLE):
             prompt = prompts.draw(self.vocabulary)
             row = self._read([prompt], [self._chosen])[0]
-            if float(row.min()) > ABSENT / 2:
+            if float(row.min()) > _GIVEN:
                 return prompt, row
         raise Unsuccessful(Status.NOT_APPLICABLE, "the target gives no number for some tokens")
 
-    def _complete(self, numbers: list[int]) -> None:
-        """Query the numbers that rows miss, with another prompt if there are none."""
-        known = [self._rows[number] for number in numbers]
+    def _fill_up(self, places: list[int]) -> None:
+        """Query what the rows in these places miss; replace rows for which it is not given."""
+        known = [self._rows[place] for place in places]
         more = self._read(
-            [self._asked[number] for number in numbers],
+            [self._row_prompts[place] for place in places],
             [self._chosen[len(row) :] for row in known],
         )
-        for number, row, rest in zip(numbers, known, more, strict=True):
-            self._rows[number] = torch.cat([row, rest])
-            if float(self._rows[number].min()) <= ABSENT / 2:
-                self._asked[number], self._rows[number] = self._another(self._prompts)
+        for place, row, rest in zip(places, known, more, strict=True):
+            self._rows[place] = torch.cat([row, rest])
+            if float(self._rows[place].min()) <= _GIVEN:
+                self._row_prompts[place], self._rows[place] = self._new_row(self._prompts)
 
-    def _open(self) -> None:
-        """Find the first prompt, and a reference token that the target gives."""
+    def _choose_reference(self) -> None:
+        """Draw the first prompt, and find a reference token that the target gives for it."""
         prompt = self._prompts.draw(self.vocabulary)
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            values = self._raise([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
+            raised = self._raised_logits
+            values = raised([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
             if float(values.min()) > ABSENT:
-                self._chosen, self._asked = [reference], [prompt]
+                self._chosen, self._row_prompts = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
                 return
-            if tried == _SET_ASIDE:
+            if tried == _MAX_UNUSABLE:
                 break
         shown = "" if self._top == 1 else ", or does not show it: with top = 1 it need not"
         raise Unsuccessful(
@@ -206,13 +213,17 @@ class ChosenTokens:
             group = list(itertools.islice(self._order, max(1, many)))
             if not group:
                 return
-            values = self._read(self._asked[:1], [group])[0]
-            given = values > ABSENT / 2
+            values = self._read(self._row_prompts[:1], [group])[0]
+            given = values > _GIVEN
             self._chosen += [token for token, known in zip(group, given, strict=True) if known]
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
     def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
-        """Return the logits of tokens of each prompt, up to a constant for each prompt."""
+        """Return the logits of tokens of each prompt, up to a constant for each prompt.
+
+        Unless k = 1, that is the logit of the reference, and its own difference of 0 takes no
+        query. Queries that raise equally many tokens are sent together.
+        """
         reference, size = self._chosen[0], self._top - 1
         parts: list[list[Tensor]] = []
         asked: list[tuple[int, list[int]]] = []  # the prompt's number, and what is raised
@@ -230,7 +241,7 @@ class ChosenTokens:
             sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
         ):
             numbers, groups = zip(*alike, strict=True)
-            values = self._raise([prompts[number] for number in numbers], list(groups))
+            values = self._raised_logits([prompts[number] for number in numbers], list(groups))
             if self._top > 1:
                 values = torch.where(values > ABSENT, values - values[:, :1], ABSENT)[:, 1:]
             for number, row in zip(numbers, values, strict=True):
@@ -239,26 +250,26 @@ class ChosenTokens:
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
         """Return ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
-        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
+        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)  # no difference is lower
         step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
         pairs = torch.tensor([[reference, token] for token in others], dtype=torch.float64)
-        front = question(prompt).expand(len(others), -1, -1)
+        start = question(prompt).expand(len(others), -1, -1)
         for _ in range(_BITS if others else 0):
             step = step / 2
             middle = low + step  # the difference that is asked about
-            biases = _FIRMLY + torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
-            values = ask(self._oracle, torch.cat([front, torch.stack([pairs, biases], 2)], 1))
+            biases = _PAIR_BIAS + torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
+            values = ask(self._oracle, torch.cat([start, torch.stack([pairs, biases], 2)], 1))
             raised = torch.where(values > ABSENT, values + biases, -torch.inf)
             sampled &= raised.isfinite().any(1)
             low = torch.where(raised[:, 1] > raised[:, 0], middle, low)
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
         return torch.where(inside, low + step / 2, ABSENT)
 
-    def _raise(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
+    def _raised_logits(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
         """Return logits of raised tokens (groups, tokens), each group after its prompt.
 
-        Tokens that the largest bias leaves at probability zero, next to the sampled reference, get
-        more.
+        Biases grow until every token has a number. Tokens that have none at the largest bias, since
+        next to the reference their probability is zero, are asked for once more with `_EXTRA_BIAS`.
         """
         tokens = torch.tensor(groups)
         values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
@@ -266,7 +277,7 @@ class ChosenTokens:
         ladder = [bias for bias in _BIASES if bias >= self._bias]
         for bias in (*ladder, ladder[-1]):
             biases = bias + more
-            biases[:, 0] += _REFERENCE
+            biases[:, 0] += _REFERENCE_BIAS
             asked = torch.cat([question(prompts[i], tokens[i], biases[i]) for i in left])
             values[left] = ask(self._oracle, asked)
             absent = values <= ABSENT
@@ -276,7 +287,7 @@ class ChosenTokens:
             if not len(left) or tokens.shape[1] == 1:  # one is sampled, whatever its bias
                 break
             if bias == ladder[-1]:
-                more[absent] = _FURTHER
+                more[absent] = _EXTRA_BIAS
         return values
 
 
@@ -291,12 +302,13 @@ def is_normalised(answers: Tensor) -> bool:
 
 # An extracted last layer compared with the true one, after the best linear map.
 #
-# The truth is W (v, d); the extraction gives a basis B of its columns, for some tokens and, from
-# log-probabilities, up to a row that is added to all. The best map A and row c minimise
+# The truth is W (v, d). The extraction gives an orthonormal basis B of its columns, for the chosen
+# tokens. Log-probabilities show W only up to a row c that is added to all rows; then B is
+# orthogonal to the column 1 of ones. The distance is that of the best map A and row c:
 #
-#     ‖W − B A − 1 cᵀ‖_F      A = Bᵀ(W − 1 wᵀ),  w the mean row of W
+#     min ‖W − B A − 1 cᵀ‖_F      at  A = Bᵀ(W − 1 wᵀ),  w the mean row of W
 #
-# because B is orthonormal and, there, orthogonal to 1. Only the judge and benchmarks know W.
+# Only the judge and benchmarks know W.
 
 
 def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
