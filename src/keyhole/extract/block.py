@@ -1,42 +1,46 @@
 """A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
 
-The target is `y` of oracle/block.py. Nothing else is assumed: whether there are norms and which,
-the activation, gates, widths, heads and every ε follow from the last token's vectors or scores.
+The target is `y` of oracle/block.py, whose symbols are used here; F(h) = C·f(N(h)) + c. Nothing
+else is assumed: whether there are norms and which, the activation, gates, widths, heads and every ε
+follow from the last token's vectors or scores. They are read in this order:
 
     single tokens          the softmax of one token is 1: y is a function of one vector
-    blocks/curvature.py    the units of the feed-forward layer, from second derivatives;
-    blocks/kinks.py        those of ReLU, from kinks
-    blocks/fit.py          all of its numbers, by least squares
+    blocks/curvature.py    the units of the feed-forward layer, from second derivatives of y;
+    blocks/kinks.py        those of ReLU, from its kinks
+    blocks/fit.py          all numbers of F, by least squares
     M = Σ_h V_h O_h        with norms from tokens of ordinary length, without from pairs [p + x ; p]
-    blocks/peeled.py       what attention adds, once everything behind it is known
-    sub_layer.py           everything else of attention
+    blocks/peeled.py       h, for any tokens, as `y = h + F(h)` can be solved once F is known
+    sub_layer.py           everything else of attention, from h
 
-Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v plus a linear map. Every
-answer is that of some single token v, `h = v(1 + M)`, and
+Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v plus a linear map. For any
+pair of tokens some single token v gives the same answer, since h = v(1 + M) can be solved for v. In
+[p + x ; p], a head attends to p + x with a weight σ(s), and in [p − x ; p] to p − x with σ(−s). As
+these add up to 1,
 
-    v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹      (σ(s) + σ(−s) = 1 in every head)
+    v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹
 
-gives M closely enough to tell the units' signs; then 1 + M is the linear map. One y may have
-several v. Scores are products of p and x, so p is long and x short: the right v is near p.
+which gives M closely enough to tell the units' signs; then 1 + M is the linear map. Several v may
+give one y, and the search for v begins at p. As s is a product of p and x, p is long and x short:
+then the right v is near p.
 
-Norms in front are blocks/pre_norm.py's, from a width of 128 on blocks/wide_pre_norm.py's. Norms
-behind the sums (BERT, PyTorch's layer) are blocks/post_norm.py's.
+Blocks with norms in front are read by blocks/pre_norm.py, from a width of 128 on by
+blocks/wide_pre_norm.py; those with norms behind the sums (BERT, PyTorch's layer) by
+blocks/post_norm.py.
 
 What can be known. Besides the symmetries of attention (sub_layer.py), these are free:
-- the order of the units; the length of a ReLU unit's row, or of a row of G, against the column of
-  C:
-  here it is 1;
-- φ(z) or φ(−z), since φ(z) − φ(−z) = z for ReLU, GELU and SiLU: the signs are those for which the
-  linear part is the residual alone;
+- the order of the units;
+- the length of a ReLU unit's row of A, or of a row of G, against its column of C: here it is 1;
+- φ(z) or φ(−z), since φ(z) − φ(−z) = z for ReLU, GELU and SiLU: the units' signs are those for
+  which the linear part is the residual alone;
 - without norms, b moves into the biases of the feed-forward layer, `F(h + b) + b`: here it is 0;
 - a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
 
 Limits. Smooth units are told apart by their second derivatives, and their number is bounded by the
 width d: about d²/2, half as many with gates. ReLU units have no such bound.
 
-Scores, `s = w·y`, are read if there are norms in front (docs/mathematics.md says why nothing but C
-and c is lost): w is what s grows with, units and M follow as above with more queries, since an
-answer has one number, and the heads are themselves units with gates (blocks/heads.py). Scores
+Scores, `w·y`, are read if there are norms in front (docs/mathematics.md says why nothing but C and
+c is lost). Scores of long tokens show w. Units and M follow as above, with more queries, since an
+answer has one number. The heads are then units with gates themselves (blocks/heads.py). Scores
 without norms, or with positions, are refused.
 """
 
@@ -71,13 +75,14 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
-_MIDDLE = 2.0**12  # length of the last token, relative to √d, at which heads are read from scores
-_HEADS = {16.0: ["O"], 1.0: ["Q", "q", "O"]}  # lengths of the last token, and what is fitted there
-_RANK = 1e-6  # relative to the largest singular value of a head's matrix
-_MORE = 1.5  # answers for each unknown of a fit
-_MANY = 4.0  # the same, if rounding of answers is what limits the fit
-_ATTEMPTS = 3
-# Lengths of p and x in [p + x ; p], relative to √d. With rotary positions p must be 0.
+_SCORES_LENGTH = 2.0**12  # of the last token, relative to √d, where heads are read from scores
+# Lengths of the last token, relative to the others', and what scores at that length are fitted by.
+_REFITTED = {16.0: ["O"], 1.0: ["Q", "q", "O"]}
+_RANK = 1e-6  # the least singular value that counts, relative to the largest one of a head's matrix
+_ANSWERS = 1.5  # answers for each unknown of a fit
+_MORE_ANSWERS = 4.0  # the same, if rounding of answers is what limits the fit
+_ATTEMPTS = 3  # to find the units of a block without norms
+# Lengths of p and x in [p + x ; p], relative to √d, in turn. With rotary positions p must be 0.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
 # The length of the last token relative to the others', without norms in front, in each attempt: the
 # longer it is, the more likely h is unique, at the cost of digits.
@@ -85,11 +90,10 @@ REACHES = {
     "none": (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0),
     "behind": (4.0, 8.0, 2.0, 16.0, 32.0, 4.0),
 }
-_AGAIN = 6  # attempts with norms in front
-_FRESH = 8  # sequences on which attention is checked
-_TOKENS = 4
-_ROUGH = 1e-3  # how far attention may be off before the last fit, relative to the answers
-_MOST = 3000  # numbers that are fitted together in the end
+_PRE_NORM_ATTEMPTS = 6  # to read attention with norms in front
+_CHECKED, _TOKENS = 8, 4  # sequences on which a block is checked, and the tokens of each
+_ROUGH = 1e-3  # how far answers may be off before the last fit, relative to the largest
+_MOST_FITTED = 3000  # numbers that are fitted together in the end
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,13 @@ class TransformerBlock(Method):
 
         Attention is read again with other queries if an h was not the right one.
         """
-        tokens = torch.randn(_FRESH, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+        tokens = torch.randn(_CHECKED, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
         answers = last(view.oracle, tokens)
         why = "what was read gives other answers"
-        for reach in REACHES.get(view.norm, (1.0,) * _AGAIN):
+        for reach in REACHES.get(view.norm, (1.0,) * _PRE_NORM_ATTEMPTS):
             try:
                 if view.scores and isinstance(peeled, Peeled):
-                    model = _with_heads(peeled, stream)
+                    model = _from_scores(peeled, stream)
                 else:
                     layer = peeled.attention(stream, reach)
                     model = peeled.block(peeled.polished(layer, stream))
@@ -169,17 +173,17 @@ def _relative_error(oracle: Oracle) -> float:
 
 
 def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
-    """Fit all numbers at once, by least squares: the chain of solves has cost digits.
+    """Fit all numbers at once, by least squares: each solve that needs an earlier one costs digits.
 
-    In a wide block only those of attention: the feed-forward layer's have been fitted together.
+    In a wide block only the numbers of attention are fitted, or none if even these are too many.
     """
 
     def count(names: list[str]) -> int:
         return sum(getattr(model, name).numel() for name in names)
 
-    names, more = [name for name in model.NAMES if getattr(model, name).numel()], _MORE
-    if count(names) > _MOST:
-        more = _MANY
+    names, more = [name for name in model.NAMES if getattr(model, name).numel()], _ANSWERS
+    if count(names) > _MOST_FITTED:
+        more = _MORE_ANSWERS
         names = [name for name in names if name in SubLayer.NAMES]
     if count(names) > MANY:
         return model
@@ -196,6 +200,7 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
 
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
+    """Return the feed-forward layer and M of a block without norms, as explained at the top."""
     d = view.dim
     identity = torch.eye(d, dtype=torch.float64)
     smooth = not kinks.straight(view.ask, d, stream)
@@ -204,9 +209,9 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         if smooth:
             units = find_units(Field(view.ask, d, sphere=False, numbers=d), stream)
             lengths = (1.0,)
-        else:  # half of the long tokens are on either side of every kink, whatever its bias
+        else:  # of long tokens, half are on either side of every kink, whatever the unit's bias
             units, lengths = kinks.find_relu_units(view.ask, d, seed, stream), pre_norm.LENGTHS[:-1]
-        x = pre_norm.tokens_of_lengths(view, units, lengths, stream, _MANY)
+        x = pre_norm.tokens_of_lengths(view, units, lengths, stream, _MORE_ANSWERS)
         units, _, linear, left = fit(units, Known(x, with_ones(x)), view.ask(x))
         expect_fitted(left)
         return units, linear
@@ -233,34 +238,36 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
     raise not_a_block()
 
 
-def _with_heads(peeled: Peeled, stream: torch.Generator) -> Block:
-    """Return a block that answers scores.
+def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
+    """Return a block that answers with scores.
 
-    Long x show W_h and what w shows of M_h; shorter x show M_h.
+    If the last token is long, scores show Q_h K_hᵀ and M_h·w of each head (blocks/heads.py).
+    Shorter ones show all of M_h.
     """
     view, M = peeled.view, peeled.M
     (d, e), w = view.axes.shape, view.residual
 
-    def value(t: Tensor, asking: Tensor) -> Tensor:
+    def value(t: Tensor, last_token: Tensor) -> Tensor:
         left = 1 - t.square().sum(1, keepdim=True) / d
-        tokens = torch.stack([(peeled.epsilon / left).sqrt() * t, _MIDDLE * asking], 1)
-        tokens = tokens @ view.axes.mT
+        first_token = (peeled.epsilon / left).sqrt() * t  # so that its norm returns t
+        tokens = torch.stack([first_token, _SCORES_LENGTH * last_token], 1) @ view.axes.mT
         return last(view.oracle, tokens) - peeled.network(peeled.added_alone(tokens[:, -1]))
 
     heads = read_heads(value, e, math.sqrt(d), stream)
     count = len(heads.v)
-    own = heads.v - (M @ w)[:, 0] / count  # of what w shows, beyond an even share
+    # M_h starts as an equal share of M, changed along w to have the M_h·w that was read.
+    own = heads.v - (M @ w)[:, 0] / count
     O = M / count + own[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
-    grow = math.sqrt(d / e)  # to tokens behind an RMS norm of the coordinates
+    grow = math.sqrt(d / e)  # an RMS norm of the e coordinates returns √e instead of √d
     identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
     layer = SubLayer(
         Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=peeled.b,
         frequencies=heads.c[:, :0], epsilon=peeled.epsilon * d / e,
     )  # fmt: skip
     model = peeled.block(layer)
-    for length, names in _HEADS.items():
+    for length, names in _REFITTED.items():
         unknowns = sum(getattr(model, name).numel() for name in names)
-        tokens = view.tokens(2 * math.ceil(_MORE * unknowns) + 32, 1.0, stream)
+        tokens = view.tokens(2 * math.ceil(_ANSWERS * unknowns) + 32, 1.0, stream)
         tokens = tokens.unflatten(0, (-1, 2))
         tokens[:, -1] *= length
         y = ask(view.oracle, tokens)
@@ -281,6 +288,7 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
 
 
 def _described(model: Block) -> str:
+    """Return the kind and number of the block's parts, in words."""
     heads, _, k = model.Q.shape
     parts = [f"{heads} heads of width {k}"]
     if len(model.K) < heads:

@@ -6,9 +6,11 @@ parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i` are learnable from 
     v_i = f([e_i])                                                    d queries
     δᵀWx = logit((f([x+δ ; x]) − vᵀx) / vᵀδ)  for d probes δ, d tokens x   d² queries
 
-and `Z = Δ W Xᵀ` is solved for W. Departures: both bases are rotated at random, and v̂ is added to
-the probes (bilinear.py says why); in exact arithmetic the theorem's unit vectors would do. d² + d
-is also the number of unknowns, so no attack on scores can need fewer queries without knowing more.
+where the d probes δ, as rows of Δ, and the d tokens x, as rows of X, are bases. These numbers are
+`Z = Δ W Xᵀ`, which is solved for W. Departures: both bases are rotated at random, and v/‖v‖ is
+added to the probes (bilinear.py says why); in exact arithmetic the theorem's unit vectors would do.
+d² + d is also the number of unknowns, so no attack on scores can need fewer queries without knowing
+more.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ class SingleHead(Method):
         stream = torch.Generator().manual_seed(self.seed)
         probes = ProbeBasis.draw(v, stream)
         X = random_orthogonal(d, stream)
-        Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # row j: Δ W x_j
+        Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # Zᵀ: row j is Δ W x_j
 
-        def known(columns: int) -> Step:
-            W = probes.solve(Zt[:columns].mT) @ X[:columns]  # zero where W was never measured
+        def step_after(columns: int) -> Step:
+            # X is orthogonal, so that W is Δ⁻¹ZX, and zero on tokens that were not asked about.
+            W = probes.solve(Zt[:columns].mT) @ X[:columns]
             return Step(Head(W, v), known=d + columns * d, unknowns=d * d + d)
 
-        yield known(0)
+        yield step_after(0)
         forms = BilinearForms(oracle, v)
-        deltas = probes.deltas
         try:
             # Steps at 1, 2, 4, … columns cost little more than the last step alone.
             powers = [2**k for k in range(d.bit_length()) if 2**k < d]
             for start, stop in itertools.pairwise([0, *powers, d]):
-                forms.grid(deltas, X[start:stop], Zt[start:stop])
-                yield known(stop)
+                forms.grid(probes.deltas, X[start:stop], Zt[start:stop])
+                yield step_after(stop)
         except BudgetExhausted:
-            yield known(int((~Zt.isnan().any(1)).sum()))
+            yield step_after(int((~Zt.isnan().any(1)).sum()))
             raise

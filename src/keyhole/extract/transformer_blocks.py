@@ -4,7 +4,7 @@ For blocks l = 1 … L of oracle/block.py, each with heads, units and biases b_l
 
     h = x + b_l + Attention_l(N(x)),    x ← h + F_l(N(h)),    F_l(u) = C_l·f(u) + c_l
 
-let u be tokens that N leaves unchanged up to its ε.
+let u be tokens of length √d, which N leaves unchanged up to its ε.
 
 **Theorem (depth is invisible from afar).** The last of the tokens Λu_1, …, Λu_n answers
 
@@ -18,8 +18,9 @@ the heads of all:
 
     y([Λ(u+δ) ; Λu]) − y([Λu]) → Σ_h σ(u·g_h)·δM_h,    g_h = B_h δ − 2(r_h·δ)/|δ|²·δ
 
-with B_h = Q_h K_hᵀ and r_h = K_h q_h, since the two are equally long and u·δ = −|δ|²/2. For each δ
-this is a network of H units; its g_h are linear in B_h and r_h. Σ_h M_h tells the units' signs.
+with B_h = Q_h K_hᵀ and r_h = K_h q_h. As u + δ is as long as u, u·δ = −|δ|²/2. For each δ this is a
+network of H units, one for each head; its g_h are linear in B_h and r_h, which are solved for from
+many δ. Σ_h M_h tells the signs of the feed-forward units (block.py).
 
 **Theorem (blocks are identifiable).** In general position the term of order 1/Λ of single tokens
 shows the block of every unit and head, and all biases (docs/mathematics.md): a unit of block l has
@@ -59,18 +60,18 @@ from keyhole.oracle.block import Blocks
 from keyhole.oracle.planted import Parametric
 from keyhole.oracle.protocol import Oracle, ask
 
-_ATTEMPTS = 3
-_LENGTHS = (1.0, 0.7, 1.3, 0.5)  # of δ next to tokens, where heads were not found
-_NEAR = (0.3, 0.1)  # how far other δ are, where heads are followed
-_RANK = 1e-3  # of the largest singular value
-_SHORTER = (64.0, 16.0, 4.0)  # tokens that show blocks
-_DEEPEST = 3  # blocks
-_STARTS = 3  # of shares: equal ones, then random ones
-_CLOSE = 1e-3  # what may be left of y − x, before all numbers are fitted
+_ATTEMPTS = 3  # to find the units
+_LENGTHS = (1.0, 0.7, 1.3, 0.5)  # of δ, relative to √d: the next one if heads are not found
+_NEAR = (0.3, 0.1)  # how far the next δ are from the first, relative to its length
+_RANK = 1e-3  # the least singular value that counts, relative to the largest
+_SHORTER = (64.0, 16.0, 4.0)  # lengths of single tokens that show which block a unit is in
+_DEEPEST = 3  # the most blocks that are tried
+_STARTS = 3  # starts of the shares: equal ones, then random ones
+_CLOSE = 1e-3  # the share of y − x that may be unexplained before all numbers are fitted
 _WHOLE = 0.1  # how far from 0 or 1 a share may be
-_MORE = 1.5  # answers for each unknown
-_TOKENS = 4
-_EXACT = 1e-7  # of the answers, that may be left in the end
+_ANSWERS = 1.5  # answers for each unknown
+_TOKENS = 4  # of a sequence in the last fit
+_EXACT = 1e-7  # the share of the answers that may be unexplained in the end
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ class TransformerBlocks(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
-            raise _unread("there are no norms in front of attention and feed-forward layers")
+            raise _refusal("there are no norms in front of attention and feed-forward layers")
         if view.scores:
-            raise _unread("the answers are numbers, and not vectors")
+            raise _refusal("the answers are numbers, and not vectors")
         units, linear = attempted(lambda: far_units(view, stream), _ATTEMPTS)
-        heads = _heads(view, stream)
+        heads = _read_heads(view, stream)
         flips = units.flips(linear[:-1] - heads.M.sum(0))
         if flips is None:
-            raise _unread("heads and units do not add up to what single tokens answer")
-        model = _polished(view, _dealt(view, units.flipped(flips), heads, stream), stream)
+            raise _refusal("heads and units do not add up to what single tokens answer")
+        model = _polished(view, _assigned(view, units.flipped(flips), heads, stream), stream)
         yield Step(
             model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
         )
@@ -103,19 +104,19 @@ class TransformerBlocks(Method):
 
 @dataclass(frozen=True)
 class _Heads:
-    """`B` (H, e, e), `r` (H, e) and `M` (H, e, d), for tokens behind the norm."""
+    """`B` (H, e, e), `r` (H, e) and `M` (H, e, d) of all heads, in the view's e coordinates."""
 
     B: Tensor
     r: Tensor
     M: Tensor
 
-    def seen(self, delta: Tensor) -> Tensor:
-        """Return g of all heads."""
+    def g(self, delta: Tensor) -> Tensor:
+        """Return g_h (H, e) of all heads at δ."""
         return self.B @ delta - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
 
     @classmethod
-    def of(cls, deltas: Tensor, g: Tensor, u: Tensor) -> _Heads:
-        """Return the heads, given g (n, H, e) and u (n, H, d) at δ (n, e) of one length."""
+    def of(cls, deltas: Tensor, g: Tensor, moved: Tensor) -> _Heads:
+        """Return the heads, given g_h (n, H, e) and δM_h (n, H, d) at δ (n, e) of one length."""
         n, e = deltas.shape
         identity = torch.eye(e, dtype=torch.float64)
         of_B = torch.einsum("ab,nc->nabc", identity, deltas).reshape(n * e, e * e)
@@ -123,11 +124,12 @@ class _Heads:
         solved = least_squares(
             torch.cat([of_B, of_r.reshape(n * e, e)], 1), g.transpose(1, 2).reshape(n * e, -1)
         )
-        M = least_squares(deltas, u.flatten(1)).unflatten(1, u.shape[1:]).transpose(0, 1)
+        M = least_squares(deltas, moved.flatten(1)).unflatten(1, moved.shape[1:]).transpose(0, 1)
         return cls(solved[: e * e].mT.unflatten(1, (e, e)), solved[e * e :].mT, M)
 
 
-def _gates(z: Tensor) -> tuple[Tensor, Tensor]:
+def _sigmoid(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return σ(z) and its derivative."""
     value = torch.sigmoid(z)
     return value, value * (1 - value)
 
@@ -137,24 +139,29 @@ class _Pairs:
     """Pairs [Λ(u+δ) ; Λu] for many u, with δ of one length."""
 
     view: View
-    directions: Tensor  # (N, e)
+    directions: Tensor  # (N, e) of u, before `points` makes them fit a δ
 
     def points(self, delta: Tensor) -> Tensor:
-        """Return tokens u that are as long as u + δ."""
+        """Return tokens u of length √d with u + δ of the same length."""
         along = normalize(delta, dim=0)
         across = self.directions - (self.directions @ along)[:, None] * along
         rest = math.sqrt(self.view.dim - float(delta.square().sum()) / 4)
         return rest * normalize(across, dim=1) - delta / 2
 
     def answers(self, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the points, and Σ_h σ(u·g_h)·δM_h."""
+        """Return the points u, and what the pairs add to y([Λu]): Σ_h σ(u·g_h)·δM_h."""
         u = self.points(delta)
         far, other = (FAR * each @ self.view.axes.mT for each in (u, u + delta))
         y = last(self.view.oracle, torch.stack([other, far], 1)) - self.view.ask(far)
         return u, y
 
 
-def _heads(view: View, stream: torch.Generator) -> _Heads:
+def _read_heads(view: View, stream: torch.Generator) -> _Heads:
+    """Return all heads, from the networks of many δ.
+
+    The network of the first δ is searched for. Those of δ near it are fitted from there, so that
+    heads keep their order; they give B and r, from which the networks of all other δ are fitted.
+    """
     e = view.axes.shape[1]
 
     def drawn(count: int) -> Tensor:
@@ -163,39 +170,40 @@ def _heads(view: View, stream: torch.Generator) -> _Heads:
     for share in _LENGTHS:
         length = share * math.sqrt(view.dim)
         pairs, first = _Pairs(view, drawn(3 * e + 16)), length * drawn(1)[0]
-        found = find_network(_gates, *pairs.answers(first), stream)
+        found = find_network(_sigmoid, *pairs.answers(first), stream)
         if found is None:
             continue
-        g, u = found
-        fewer = replace(pairs, directions=pairs.directions[: e + 2 * len(u) + 8])
+        g, _ = found
+        fewer = replace(pairs, directions=pairs.directions[: e + 2 * len(g) + 8])
         for near in _NEAR:
             deltas = length * normalize(first / length + near * drawn(e + 3), dim=1)
-            followed = _followed(fewer, deltas, g.expand(len(deltas), -1, -1))
-            if followed is None:
+            heads = _fitted_heads(fewer, deltas, g.expand(len(deltas), -1, -1))
+            if heads is None:
                 continue
             deltas = length * drawn(e + 6)
-            again = _followed(fewer, deltas, torch.stack([followed.seen(each) for each in deltas]))
-            if again is not None:
-                return again
-    raise _unread("no network of as many heads as there seem to be explains the answers")
+            heads = _fitted_heads(fewer, deltas, torch.stack([heads.g(each) for each in deltas]))
+            if heads is not None:
+                return heads
+    raise _refusal("no network of as many heads as there seem to be explains the answers")
 
 
-def _followed(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
-    g, u = list[Tensor](), list[Tensor]()
+def _fitted_heads(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
+    """Return the heads from g_h that are fitted at each δ, given starts; None if a fit fails."""
+    g, moved = list[Tensor](), list[Tensor]()
     for delta, start in zip(deltas, starts, strict=True):
-        near, value, explained = fit_network(_gates, *pairs.answers(delta), start)
+        g_here, moved_here, explained = fit_network(_sigmoid, *pairs.answers(delta), start)
         if not explained:
             return None
-        g.append(near)
-        u.append(value)
-    return _Heads.of(deltas, torch.stack(g), torch.stack(u))
+        g.append(g_here)
+        moved.append(moved_here)
+    return _Heads.of(deltas, torch.stack(g), torch.stack(moved))
 
 
 @dataclass(frozen=True, eq=False)
 class _Shares(Parametric):
-    """Answers to single tokens, with each unit and head in all blocks.
+    """Answers to single tokens, with a share of each unit and head in every block.
 
-    The shares of all blocks but the last are parameters; together they are 1.
+    The shares of a unit or head add up to 1; those in all blocks but the last are parameters.
     """
 
     view: View
@@ -224,7 +232,7 @@ class _Shares(Parametric):
         return heads, units
 
     @property
-    def whole(self) -> bool:
+    def are_whole(self) -> bool:
         """Whether each head and unit is in one block, and no block is empty."""
         return all(
             float((each - each.round()).abs().max()) <= _WHOLE and bool(each.round().any(1).all())
@@ -265,28 +273,28 @@ class _Shares(Parametric):
         return x
 
 
-def _dealt(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> Blocks:
+def _assigned(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> Blocks:
     """Return the fewest blocks of these heads and units that explain answers to single tokens."""
     width, count = len(units.A), len(heads.M)
     unknowns = (_DEEPEST - 1) * (count + width) + 2 * _DEEPEST * view.dim
     asked: list[tuple[Tensor, Tensor]] = []
     for length in _SHORTER:
-        tokens = view.tokens(math.ceil(_MORE * unknowns / view.dim) + 8, length, stream)
+        tokens = view.tokens(math.ceil(_ANSWERS * unknowns / view.dim) + 8, length, stream)
         asked.append((tokens.unsqueeze(1), view.ask(tokens)))
     left = math.inf
     for depth in range(1, _DEEPEST + 1):
         zeros = torch.zeros(depth, view.dim, dtype=torch.float64)
         for start in range(_STARTS if depth > 1 else 1):
-            some = torch.rand(depth, count + width, generator=stream, dtype=torch.float64)
-            some = torch.ones_like(some) if not start else some
-            some = (some / some.sum(0))[:-1]
-            model = _Shares(view, units, heads.M, some[:, :count], some[:, count:], zeros, zeros)
+            sizes = torch.rand(depth, count + width, generator=stream, dtype=torch.float64)
+            sizes = torch.ones_like(sizes) if not start else sizes
+            free = (sizes / sizes.sum(0))[:-1]
+            model = _Shares(view, units, heads.M, free[:, :count], free[:, count:], zeros, zeros)
             for tokens, y in asked:
                 model = refined(model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))])
                 left = float((model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm())
-            if left <= _CLOSE and model.whole:
+            if left <= _CLOSE and model.are_whole:
                 return model.blocks(heads)
-    raise _unread(
+    raise _refusal(
         f"{count} heads and {width} units in up to {_DEEPEST} blocks leave {left:.0e} of what "
         "ordinary tokens answer"
     )
@@ -296,18 +304,20 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
     """Fit all numbers at once, by least squares: long tokens have lost half of the digits."""
     free = [name for name in model.NUMBERS if getattr(model, name).numel()]
     unknowns, d = sum(getattr(model, name).numel() for name in free), view.dim
-    count = math.ceil(_MORE * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
+    count = math.ceil(_ANSWERS * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
     tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
     tokens[::2] /= 4  # short ones show every ε
     y = ask(view.oracle, tokens)
     model = refined(model, free, [(tokens, y, torch.ones_like(y))])
     left = float((model(tokens) - y).norm() / y.norm())
     if not left <= _EXACT:
-        raise _unread(f"{_described(model)} leave {left:.0e} of the answers unexplained")
+        raise _refusal(f"{_described(model)} leave {left:.0e} of the answers unexplained")
     return replace(model, epsilon=model.epsilon.clamp(min=0.0))
 
 
 def _described(model: Blocks) -> str:
+    """Return the parts of each block, in words."""
+
     def counted(count: int, what: str) -> str:
         return f"{count} {what}{'s' * (count != 1)}"
 
@@ -319,5 +329,5 @@ def _described(model: Blocks) -> str:
     return f"{counted(len(each), 'block')}: " + ", then ".join(each)
 
 
-def _unread(why: str) -> Unsuccessful:
+def _refusal(why: str) -> Unsuccessful:
     return Unsuccessful(Status.NOT_APPLICABLE, f"not read as stacked blocks: {why}")
