@@ -28,9 +28,9 @@ from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, ask
 
 _STREAM = 0x4558414D  # so that the exam has other queries than any attack
-_COARSEST = 0.1
+_COARSEST = 0.1  # the first level: a model whose signs are wrong there is refuted
 _CHOICE = 4  # lines drawn for each one used: those with the largest answers at their ends are used
-_HALVINGS = 60
+_HALVINGS = 60  # of a line
 
 
 def _draw(size: float, length: int, count: int, dim: int, stream: torch.Generator) -> Tensor:
@@ -43,9 +43,10 @@ class SignExam(Exam):
     """Queries near the decision boundary of one model, equally many at each of the `levels`.
 
     Random queries show little about a model whose sign is nearly always right. So each query is
-    moved along a line to where the *model* answers ±m for m = 0.1, 0.01, …: an oracle that agrees
-    in sign there differs by less than m. The queries depend on the model, but the attack never sees
-    them, and one disagreement refutes the model at that level.
+    moved along a line to where the *model* answers ±m, for levels m = 0.1, 0.01, …, relative to the
+    answers at the ends of the line. An oracle whose answer there has another sign differs from the
+    model by more than m: one such query refutes the model at that level. The queries depend on the
+    model, but the attack never sees them.
     """
 
     levels: tuple[float, ...]
@@ -66,31 +67,32 @@ class SignExam(Exam):
         return cls(tuple(sets), levels=levels)
 
     def grade(self, model: Oracle) -> Check:
-        """Grade each query by the finest level down to which all signs agree; 1 if none does."""
+        """Measure the error on each line: the finest level down to which all signs agree, or 1."""
         sign = SignOnly(model)
         bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
         errors: list[Tensor] = []
         for questions, answers in self.sets:
             right = (ask(sign, questions) == answers).unflatten(0, (len(self.levels), -1))
-            errors.append(bounds[right.long().cumprod(0).sum(0)])
+            agreeing = right.long().cumprod(0).sum(0)  # levels before the first wrong sign
+            errors.append(bounds[agreeing])
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
-        """Return whether the signs agree wherever the model's answer is clear of zero."""
-        if bool(((given == 0) | (given == 1)).all()):  # earlier answers of the target itself
+        """Return whether the signs agree wherever `given`, the model's answer, is clear of zero."""
+        if bool(((given == 0) | (given == 1)).all()):  # signs: earlier answers of the target itself
             return bool((given == answers).all())
         clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
-        # Scores of long tokens may be off by guarantee · d, and answers, which are small
-        # differences of values, by several times that. Then only a coarse match can be expected.
-        blur = 0.0 if step.guarantee is None else 10 * step.guarantee * step.model.dim
-        if check.worst > _COARSEST and blur > _COARSEST:
+        # If every entry of W may be off by the guarantee, scores of long tokens may be off by
+        # guarantee · d, and answers, which are small differences of values, by several times that.
+        possible = 0.0 if step.guarantee is None else 10 * step.guarantee * step.model.dim
+        if check.worst > _COARSEST and possible > _COARSEST:
             return Status.UNVERIFIED, (
                 f"W is only known to ±{step.guarantee:.1e}, too little to be refuted by signs"
             )
-        return verdict(check, accepted, _COARSEST if blur > NEARLY else NEARLY)
+        return verdict(check, accepted, _COARSEST if possible > NEARLY else NEARLY)
 
 
 class SignMethod(Method):
@@ -121,7 +123,7 @@ def _near_zero(
 
     A level is relative to the smaller of the answers at the two ends of the line.
     """
-    chosen = [_best(model, *line) for line in lines]
+    chosen = [_longest_reach(model, *line) for line in lines]
     start, end, size = (torch.cat(parts) for parts in zip(*chosen, strict=True))
     rising = ask(model, start) < 0
     shape = (len(levels), len(size))
@@ -140,8 +142,8 @@ def _near_zero(
     return at((low + high) / 2)
 
 
-def _best(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines with the largest answers at both ends, and the smaller of the two answers.
+def _longest_reach(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the lines whose smaller answer at an end is largest; return their ends and it.
 
     A head is an odd function, so if both ends have the same sign, one of them is negated.
     """
@@ -154,14 +156,14 @@ def _best(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedExam(Exam):
-    """Queries whose answers are known to ±τ: ordinary and amplified ones in turn.
+    """Queries whose answers are known to ±τ: in `sets`, ordinary and amplified ones take turns.
 
     Ordinary answers, which may be off by τ, can only refute a model. Amplified queries have long
     keys and a short last token, which leaves the attention as it is and makes the answers large
     next to τ.
     """
 
-    tolerance: float
+    tolerance: float  # τ
     limit: float  # on the norm of a token
 
     @property
@@ -204,6 +206,11 @@ class AmplifiedExam(Exam):
         return bool((off <= max(allowed, NEARLY) * answers.abs().max()).all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+        """Return status and reason; errors that τ and the proved error of W explain are excused.
+
+        But if the proved error is half of W's largest entry or more, and may change a score of the
+        longest tokens by 1, the answers have shown nothing of W.
+        """
         model, error = step.model, step.guarantee
         if check.worst <= NEARLY or error is None or not isinstance(model, Head):
             return verdict(check, accepted)

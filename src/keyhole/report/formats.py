@@ -24,9 +24,9 @@ from keyhole.report.page import render
 # mentions nobody, links nothing and opens no tag. GitHub allows 65,536 characters in a comment;
 # rows that do not fit are counted instead.
 
-MOST = 60_000  # characters in all; GitHub allows some more
+MOST = 60_000  # the most characters of a comment; GitHub allows some more
 SHOWN = 20  # findings that are shown without a click
-CELL = 160  # characters of a cell
+CELL = 160  # the most characters of a target's text in a cell
 SIGNS = {
     Severity.CRITICAL: "🔴", Severity.HIGH: "🟠", Severity.MEDIUM: "🟡", Severity.LOW: "🔵",
     Severity.UNKNOWN: "⚪", Severity.NONE: "🟢",
@@ -42,13 +42,13 @@ def as_markdown(assessment: Assessment) -> str:
     rows = [_row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
     bottom = [*_not_counted(assessment), *_how_to_reproduce(assessment)]
-    left = MOST - sum(len(line) + 1 for line in (*top, *bottom))
-    fitting = sum(size <= left for size in accumulate(len(line) + 1 for line in rows))
+    room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
+    fitting = sum(size <= room for size in accumulate(len(line) + 1 for line in rows))
     return "\n".join([*top, *_given_away(rows, fitting), *bottom]) + "\n"
 
 
 def _title(assessment: Assessment) -> list[str]:
-    ways = sum(item.finding.open for item in assessment.items)
+    ways = sum(item.finding.open for item in assessment.items)  # open to attack, but not attacked
     found_open = f"{ways} found a way open, " if ways else ""
     return [
         f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}", "",
@@ -59,6 +59,7 @@ def _title(assessment: Assessment) -> list[str]:
 
 
 def _cards(cards: Sequence[Card]) -> list[str]:
+    """Return a table with one row for each kind of attack."""
     rows = [
         f"| {SIGNS[card.severity]} {card.severity} | {card.family} | {card.level} | "
         f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
@@ -73,15 +74,17 @@ def _cards(cards: Sequence[Card]) -> list[str]:
 
 
 def _decision(assessment: Assessment) -> list[str]:
+    """Return what the policy decided, if there is one."""
     decision = assessment.decision
     if decision is None:
         return []
-    end = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
+    verdict = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
     rule, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
-    return [f"By the policy {source} this **{end}**: {rule}", ""]
+    return [f"By the policy {source} this **{verdict}**: {rule}", ""]
 
 
 def _row(item: Item) -> str:
+    """Return a finding's row of the table under `HEAD`."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
     tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
@@ -181,7 +184,7 @@ def as_junit(assessment: Assessment) -> str:
 
 def _case(item: Item, assessment: Assessment) -> Element:
     finding = item.finding
-    end, because = _end(item, assessment)
+    tag, decided_by = _result(item, assessment)
     details = [
         f"finding: {item.id}",
         f"rule: {item.rule.id} ({item.rule.name})",
@@ -190,21 +193,22 @@ def _case(item: Item, assessment: Assessment) -> Element:
         f"cost: {cost(finding)}, {finding.seconds:.2f} s",
         f"status: {finding.status}",
     ]
-    details += [f"decided by: {because}"] if because else []
+    details += [f"decided by: {decided_by}"] if decided_by else []
     details += [f"reason: {finding.reason}"] if finding.reason else []
     details += [f"try it: {finding.command}"] if finding.command else []
     details += [f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []
     name = f"{words.exposure(finding.exposure)} ({finding.attack})"
     case = _testcase(item.family, finding.part, name, finding.seconds)
     text = "\n".join(map(inert, details))
-    if end:
-        _ended(case, end, item.severity.value, f"{item.severity}: {words.outcome(finding)}", text)
+    if tag:
+        message = f"{item.severity}: {words.outcome(finding)}"
+        _add_result(case, tag, item.severity.value, message, text)
     else:
         SubElement(case, "system-out").text = text
     return case
 
 
-_ENDS = {
+_TAGS = {
     Outcome.GIVEN_AWAY: "failure",
     Outcome.EXPOSED: "failure",
     Outcome.UNCHECKED: "error",
@@ -212,25 +216,26 @@ _ENDS = {
 }
 
 
-def _end(item: Item, assessment: Assessment) -> tuple[str, str]:
-    """Return the tag of how a check ended, and the rule of a policy that decided it."""
+def _result(item: Item, assessment: Assessment) -> tuple[str, str]:
+    """Return the tag of a check's result, empty if it passed, and the rule that decided it."""
     if item in assessment.hypothetical:
         return "skipped", "the service does not return it"
     if assessment.decision is None:
-        return _ENDS[item.finding.outcome], ""
+        return _TAGS[item.finding.outcome], ""
     ruled = next(ruled for ruled in assessment.decision.rulings if ruled.name == item.id)
-    unchecked = _end_of_unchecked(assessment)
-    ends = {Ruling.FAILS: "failure", Ruling.IGNORED: "skipped", Ruling.UNCHECKED: unchecked}
-    return ends.get(ruled.ruling, ""), ruled.rule
+    unchecked = _tag_of_unchecked(assessment)
+    tags = {Ruling.FAILS: "failure", Ruling.IGNORED: "skipped", Ruling.UNCHECKED: unchecked}
+    return tags.get(ruled.ruling, ""), ruled.rule
 
 
-def _end_of_unchecked(assessment: Assessment) -> str:
+def _tag_of_unchecked(assessment: Assessment) -> str:
     """Return the tag of a check without a result, which a policy may allow."""
     decision = assessment.decision
     return "skipped" if decision is not None and decision.exit_code == 0 else "error"
 
 
 def _skipped(skip: Skip, assessment: Assessment) -> Element:
+    """Return the test case of an exposure that was not attacked."""
     decision, has_rule = assessment.decision, skip.exposure.rule != NOT_CHECKED
     ignored = decision is not None and any(
         ruled.name == skip.exposure.id and ruled.ruling is Ruling.IGNORED
@@ -238,8 +243,8 @@ def _skipped(skip: Skip, assessment: Assessment) -> Element:
     )
     name = f"{words.skip(skip)} ({skip.attack})"
     case = _testcase(skip.exposure.family if has_rule else "skipped", "", name, 0.0)
-    end = _end_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped"
-    _ended(case, end, "unknown" if skip.unchecked else "not tried", skip.reason)
+    tag = _tag_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped"
+    _add_result(case, tag, "unknown" if skip.unchecked else "not tried", skip.reason)
     return case
 
 
@@ -249,8 +254,8 @@ def _testcase(family: str, part: str, name: str, seconds: float) -> Element:
     return Element("testcase", classname=classname, name=inert(name), time=time)
 
 
-def _ended(case: Element, end: str, kind: str, message: str, text: str | None = None) -> None:
-    SubElement(case, end, type=kind, message=inert(message)).text = text
+def _add_result(case: Element, tag: str, kind: str, message: str, text: str | None = None) -> None:
+    SubElement(case, tag, type=kind, message=inert(message)).text = text
 
 
 def _totals(cases: Sequence[Element]) -> dict[str, str]:
@@ -262,8 +267,8 @@ def _totals(cases: Sequence[Element]) -> dict[str, str]:
     }
 
 
-def _count(cases: Sequence[Element], end: str) -> str:
-    return str(sum(case.find(end) is not None for case in cases))
+def _count(cases: Sequence[Element], tag: str) -> str:
+    return str(sum(case.find(tag) is not None for case in cases))
 
 
 FORMATS: dict[str, Callable[[Assessment], str]] = {
