@@ -1,19 +1,20 @@
 """A search for the texts behind vectors, many at once, by sums of single changes (ours).
 
-Every vector has a few populations of texts, which start from the nearest lines of the corpus. In
-each round,
+Every vector has a few populations of texts, which start from the nearest lines of the corpus. Each
+round has three steps:
 
-1. each population gives one text; its most promising single changes are run through the encoder
-(changes.py), and sets of changes whose effects add up to the residual are found without it
-(sums.py) and run; then sets that extend the best of these are run; 2. pieces of good texts are
-exchanged; 3. a population that does not improve starts again, from the best text of any population
-of its vector with a part left out.
+1. Each population gives one text. Its most promising single changes are run through the encoder
+   (changes.py). Sets of changes whose effects add up to the residual are found without the encoder
+   (sums.py) and run; then sets that extend the best of these.
+2. Pieces of good texts are exchanged.
+3. A population that does not improve starts again, from the best text of any population of its
+   vector with a part left out.
 
-The search for a vector ends once a text gives the vector back up to rounding. A vector stored with
-fewer digits, for which other texts may come as near, ends once its best text may be the right one
-(`may_be`) and has stood for some rounds. A best text that stands may have a wrong token that scored
-badly, such as a piece of a password, or an order that the bigrams score badly. So many more
-exchanges are tried then, and many more tokens at each of its places, finally all of them.
+The search for a vector ends once a text gives the vector back up to rounding. For a vector stored
+with fewer digits, other texts may come as near; its search ends once the best text has stood for
+some rounds and `may_be` says that it may be the right one. A best text that stands may be wrong in
+a token of low odds, such as a piece of a password, or in an order that the bigrams hold unlikely.
+So many more exchanges are tried then, and many more tokens at each place, finally all of them.
 
 How good is a text? Let r be the residual of its vector, ‖r‖² = 2(1 − cos). If the d numbers of r
 were noise of one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a
@@ -22,8 +23,8 @@ factor. With the log p of the n-grams, and divided by d/2,
     score = −log(1 − cos) + (2/d)·log p
 
 so that far from the vector likely texts score well, and near it the vector decides. Each population
-weighs the n-grams differently, so that populations keep different texts. Texts are changed by
-turns: each time that texts of some tokens are changed, all texts of these tokens lose some score.
+weighs the n-grams differently, so that populations keep different texts. Its texts are changed by
+turns: each time that one is changed, all texts of the same tokens in any order lose some score.
 
 Nothing is learnt: the search needs the encoder, and counts of a corpus (counts.py). It is the same
 on a GPU with hundreds of vectors and on a CPU with one.
@@ -44,28 +45,29 @@ from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sums import Effects, Sets, picked
 
-MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
-_BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
-_CALM = 20  # rounds until the number of candidates grows no more
+MayBe = Callable[[int, list[int]], bool]  # (number of a vector, text): may it be the right one?
+_FIRST_CHANGES, _LAST_CHANGES = 1000, 3000  # single changes of a text, in the first round and later
+_GROWING = 20  # rounds until the number of changes grows no more
 _SETTLED = 5  # rounds that the best text has stood when `may_be` is called
-_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}  # rounds that a text stood: tokens tried then
-_CHOICE = 4  # candidates for each token that is tried
-_ORDERS = 8  # exchanges for each token that is tried
-_SELDOM = 32  # tokens tried at a place for each one tried in a gap
+# After so many rounds in which the best text stood, so many tokens are tried at each of its places.
+_WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}
+_CHANGES_PER_TOKEN = 4  # changes for each token that is tried
+_ORDERS_PER_TOKEN = 8  # exchanges for each token that is tried
+_PER_GAP = 32  # tokens tried at a place for each one tried in a gap
 _PATIENCE = 3  # rounds without improvement after which a population starts again
-_PASSES = {"cuda": 1_000_000, "cpu": 12_000}
+_PASSES = {"cuda": 1_000_000, "cpu": 12_000}  # texts run for a vector, at most
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
 # Attention without the kernels that make a plan for each shape: shapes differ in every call.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _NONE = -2.0  # the cosine where there is no text yet
 _LOWEST = -1e4  # a score below all others
 _HALF = 1e-4  # the resolution of 1 − cos in half precision
-_BACK = 0.2  # the score that texts of the same tokens lose at each turn
+_TURN_LOSS = 0.2  # the score that texts of the same tokens lose at each turn
 _BETTER = 0.03  # the least improvement of a score that counts
 _NOISE = 3e-3  # the error of a cosine in half precision
 _CLOSE = 0.97  # the cosine from which on a text is run exactly
-_OVERLAP = 0.1  # ρ before it is measured
-_RUINED = 0.6  # the largest share of a text that is left out to start again
+_OVERLAP = 0.1  # ρ of sums.py before it is measured
+_LEFT_OUT = 0.6  # the largest share of a text that is left out to start again
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class SumSearch:
     trust: tuple[float, ...] = (0.6, 2.0)  # weight of the n-grams in each population
     kept: int = 24  # texts of a population
     nearest: int = 8  # lines of the corpus that a population starts from
-    shares: Shares = Shares()  # noqa: RUF009 - frozen
+    shares: Shares = Shares()  # tokens tried at each place and in each gap  # noqa: RUF009 - frozen
     width: int = 32  # of the beam over sets of changes
     depth: int = 5  # changes that are added at a time
     tried: int = 64  # sets that are run
@@ -103,10 +105,10 @@ class SumSearch:
         `progress` gets the number of vectors whose search has ended.
         """
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            found = self._search(encoder, goals, counted, max_length, progress, may_be)
-            found.look_at_all()
+            state = self._search(encoder, goals, counted, max_length, progress, may_be)
+            state.measure_exactly()
         return [
-            Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
+            Reading(state.best_texts.tokens(row), float(state.best[row]), int(state.passes[row]))
             for row in range(len(goals))
         ]
 
@@ -116,119 +118,121 @@ class SumSearch:
     ) -> Populations:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
         trust, count = goals.new_tensor(self.trust), len(self.trust)
-        found = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
+        state = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
         likely = LikelyTokens.of(counted, goals)
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
-        turn = torch.arange(len(vector), device=vector.device) % count
-        found.take(lines, vector * count + turn)
+        turn = torch.arange(len(vector), device=vector.device) % count  # populations take turns
+        state.take(lines, vector * count + turn)
         for number in range(self.rounds):
-            rows = self._open(found, torch.arange(len(found.vector), device=encoder.device))
+            rows = self._unfinished(state, torch.arange(len(state.vector), device=encoder.device))
             progress(len(goals) - len(rows) // count, note=f"read, {number} rounds")
             if not len(rows):
                 break
-            base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
+            growth = (_LAST_CHANGES / _FIRST_CHANGES) ** min(1.0, number / _GROWING)
+            change_count = round(_FIRST_CHANGES * growth)
             for some in rows.split(_BATCH_SIZE[rows.device.type]):
-                parents = found.parents(some)
+                parents = state.parents(some)
                 shares = self.shares.within(int(parents.texts.lengths.max()))
-                self._add_up(found, likely, some, parents, base, shares)
-            for among in (1, 4):
-                rows = self._open(found, rows)
+                self._change(state, likely, some, parents, change_count, shares)
+            for among in (1, 4):  # exchange pieces of the best text, then of one of the best four
+                rows = self._unfinished(state, rows)
                 for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
-                    leading = found.leading(some, among)
+                    leading = state.leading(some, among)
                     texts, born = exchanged(leading, counted.ngrams, self.orders, generator)
-                    found.take(texts, some[born])
-            found.renew(rows)
-            stood = found.stood()
-            for row in ((stood == _SETTLED) & ~found.left).nonzero().flatten().tolist():
-                if may_be and may_be(row, found.best_texts.tokens(row)):
-                    found.left[row] = True
+                    state.take(texts, some[born])
+            state.renew(rows)
+            stood = state.stood()
+            for row in ((stood == _SETTLED) & ~state.ended).nonzero().flatten().tolist():
+                if may_be and may_be(row, state.best_texts.tokens(row)):
+                    state.ended[row] = True
             for long, tokens in _WIDER.items():
-                self._widen(found, likely, (stood == long).nonzero().flatten(), tokens)
-        return found
+                self._widen(state, likely, (stood == long).nonzero().flatten(), tokens)
+        return state
 
     def _widen(
-        self, found: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+        self, state: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
     ) -> None:
-        """Change the nearest text of each vector, if its passes allow.
-
-        First try `_ORDERS` · `tokens` exchanges of its pieces, then `tokens` tokens at each place.
-        """
+        """Exchange pieces of each vector's nearest text, then try `tokens` tokens at each place."""
         most = self.passes or _PASSES[vectors.device.type]
         for vector in vectors.tolist():
-            rows = found.nearest[vector : vector + 1]
-            if not len(self._open(found, rows)):
+            rows = state.nearest[vector : vector + 1]
+            if not len(self._unfinished(state, rows)):
                 continue
-            parents = found.parents(rows, by_turn=False)
-            orders = min(_ORDERS * tokens, most - int(found.passes[vector]))
-            texts, _ = exchanged(parents.texts, found.ngrams, orders, found.generator)
-            found.take(texts, rows.expand(len(texts)))
-            left = (most - int(found.passes[vector])) // int(parents.texts.lengths)
-            count = min(tokens, len(found.encoder.table))
+            parents = state.parents(rows, by_turn=False)
+            orders = min(_ORDERS_PER_TOKEN * tokens, most - int(state.passes[vector]))
+            texts, _ = exchanged(parents.texts, state.ngrams, orders, state.generator)
+            state.take(texts, rows.expand(len(texts)))
+            left = (most - int(state.passes[vector])) // int(parents.texts.lengths)  # for a place
+            count = min(tokens, len(state.encoder.table))
             if tokens > count:  # the last time: as many as the passes allow
-                count = min(count, left - left // _SELDOM)
-            if len(self._open(found, rows)) and 0 < count + count // _SELDOM <= left:
-                shares = Shares(count, 0, max(_CHOICE, count // _SELDOM))
-                self._add_up(found, likely, rows, parents, _CHOICE * count, shares)
+                count = min(count, left - left // _PER_GAP)
+            if len(self._unfinished(state, rows)) and 0 < count + count // _PER_GAP <= left:
+                shares = Shares(count, 0, max(_CHANGES_PER_TOKEN, count // _PER_GAP))
+                change_count = _CHANGES_PER_TOKEN * count
+                self._change(state, likely, rows, parents, change_count, shares)
 
-    def _open(self, found: Populations, rows: Tensor) -> Tensor:
-        """Return the populations among `rows` whose vector has no text yet, and passes left."""
+    def _unfinished(self, state: Populations, rows: Tensor) -> Tensor:
+        """Return the populations among `rows` for whose vector the search goes on."""
         most = self.passes or _PASSES[rows.device.type]
-        is_open = (found.best < 1 - self.arrived) & (found.passes < most) & ~found.left
-        return rows[is_open[found.vector[rows]]]
+        goes_on = (state.best < 1 - self.arrived) & (state.passes < most) & ~state.ended
+        return rows[goes_on[state.vector[rows]]]
 
-    def _add_up(
-        self, found: Populations, likely: LikelyTokens, rows: Tensor, parents: Parents, base: int,
+    def _change(
+        self, state: Populations, likely: LikelyTokens, rows: Tensor, parents: Parents, count: int,
         shares: Shares,
     ) -> None:  # fmt: skip
-        """Run the single changes of a text of each population, then two rounds of sets of them."""
-        encoder = found.encoder
-        vector = found.vector[rows]
-        goals = found.goals[vector]
+        """Run `count` single changes of each population's parent, then sets of them, in two stages.
+
+        The second stage extends the best sets of the first.
+        """
+        encoder = state.encoder
+        vector = state.vector[rows]
+        goals = state.goals[vector]
         off = goals - parents.vectors
         own = encoder.next_log_p(parents.texts) if encoder.predicts else None
         changes = likely.changes(
-            parents.texts, off, vector, parents.turns, found.generator, found.max_length,
-            base, shares, own,
+            parents.texts, off, vector, parents.turns, state.generator, state.max_length,
+            count, shares, own,
         )  # fmt: skip
-        prior = found.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
+        prior = state.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
         every = torch.arange(len(changes.kinds), device=off.device).where(changes.allowed, -1)
-        moves, log_p, ran = self._tried(found, changes, rows, every[..., None])
+        moves, log_p, ran = self._run(state, changes, rows, every[..., None])
         moves -= parents.vectors[:, None]  # in place: this is the largest tensor of the search
         moves.masked_fill_(~ran[..., None], 0.0)
         likelier = (log_p - parents.likelihoods[:, None]).where(ran, 0.0)
         effects = Effects.of(changes, moves, likelier, prior)
         sets = Sets.none(off)
         for stage in range(2):
-            if not len(self._open(found, rows)):
+            if not len(self._unfinished(state, rows)):
                 break
-            overlap = found.overlap[rows]
+            overlap = state.overlap[rows]
             tried = effects.grown(sets, self.width, self.depth, self.tried, overlap)
-            vectors, _, ran = self._tried(found, changes, rows, tried)
+            vectors, _, ran = self._run(state, changes, rows, tried)
             if stage == 0:
                 did = vectors - parents.vectors[:, None]
-                found.overlap[rows] = effects.overlap(tried, did, ran).clamp(0.0, 1.0)
+                state.overlap[rows] = effects.overlap(tried, did, ran).clamp(0.0, 1.0)
             cosines = (vectors * goals[:, None]).sum(-1).where(ran, _NONE)
             best = cosines.topk(min(self.width // 2, cosines.shape[1]), dim=1)
             off = goals[:, None] - picked(vectors, best.indices)
             sets = Sets(picked(tried, best.indices), off, best.values > _NONE)
 
-    def _tried(
-        self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
+    def _run(
+        self, state: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run sets of changes (p, w, k): return vectors (p, w, d), log p, and which were run."""
         p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
         fits &= (sets >= 0).any(-1).flatten()
-        vectors = found.goals.new_zeros(p * w, found.goals.shape[1])
-        log_p = found.goals.new_zeros(p * w)
-        vectors[fits], log_p[fits] = found.take(texts[fits], rows[parent[fits]])
+        vectors = state.goals.new_zeros(p * w, state.goals.shape[1])
+        log_p = state.goals.new_zeros(p * w)
+        vectors[fits], log_p[fits] = state.take(texts[fits], rows[parent[fits]])
         return vectors.view(p, w, -1), log_p.view(p, w), fits.view(p, w)
 
 
 @dataclass(frozen=True, eq=False)
 class Parents:
-    """Texts to change: vectors (r, d), log p (r,), and how often each was changed before (r,)."""
+    """Texts to change: vectors (r, d), log p (r,), and how often each had its turn before (r,)."""
 
     texts: Texts
     vectors: Tensor
@@ -237,9 +241,10 @@ class Parents:
 
 
 class Populations:
-    """The best `kept` texts of each population, in r = v·i rows; those of a vector are neighbours.
+    """The best `kept` texts of each population.
 
-    `goals` (v, d) are the vectors, and `trust` (i,) is that of each population in the n-grams.
+    For each of v vectors, the `goals` (v, d), there are i populations; `trust` (i,) is the weight
+    of the n-grams in each. Tensors have r = v·i rows, in which those of a vector are neighbours.
     """
 
     def __init__(
@@ -262,16 +267,17 @@ class Populations:
         self.best = torch.full((v,), _NONE, device=device)
         self.best_texts = Texts(ids.new_zeros(v, max_length), ids.new_ones(v))
         self.passes = ids.new_zeros(v)
-        self.left = torch.zeros_like(self.best, dtype=torch.bool)  # vectors whose search has ended
+        self.ended = torch.zeros_like(self.best, dtype=torch.bool)  # since the best text may be it
         # How many rounds the best text of each vector has stood, and its cosine in the last round.
         self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
-        self._changed = ids.new_zeros(rows, 0)  # (r, rounds) keys of the texts changed so far
+        self._changed = ids.new_zeros(rows, 0)  # (r, rounds) token sums of texts changed so far
         # The best score of each population, and how many rounds ago it was reached.
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
+        # Random numbers of tokens and places: equal sums of them mean equal texts.
         size = (len(encoder.table) + max_length,)
-        keys = torch.randint(1, 2**40, size, generator=generator, device=device)
-        self._tokens, self._places = keys[:-max_length], keys[-max_length:]
+        numbers = torch.randint(1, 2**40, size, generator=generator, device=device)
+        self._token_numbers, self._place_numbers = numbers[:-max_length], numbers[-max_length:]
 
     def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Run texts, each for the population in `rows`, and keep the best different ones.
@@ -280,10 +286,11 @@ class Populations:
         """
         if not len(texts):
             return self.goals[:0], self.likelihoods[:0, 0]
-        vectors, likelihoods = self._run(texts)
+        vectors, likelihoods = self._encoded(texts)
         self.passes += self.vector[rows].bincount(minlength=len(self.goals))
         cosines = (vectors * self.goals[self.vector[rows]]).sum(-1)
         score = _score(cosines, likelihoods, self.trust[rows])
+        # The old texts of each population and its best new ones, side by side.
         touched, places = best_of_each(rows, score, 2 * self.kept)
         inside = places.clamp(min=0)
         both = Texts.cat([self.texts[touched], texts[inside]], 1)
@@ -299,17 +306,17 @@ class Populations:
         self.texts.lengths[touched] = both.lengths.gather(1, order)
         self.cosines[touched] = new.gather(1, order)
         self.likelihoods[touched] = likely.gather(1, order)
-        self._look_again(texts, rows, cosines)
+        self._update_best(texts, rows, cosines)
         return vectors, likelihoods
 
-    def _run(self, texts: Texts) -> tuple[Tensor, Tensor]:
+    def _encoded(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Return texts' vectors, and log p: the n-grams', averaged with a language model's own."""
         if not self.encoder.predicts:
             return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(texts)
         vectors, own = self.encoder.read(texts)
         return vectors.float(), self.ngrams.log_p(texts, own)
 
-    def _look_again(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
+    def _update_best(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
         """Replace the best text of each vector by the nearest new one, if that is nearer.
 
         A text that is near is first run again exactly; half precision is enough for the others.
@@ -334,7 +341,7 @@ class Populations:
         """Return the exact cosines (b,) of texts with the vectors of these numbers."""
         return (self.encoder.vectors(texts) * self.goals[vectors]).sum(-1)
 
-    def look_at_all(self) -> None:
+    def measure_exactly(self) -> None:
         """Compute the cosine of every vector's best text exactly."""
         self.best = self._exact(self.best_texts, torch.arange(len(self.goals)))
 
@@ -349,11 +356,11 @@ class Populations:
         if not by_turn:
             return self._parents(rows, self.cosines[rows].argmax(1), torch.zeros_like(rows))
         texts = self.texts[rows]
-        keys = self._tokens[texts.ids].where(texts.mask, 0).sum(-1)
-        turns = (keys[:, :, None] == self._changed[rows][:, None]).sum(-1)
-        place = (self._scores(rows) - _BACK * turns).argmax(1)
+        sums = self._token_numbers[texts.ids].where(texts.mask, 0).sum(-1)  # in any order
+        turns = (sums[:, :, None] == self._changed[rows][:, None]).sum(-1)
+        place = (self._scores(rows) - _TURN_LOSS * turns).argmax(1)
         turn = self._changed.new_zeros(len(self._changed), 1)
-        turn[rows, 0] = keys.gather(1, place[:, None])[:, 0]
+        turn[rows, 0] = sums.gather(1, place[:, None])[:, 0]
         self._changed = torch.cat([self._changed, turn], 1)
         return self._parents(rows, place, turns.gather(1, place[:, None])[:, 0])
 
@@ -368,7 +375,11 @@ class Populations:
         return self.texts[rows, ranks.indices.gather(1, chosen)[:, 0]]
 
     def renew(self, rows: Tensor) -> None:
-        """Start populations again that do not improve, except the nearest one of each vector."""
+        """Start populations again that do not improve, except the nearest one of each vector.
+
+        Half of them start from the nearest text of all, the others from that of a random population
+        of their vector; tokens are left out at random.
+        """
         now = self._scores(rows).max(1).values
         better = now > self._peaks[rows] + _BETTER
         self._still[rows] = (self._still[rows] + 1).where(~better, 0)
@@ -382,7 +393,7 @@ class Populations:
         other = self.vector[stuck] * self.count + (chance[:, 0] * self.count).long()
         other = torch.where(chance[:, 1] < 0.5, nearest[self.vector[stuck]], other)
         texts = self.texts[other, self.cosines[other].argmax(1)]
-        share = _RUINED * self._chance(len(stuck), 1)
+        share = _LEFT_OUT * self._chance(len(stuck), 1)
         kept = (self._chance(*texts.ids.shape) > share) & texts.mask
         kept[:, 0] |= ~kept.any(1)
         order = (~kept).long().argsort(dim=1, stable=True)
@@ -405,18 +416,19 @@ class Populations:
 
     def _repeated(self, texts: Texts, cosines: Tensor) -> Tensor:
         """Return which of the texts (r, c, n) equal an earlier one of their row."""
-        keys = (texts.ids * self._places).sum(-1) * 64 + texts.lengths
-        steps = torch.arange(keys.shape[1], device=keys.device)
-        same = (keys[:, :, None] == keys[:, None]) & (cosines[:, None] > _NONE)
+        sums = (texts.ids * self._place_numbers).sum(-1) * 64 + texts.lengths
+        steps = torch.arange(sums.shape[1], device=sums.device)
+        same = (sums[:, :, None] == sums[:, None]) & (cosines[:, None] > _NONE)
         return (same & (steps[:, None] > steps)).any(-1)
 
 
 def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
+    """Return the score of the module's docstring; `trust` holds the factor 2/d."""
     return trust * likelihoods - (1 - cosines + _HALF).clamp(min=_HALF).log()
 
 
 def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows, and places (r, count) of the largest scores of each, then -1."""
+    """Return the distinct rows, and places (r, count) of the largest scores of each, padded by -1."""
     order = scores.argsort(descending=True)
     order = order[rows[order].argsort(stable=True)]
     touched, sizes = rows[order].unique_consecutive(return_counts=True)
