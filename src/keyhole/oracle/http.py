@@ -5,8 +5,8 @@ in an answer or in a one-line error, within the memory and time that `Limits` st
 not followed. Secrets that were sent are removed from all that the server sends.
 
 The client uses httpcore, the transport of httpx, directly. httpx would limit the time between two
-bytes and not the time of a request (`_Stream`), and would read and decompress bodies without a
-limit (`_body`). Its retries know neither a deadline nor Retry-After (`Http.ask`).
+bytes and not the time of a request (here `_Stream` does), would read and decompress bodies without
+a limit (here `_body`), and its retries know neither a deadline nor Retry-After (here `Http.ask`).
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class _Transient(Exception):
 class Http:
     """Sends requests to one server and reads JSON answers. Keeps its connections until closed.
 
-    A user and a password in `url` are sent as a header. `headers` are sent too, and take precedence
-    over KEYHOLE_API_KEY. With `key`, so are the secrets of `options`.
+    A user and a password in `url` are sent as a header. So are the secrets of `options`, such as
+    KEYHOLE_API_KEY, unless `key` is False. `headers` are sent too, and take precedence.
 
     Transient failures (no connection, the statuses 429, 500 and 502 to 504, garbled answers) are
     retried `retries` times, with growing pauses. A server that answered before and then stopped
@@ -172,14 +172,14 @@ class Http:
         body = None if content is None else json.dumps(content, allow_nan=False).encode()
         self._rate_limit.wait()
         deadline = time.monotonic() + self.limits.seconds
-        take = partial(self._read, url=url, deadline=deadline, read=read, fast_parse=fast_parse)
+        handle = partial(self._read, url=url, deadline=deadline, read=read, fast_parse=fast_parse)
         internal_errors = 0
         for attempt in itertools.count():
             if self._closed:
                 break
             is_last = attempt >= self._retries
             try:
-                return self._attempt(verb, url, body, deadline, take)
+                return self._attempt(verb, url, body, deadline, handle)
             except Garbled as error:
                 if is_last:
                     raise
@@ -197,6 +197,7 @@ class Http:
         raise OracleError(f"no answer from {url}: the connection was closed")
 
     def _wait_to_retry(self, url: str, trouble: _Transient, attempt: int, deadline: float) -> None:
+        """Sleep until the next attempt; raise if that would be after the deadline."""
         pause = min(_FIRST_PAUSE * 2 ** min(attempt, 10), _MAX_PAUSE)
         pause = max(_RESTART_PAUSE if trouble.restarting else pause, trouble.wait or 0.0)
         if time.monotonic() + pause > deadline:
@@ -216,9 +217,9 @@ class Http:
 
     def _attempt(
         self, verb: str, url: str, body: bytes | None, deadline: float,
-        take: Callable[[httpcore.Response], T],
+        handle: Callable[[httpcore.Response], T],
     ) -> T:  # fmt: skip
-        """Send the request once.
+        """Send the request once, and return what `handle` makes of the response.
 
         Raise Garbled, _Transient, or Refused with status 500, if another attempt may succeed.
         """
@@ -232,14 +233,14 @@ class Http:
                 if reply.status in _BUSY_STATUSES:
                     raise self._busy(reply)
                 try:
-                    taken = take(reply)
+                    result = handle(reply)
                 except Garbled:
                     # A second copy of this answer would be read as the answer to the next request.
                     with suppress(*_FAILURES, OSError):
                         reply.extensions["network_stream"].close()
                     raise
                 self._answered = True
-                return taken
+                return result
         except httpcore.TimeoutException:
             raise self._too_slow(url) from None
         except httpcore.LocalProtocolError:  # its message may quote a secret
@@ -270,6 +271,7 @@ class Http:
         self, reply: httpcore.Response, url: str, deadline: float, read: Callable[[object], T],
         fast_parse: FastParse | None,
     ) -> T:  # fmt: skip
+        """Return what `read` makes of a response, whose memory and time are bounded."""
         if not 200 <= reply.status < 300:
             raise self._refusal(reply, url)
         is_large = False
@@ -464,6 +466,7 @@ def _decompressed(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -
 
 
 def _parsed(body: bytearray, url: str, limits: Limits) -> object:
+    """Return the JSON of a body, and clear the body; refuse one that would take too much memory."""
     parts = sum(body.count(mark) for mark in b'[{",')
     if parts > limits.parts:
         raise OracleError(
@@ -493,7 +496,7 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        raise ValueError("a key twice in one object")
+        raise ValueError("a key twice in one object")  # parsers differ in which one they take
     return data
 
 
@@ -565,6 +568,8 @@ def _seconds_left(deadline: float | None) -> float:
 
 
 class _Network(httpcore.NetworkBackend):
+    """Opens connections as `_Stream`; `timeout` is a deadline here too."""
+
     def connect_tcp(
         self,
         host: str,
