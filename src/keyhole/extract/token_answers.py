@@ -118,8 +118,8 @@ class WholeVectors:
 class ChosenTokens:
     """Answers about randomly chosen tokens, from a target that gives the best `top` tokens.
 
-    n rows hold numbers for n + `spare` tokens, and for `tokens` at least. So each time that more
-    rows are wanted, more tokens are chosen, and the earlier rows are filled up.
+    n rows are about n + `spare` tokens, and `tokens` at least. So if more rows are wanted, more
+    tokens are chosen, and the earlier rows are filled up.
     """
 
     def __init__(
@@ -193,8 +193,7 @@ class ChosenTokens:
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            raised = self._raised_logits
-            values = raised([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
+            values = self._raised([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
             if float(values.min()) > ABSENT:
                 self._chosen, self._row_prompts = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -222,7 +221,7 @@ class ChosenTokens:
         """Return the logits of tokens of each prompt, up to a constant for each prompt.
 
         Unless k = 1, that is the logit of the reference, and its own difference of 0 takes no
-        query. Queries that raise equally many tokens are sent together.
+        query. Queries that raise equally many tokens are sent together, as one tensor.
         """
         reference, size = self._chosen[0], self._top - 1
         parts: list[list[Tensor]] = []
@@ -241,7 +240,7 @@ class ChosenTokens:
             sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
         ):
             numbers, groups = zip(*alike, strict=True)
-            values = self._raised_logits([prompts[number] for number in numbers], list(groups))
+            values = self._raised([prompts[number] for number in numbers], list(groups))
             if self._top > 1:
                 values = torch.where(values > ABSENT, values - values[:, :1], ABSENT)[:, 1:]
             for number, row in zip(numbers, values, strict=True):
@@ -249,8 +248,11 @@ class ChosenTokens:
         return [torch.cat(part) for part in parts]
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
-        """Return ℓ − ℓ_reference of other tokens, from which of the two is sampled."""
-        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)  # no difference is lower
+        """Return ℓ − ℓ_reference of other tokens, from which of the two is sampled.
+
+        It is between `low` and `low + step`, or ABSENT if it is outside of ±_RANGE.
+        """
+        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
         step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
         pairs = torch.tensor([[reference, token] for token in others], dtype=torch.float64)
         start = question(prompt).expand(len(others), -1, -1)
@@ -265,7 +267,7 @@ class ChosenTokens:
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
         return torch.where(inside, low + step / 2, ABSENT)
 
-    def _raised_logits(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
+    def _raised(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
         """Return logits of raised tokens (groups, tokens), each group after its prompt.
 
         Biases grow until every token has a number. Tokens that have none at the largest bias, since

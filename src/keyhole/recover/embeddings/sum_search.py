@@ -428,7 +428,7 @@ def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
 
 
 def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows, and places (r, count) of the largest scores of each, padded by -1."""
+    """Return the distinct rows, and places (r, count) of the largest scores of each, or -1."""
     order = scores.argsort(descending=True)
     order = order[rows[order].argsort(stable=True)]
     touched, sizes = rows[order].unique_consecutive(return_counts=True)
