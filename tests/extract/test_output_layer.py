@@ -245,6 +245,19 @@ def test_a_row_goes_on_with_the_prompt_it_is_of():
     assert result.width == 40, result.reason
 
 
+def test_a_prompt_that_hides_the_reference_is_not_used():
+    target = PlantedLogits(width=8, words=100, logarithms=False)
+
+    class NoReference(Shares):
+        def _one(self, rows):
+            prompt, raised, _ = parts_of(rows)
+            hidden = (torch.arange(len(raised)) == 0) & (prompt.sum() % 3 == 0)
+            return super()._one(rows).where(~hidden, ABSENT)
+
+    result = OutputLayer(top=5)(NoReference(target, 100))
+    assert result.width == 8, result.reason
+
+
 @pytest.mark.parametrize(("norm", "logarithms"), [
     ("rms", True), ("rms", False), ("layer, biased", True), ("layer", False),
 ])  # fmt: skip

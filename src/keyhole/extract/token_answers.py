@@ -242,7 +242,8 @@ class ChosenTokens:
             numbers, groups = zip(*alike, strict=True)
             values = self._raised([prompts[number] for number in numbers], list(groups))
             if self._top > 1:
-                values = torch.where(values > ABSENT, values - values[:, :1], ABSENT)[:, 1:]
+                given = (values > ABSENT) & (values[:, :1] > ABSENT)
+                values = torch.where(given, values - values[:, :1], ABSENT)[:, 1:]
             for number, row in zip(numbers, values, strict=True):
                 parts[number].append(row)
         return [torch.cat(part) for part in parts]
